@@ -64,10 +64,10 @@ def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
 
     Args:
         meeting: of all ranks.
-        timeout: seconds in which they must come.
+        timeout: seconds for each thing that is waited for.
 
     Returns:
-        By rank: why this rank does not connect to it.
+        Of the ranks that have come: why this rank does not connect to them.
     """
     listener = None
     try:
@@ -81,15 +81,14 @@ def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
     finally:
         meeting.store.set(f"connected/{meeting.rank}", "")
         if listener is not None:
-            ranks = range(meeting.size)
-            meeting.values("connected", ranks, min(timeout, 2 * _MOST_SECONDS))
+            meeting.values("connected", meeting.ranks(), timeout)
             listener.close()
 
 
 def _connect_to_all(meeting: Meeting, timeout: float) -> dict[int, str]:
-    others = [rank for rank in range(meeting.size) if rank != meeting.rank]
+    others = [rank for rank in meeting.ranks() if rank != meeting.rank]
     places = meeting.values("listens", others, timeout)
-    failed = {rank: f"it has not come within {timeout:g} s" for rank in others}
+    failed = {rank: f"it does not listen within {timeout:g} s" for rank in others}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         limit = min(timeout, _MOST_SECONDS)
         errors = pool.map(lambda text: _connect(json.loads(text), limit), places.values())

@@ -86,7 +86,7 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
     import torch
 
     name = "CUDA kernels"
-    if not torch.ops.commhook.has_cuda_kernels():
+    if not _has_kernels():
         if not is_cuda_build:
             value = f"none, since torch {torch.__version__} is not a CUDA build"
             return Finding("gpus", name, value)
@@ -115,6 +115,12 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
         f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' COMMHOOK_CUDA=1 "
         "python setup.py develop",
     )
+
+
+def _has_kernels() -> bool:
+    import torch
+
+    return bool(torch.ops.commhook.has_cuda_kernels())
 
 
 def architectures(library: bytes) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 #: Set by torchrun, whose agent has started the store.
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RETRY_SECONDS = 0.2
+_POLL_SECONDS = 0.02
 #: For checks of the other ranks that this rank has already done.
 _REPORT_SECONDS = 120.0
 _LEAVE_SECONDS = 5.0
@@ -45,14 +46,22 @@ class Meeting:
         store: for this meeting alone.
         rank: this process's.
         size: the number of ranks.
+        timeout: seconds from now in which the other ranks must come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store = store
         self.rank = rank
         self.size = size
+        self._deadline = time.monotonic() + timeout
+        self.store.set(f"came/{rank}", "")
 
-    def values(self, key: str, ranks: Sequence[int], timeout: float) -> dict[int, str]:
+    def ranks(self) -> list[int]:
+        """The ranks that have come. Waits for all of them until the timeout."""
+        left = max(self._deadline - time.monotonic(), 0.0)
+        return list(self.values("came", range(self.size), left))
+
+    def values(self, key: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
         """Wait for what ranks have set.
 
         Args:
@@ -63,14 +72,20 @@ class Meeting:
         Returns:
             The values by rank, without those of ranks that have set none in time.
         """
-        found = {}
         deadline = time.monotonic() + timeout
-        for rank in ranks:
-            left = max(deadline - time.monotonic(), 0.01)
-            with suppress(RuntimeError):
-                self.store.wait([f"{key}/{rank}"], timedelta(seconds=left))
-                found[rank] = self.store.get(f"{key}/{rank}").decode()
-        return found
+        return {
+            rank: self.store.get(f"{key}/{rank}").decode()
+            for rank in ranks
+            if self._is_set(f"{key}/{rank}", deadline)
+        }
+
+    def _is_set(self, key: str, deadline: float) -> bool:
+        # Store.wait() would print a warning when its time is up.
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
 
     def share(self, findings: Sequence[Finding]) -> list[Finding]:
         """On rank 0: its own findings, and the warnings and errors of all other ranks.
@@ -83,22 +98,21 @@ class Meeting:
             self.store.set(f"findings/{self.rank}", json.dumps(wrong))
             return mine
         merged = list(mine)
-        # A rank that has never come, or has ended, is named by the check of the ranks.
-        for rank, text in self.values("findings", range(1, self.size), _REPORT_SECONDS).items():
+        others = [rank for rank in self.ranks() if rank]
+        for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
             theirs = [Finding(**fields) for fields in json.loads(text)]
             merged += [replace(each, rank=rank) for each in theirs if each not in mine]
         return merged
 
     def leave(self) -> None:
         """Wait until rank 0 has printed: launchers end all ranks when one exits with an error."""
-        # A rank that has gone takes the store with it, or is not waited for any longer.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # rank 0 may have gone, and the store with it
             if self.rank:
-                self.store.wait(["printed"], timedelta(seconds=_REPORT_SECONDS))
+                self._is_set("printed", time.monotonic() + _REPORT_SECONDS)
                 self.store.set(f"left/{self.rank}", "")
             else:
                 self.store.set("printed", "")
-                self.values("left", range(1, self.size), _LEAVE_SECONDS)
+                self.values("left", self.ranks()[1:], _LEAVE_SECONDS)
 
 
 def meet(place: Place, timeout: float) -> Meeting:
@@ -131,7 +145,8 @@ def meet(place: Place, timeout: float) -> Meeting:
             "Set MASTER_PORT to a port that is free on rank 0's host.",
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(dist.PrefixStore(f"commhook_doctor/{attempt}", store), place.rank, place.size)
+    own = dist.PrefixStore(f"commhook_doctor/{attempt}", store)
+    return Meeting(own, place.rank, place.size, timeout)
 
 
 def _await_port(rank: int, host: str, port: int, timeout: float) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 from torch_commhook.cli.doctor.connections import failed_connections
 from torch_commhook.cli.doctor.findings import Finding, first_line
@@ -18,7 +19,6 @@ from torch_commhook.cli.doctor.settings import Settings
 #: To import torch, twice at once on a slow disk.
 _START_SECONDS = 120.0
 _MOST_PAIRS = 10
-_LOOK_SECONDS = 1.0
 _ONE_HOST = "two processes on this host"
 _ADVICE = (
     "Let these hosts connect to all TCP ports of each other, or set "
@@ -35,10 +35,10 @@ def check_ranks(settings: Settings) -> Iterator[Finding]:
         return
     if not (dist.is_available() and dist.is_gloo_available()):
         yield Finding("ranks", _ONE_HOST, "not tried, since torch has no Gloo")
-    elif settings.meeting is None:
-        yield from _two_processes(settings.timeout)
-    else:
+    elif settings.meeting is not None:
         yield from _all_ranks(settings.meeting, settings.timeout)
+    elif settings.place is None or settings.place.size == 1:
+        yield from _two_processes(settings.timeout)
 
 
 def _two_processes(timeout: float) -> Iterator[Finding]:
@@ -103,8 +103,7 @@ def _failed(name: str, value: str, advice: str = _ADVICE) -> Finding:
 def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
     mine = failed_connections(meeting, timeout)
     meeting.store.set(f"failed/{meeting.rank}", json.dumps(mine))
-    came = sorted(meeting.values("listens", range(meeting.size), _LOOK_SECONDS))
-    reports = meeting.values("failed", came, 2 * timeout)
+    reports = meeting.values("failed", meeting.ranks(), 2 * timeout)
     failed = {
         (rank, int(peer)): reason
         for rank, text in reports.items()
@@ -140,17 +139,16 @@ def _of_failed(
             f"it has not come within {timeout:g} s",
             "Read the output of this rank, and look whether its host reaches MASTER_ADDR.",
         )
-    pairs = {pair: reason for pair, reason in failed.items() if not {*pair} & {*absent}}
-    for (rank, peer), reason in list(pairs.items())[:_MOST_PAIRS]:
+    for (rank, peer), reason in list(failed.items())[:_MOST_PAIRS]:
         advice = _ADVICE
         if "loopback" in reason:
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that others reach."
         elif "listens nowhere" in reason:
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that it has."
         yield _failed(f"rank {rank} cannot connect to rank {peer}", reason, advice)
-    if len(pairs) > _MOST_PAIRS:
-        more = len(pairs) - _MOST_PAIRS
-        yield _failed("connections", f"{more} more of {len(pairs)} fail")
+    if len(failed) > _MOST_PAIRS:
+        more = len(failed) - _MOST_PAIRS
+        yield _failed("connections", f"{more} more of {len(failed)} fail")
 
 
 def _sum_error(meeting: Meeting, timeout: float) -> str | None:
@@ -161,7 +159,9 @@ def _sum_error(meeting: Meeting, timeout: float) -> str | None:
     size = meeting.size
     try:
         store = dist.PrefixStore("gloo", meeting.store)
-        group = dist.ProcessGroupGloo(store, meeting.rank, size, timedelta(seconds=timeout))
+        # PyTorch's annotations lack the class's collectives.
+        make: Any = dist.ProcessGroupGloo
+        group = make(store, meeting.rank, size, timedelta(seconds=timeout))
         number = torch.full((1,), meeting.rank + 1.0, dtype=torch.float64, device="cpu")
         group.allreduce([number]).wait()
     except RuntimeError as error:
