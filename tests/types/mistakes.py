@@ -1,4 +1,4 @@
-"""Mistakes that static tools refuse: each line with ``# wrong``. Nothing runs this file."""
+"""Mistakes that static tools refuse, each on a line marked as wrong. Nothing runs this file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def misspelt_names() -> None:
     hooks.blokwise(bits=4)  # wrong
     hooks.allreduced()  # wrong
     codecs.blokwise()  # wrong
-    codecs.register_codecs  # wrong
+    codecs.register_codecs(codecs.sign)  # wrong
     blokwise()
 
 
