@@ -290,10 +290,13 @@ class wheel(Command):  # noqa: N801
         distribution: Any = self.distribution
         distribution.metadata.version += f"+{local_version()}"
         release = ".".join(str(torch.__version__).split(".")[:2])
-        distribution.install_requires = [
+        requirements = [
             f"torch=={release}.*" if re.match(r"torch\b", requirement) else requirement
             for requirement in distribution.install_requires
         ]
+        # setuptools reads the one or the other, by its release.
+        distribution.install_requires = requirements
+        distribution.metadata.install_requires = requirements
         # A folder of its own: a build leaves modules there that the package no longer has.
         folder = ROOT / "build" / "wheel"
         shutil.rmtree(folder, ignore_errors=True)
