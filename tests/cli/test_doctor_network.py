@@ -19,6 +19,7 @@ from repository import ROOT
 from benchmarks.netlab.lab import Lab, why_impossible
 from torch_commhook.cli.doctor import connections
 from torch_commhook.cli.doctor.connections import failed_connections
+from torch_commhook.cli.doctor.findings import Finding
 from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.network import (
     GlooAddress,
@@ -72,6 +73,7 @@ def test_two_processes_and_a_missing_interface(
     for each, (rank, peer) in zip(found, [(0, 1), (1, 0)], strict=True):
         assert f"rank {rank} cannot connect to rank {peer}" in each["name"]
         assert "GLOO_SOCKET_IFNAME names none0" in each["value"]
+        assert each["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface of this host")
 
 
 def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +211,25 @@ def test_a_launcher_that_says_too_little(
     monkeypatch.setenv("MASTER_PORT", "1")
     assert main(["doctor", "--only", "versions"]) == 1
     assert "error    this rank: environment variable RANK: must be" in capsys.readouterr().out
+
+
+class _GoneStore:
+    """A store whose host has ended since all ranks came."""
+
+    def set(self, key: str, value: str) -> None:
+        if not key.startswith("came"):
+            raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_goes(rank: int) -> None:
+    meeting = Meeting(_GoneStore(), rank, 2, 1.0)  # type: ignore[arg-type]
+    mine = [Finding("host", "shared memory", "none", "error", "Mount it.")]
+    assert meeting.share(mine) == mine
+    meeting.leave()
 
 
 def test_torchrun() -> None:

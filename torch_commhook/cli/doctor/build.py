@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -143,15 +144,13 @@ def _loaded() -> Iterator[Finding]:
 
 def _compiler(is_built: bool) -> Finding:
     """The compiler that torch.compile, hooks in C++ and the build call."""
-    chosen = os.environ.get("CXX")
-    names = [chosen] if chosen else ["c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
+    chosen = shlex.split(os.environ.get("CXX", ""))[:1]  # options may follow
+    found = next(filter(None, map(shutil.which, chosen or ["c++", "g++", "clang++"])), None)
     if found is not None:
         return Finding("build", "C++ compiler", found)
-    where = f"CXX names {chosen}, which is not there" if chosen else "none on the PATH"
-    advice = (
-        "Install g++ 11 or newer: torch.compile on the CPU and hooks in C++ need it."
-        if is_built
-        else "Install g++ 11 or newer: the build needs it."
-    )
-    return Finding("build", "C++ compiler", where, "warning" if is_built else "error", advice)
+    user = "torch.compile on the CPU and hooks in C++ need it" if is_built else "the build needs it"
+    value, advice = "none on the PATH", f"Install g++ 11 or newer: {user}."
+    if chosen:
+        value = f"CXX names {chosen[0]}, which is not there"
+        advice = f"Set CXX to a compiler that is there, or unset it: {user}."
+    return Finding("build", "C++ compiler", value, "warning" if is_built else "error", advice)

@@ -93,15 +93,16 @@ class Meeting:
         On another rank: its own findings, and nothing is waited for.
         """
         mine = list(findings)
-        if self.rank:
-            wrong = [asdict(finding) for finding in mine if finding.level != "ok"]
-            self.store.set(f"findings/{self.rank}", json.dumps(wrong))
-            return mine
         merged = list(mine)
-        others = [rank for rank in self.ranks() if rank]
-        for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
-            theirs = [Finding(**fields) for fields in json.loads(text)]
-            merged += [replace(each, rank=rank) for each in theirs if each not in mine]
+        with suppress(RuntimeError):  # the store has gone
+            if self.rank:
+                wrong = [asdict(finding) for finding in mine if finding.level != "ok"]
+                self.store.set(f"findings/{self.rank}", json.dumps(wrong))
+                return mine
+            others = self.ranks()[1:]
+            for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
+                theirs = [Finding(**fields) for fields in json.loads(text)]
+                merged += [replace(each, rank=rank) for each in theirs if each not in mine]
         return merged
 
     def leave(self) -> None:

@@ -24,6 +24,10 @@ _ADVICE = (
     "Let these hosts connect to all TCP ports of each other, or set "
     f"{INTERFACES} on each to an interface in a network that they share."
 )
+_ADVICE_ON_ONE_HOST = (
+    f"Set {INTERFACES} to an interface of this host or unset it, and let this host connect to "
+    "all of its own TCP ports."
+)
 
 
 def check_ranks(settings: Settings) -> Iterator[Finding]:
@@ -80,7 +84,7 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
             f"{_ONE_HOST}, {finding.name}",
             finding.value,
             finding.level,
-            "" if is_well else f"Look at '{INTERFACES}' and this host's firewall.",
+            "" if is_well else _ADVICE_ON_ONE_HOST,
         )
 
 
