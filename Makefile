@@ -26,6 +26,7 @@
 #                         Python, torch and nvcc that are there, and no network; at most nine minutes
 #                         (ARGS=--dry-run: without a GPU, to see that all parts run)
 #   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
+#   make wheel            a wheel for the torch that is installed, into dist
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
@@ -54,7 +55,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test wheel test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -79,6 +80,9 @@ $(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
 	$(INTEGRATIONS)/bin/python -m pip --quiet --disable-pip-version-check install \
 	  $(if $(LATEST),--upgrade $$(sed -n 's/==.*//p' $(FRAMEWORKS)),-r $(FRAMEWORKS))
 	touch $@
+
+wheel: $(VENV)/built
+	$(VENV)/bin/python setup.py --quiet wheel $(ARGS)
 
 distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)
@@ -216,5 +220,5 @@ modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories: 
 	$(PASSED)
 
 clean:
-	rm -rf build .venv .venv-* torch_commhook.egg-info
+	rm -rf build dist .venv .venv-* torch_commhook.egg-info
 	find torch_commhook -name '*.so' -delete

@@ -265,9 +265,51 @@ class develop(Command):  # noqa: N801
             raise SystemExit(built.returncode)  # pip has said what failed
 
 
+def local_version() -> str:
+    """Such as ``torch2.13cpu`` or ``torch2.14cu130``: the torch that the libraries fit."""
+    release, _, build = str(torch.__version__).partition("+")
+    if not build:
+        build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    major, minor = release.split(".")[:2]
+    return f"torch{major}.{minor}{re.sub('[^a-z0-9]', '', build.lower())}"
+
+
+class wheel(Command):  # noqa: N801
+    """``python setup.py wheel``: a wheel for the torch that is installed, and for no other one."""
+
+    description = "build a wheel for the torch that is installed"
+    user_options = [("dist-dir=", "d", "the folder for the wheel (dist by default)")]  # noqa: RUF012
+
+    def initialize_options(self) -> None:
+        self.dist_dir: str | None = None
+
+    def finalize_options(self) -> None:
+        self.dist_dir = self.dist_dir or str(ROOT / "dist")
+
+    def run(self) -> None:
+        distribution: Any = self.distribution
+        distribution.metadata.version += f"+{local_version()}"
+        release = ".".join(str(torch.__version__).split(".")[:2])
+        requirements = [
+            f"torch=={release}.*" if re.match(r"torch\b", requirement) else requirement
+            for requirement in distribution.install_requires
+        ]
+        # setuptools reads the one or the other, by its release.
+        distribution.install_requires = requirements
+        distribution.metadata.install_requires = requirements
+        # A folder of its own: a build leaves modules there that the package no longer has.
+        folder = ROOT / "build" / "wheel"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.reinitialize_command("build", build_base=str(folder))
+        self.reinitialize_command("egg_info", egg_base=str(folder))
+        self.reinitialize_command("bdist_wheel", dist_dir=self.dist_dir)
+        self.run_command("bdist_wheel")
+
+
 if __name__ == "__main__":
     setup(
         license="BSD-3-Clause",
         ext_modules=extensions(),
-        cmdclass={"build_ext": build_ext, "build_py": build_py, "develop": develop},
+        cmdclass={"build_ext": build_ext, "build_py": build_py, "develop": develop, "wheel": wheel},
     )

@@ -1,20 +1,29 @@
-"""``python -m torch_commhook doctor``: what it prints, and what it does where nothing loads."""
+"""``python -m torch_commhook doctor``: its report, and what it says of set-ups that are broken."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from doctor_reports import finding, report
 from repository import ROOT
 
 import torch_commhook
-from torch_commhook.cli import doctor
+from torch_commhook.cli.doctor import CHECKS, build, host
+from torch_commhook.cli.doctor import hooks as doctor_hooks
+from torch_commhook.cli.doctor.cuda import architectures, serves
+from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
+from torch_commhook.cli.place import Place
 
 
 def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,42 +31,430 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setenv("SOME_TOKEN", "a-secret")
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"torch_commhook: {torch_commhook.__version__}" in lines
-    assert f"torch: {torch.__version__}" in lines
-    assert f"_C built for torch: {torch.__version__}" in lines
-    assert "COMMHOOK_SHOWN: yes" in lines
-    assert lines[-1].startswith("check: ok")
+    assert f"ok       torch_commhook: {torch_commhook.__version__}" in lines
+    assert f"ok       torch: {torch.__version__}" in lines
+    assert f"ok       _C built for torch: {torch.__version__}" in lines
+    assert "ok       COMMHOOK_SHOWN: yes" in lines
+    assert any("1 pair of ranks connects" in line for line in lines)
+    assert lines[-1].startswith("doctor: 0 errors, ")
     assert not any("a-secret" in line for line in lines)
+
+
+def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "versions,build")
+    assert found["errors"] == 0
+    assert {each["group"] for each in found["findings"]} == {"versions", "build"}
+    for each in found["findings"]:
+        assert set(each) == {"group", "name", "value", "level", "advice", "rank"}
+    assert finding(found, "torch")["value"] == torch.__version__
+
+
+def test_a_finding_that_is_not_ok_has_one_sentence_of_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: _file_system(8 << 20))
+    assert main(["doctor", "--only", "host"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if "shared memory" in line]
+    assert lines[place].startswith("error    shared memory: 8 MiB of 8 MiB are free in /dev/shm")
+    assert re.fullmatch(r" {9}-> Give /dev/shm .*\.", lines[place + 1])
+
+
+@pytest.mark.parametrize("options", [["--only", "nothing"], ["--timeout", "0"], ["more"]])
+def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", *options])
+    assert "commhook doctor: error: " in capsys.readouterr().err
+
+
+def test_a_check_that_fails_leaves_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(settings: object) -> list[object]:
+        raise ZeroDivisionError("by chance")
+
+    monkeypatch.setitem(CHECKS, "gpus", fail)
+    found = report(capsys, "gpus,build", code=1)
+    assert finding(found, "check of gpus")["value"] == "ZeroDivisionError: by chance"
+    assert finding(found, "native libraries")["level"] == "ok"
 
 
 def test_wrong_gradients_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
-    assert doctor.main([]) == 1
-    assert "check: FAILED: RuntimeError" in capsys.readouterr().out
+    monkeypatch.setattr(doctor_hooks, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
+    found = finding(report(capsys, "hooks", code=1), "allreduce")
+    assert found["level"] == "error" and "should give 1.5" in found["value"]
 
 
-@pytest.mark.parametrize("broken", ["_ops", "_C"])
-def test_a_native_library_that_does_not_load(broken: str, tmp_path: Path) -> None:
-    package = tmp_path / "torch_commhook"
+# ---- the build ----------------------------------------------------------------------------------
+
+
+def _copy_of_the_package(folder: Path, library: str, contents: bytes | None) -> None:
+    """A package in which the libraries of a name have other contents, or are missing."""
     for path in (ROOT / "torch_commhook").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            copy = package / path.relative_to(ROOT / "torch_commhook")
-            copy.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix != ".so" or not path.name.startswith(library):
             shutil.copyfile(path, copy)
-            if path.suffix == ".so" and path.name.startswith(broken):
-                copy.write_bytes(b"nonsense")
+        elif contents is not None:
+            copy.write_bytes(contents)
+
+
+def _doctor_of(folder: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "torch_commhook", "doctor"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-m", "torch_commhook", "doctor", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1, done.stderr
-    assert f"torch: {torch.__version__}" in done.stdout
-    assert "check: FAILED: NativeLibraryError" in done.stdout
-    assert "python setup.py develop" in done.stdout
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def _library() -> bytes:
+    (library,) = (ROOT / "torch_commhook" / "lib").glob("_ops*.so")
+    return library.read_bytes()
+
+
+def _for_another_torch() -> bytes:
+    """The library, as if it had been built for torch 9.99."""
+    mark = f"commhook built for torch {torch.__version__}\0".encode()
+    other = b"commhook built for torch 9.99".ljust(len(mark), b"\0")
+    assert mark in _library()
+    return _library().replace(mark, other)
+
+
+BROKEN = {
+    "another torch": (
+        "_ops",
+        _for_another_torch,
+        rf"built for torch 9\.99, and torch {re.escape(torch.__version__)} is installed",
+        "Build them again, or install torch 9.99: python setup.py develop",
+    ),
+    "no build": (
+        "_",
+        lambda: None,
+        r"not built \(none in .*\)",
+        f"Build them for torch {torch.__version__}: python setup.py develop",
+    ),
+    "a library that does not load": (
+        "_ops",
+        lambda: b"nonsense",
+        "do not load: NativeLibraryError: .*",
+        f"Build them again for torch {torch.__version__} and this Python: python setup.py develop",
+    ),
+    "a runtime that does not load": (
+        "_C",
+        lambda: b"nonsense",
+        "do not load: NativeLibraryError: .*",
+        f"Build them again for torch {torch.__version__} and this Python: python setup.py develop",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_native_libraries_that_do_not_load(case: str, tmp_path: Path) -> None:
+    library, contents, value, advice = BROKEN[case]
+    _copy_of_the_package(tmp_path, library, contents())
+    code, output = _doctor_of(tmp_path, "--json", "--only", "versions,build,gpus,hooks")
+    found = json.loads(output)
+    assert code == 1 and found["errors"] == 1
+    libraries = finding(found, "native libraries")
+    assert re.fullmatch(value, libraries["value"])
+    assert libraries["advice"].startswith(advice)
+    assert finding(found, "torch")["value"] == torch.__version__
+    assert "not tried" in finding(found, "hooks")["value"]
+
+
+def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
+    _copy_of_the_package(tmp_path, "_", None)
+    code, output = _doctor_of(tmp_path)
+    assert code == 1
+    assert "ok       two processes on this host, all-reduce over Gloo: works" in output
+    assert output.splitlines()[-1].startswith("doctor: 1 error, ")
+
+
+def test_torch_that_does_not_load(tmp_path: Path) -> None:
+    _copy_of_the_package(tmp_path, "_ops", _library())
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    code, output = _doctor_of(tmp_path, "--json")
+    found = json.loads(output)
+    assert code == 1
+    torch_found = finding(found, "torch")
+    assert torch_found["value"] == "does not load: libcudart.so.13: no such file"
+    assert torch_found["advice"].startswith("Install torch")
+    assert finding(found, "native libraries")["advice"] == "Install torch first."
+    assert finding(found, "shared memory")
+
+
+@pytest.mark.parametrize(
+    ("is_built", "level", "advice"),
+    [(True, "warning", "torch.compile"), (False, "error", "the build needs it")],
+)
+def test_no_compiler(
+    is_built: bool,
+    level: str,
+    advice: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if not is_built:
+        monkeypatch.setattr(build, "library_error", lambda: ImportError("not built"))
+    found = finding(report(capsys, "build", code=0 if is_built else 1), "C++ compiler")
+    assert (found["value"], found["level"]) == ("none on the PATH", level)
+    assert advice in found["advice"]
+
+
+def test_a_compiler_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = finding(report(capsys, "build"), "C++ compiler")
+    assert found["value"] == "CXX names no-such-compiler, which is not there"
+    assert found["advice"].startswith("Set CXX to a compiler that is there, or unset it: ")
+    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
+    assert finding(report(capsys, "build"), "C++ compiler")["value"] == sys.executable
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+
+def test_a_cuda_build_without_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.ops.commhook.has_cuda_kernels():
+        pytest.skip("this build has CUDA kernels")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = finding(report(capsys, "gpus"), "CUDA kernels")
+    assert found["level"] == "warning"
+    assert "none in the build, though torch is a build for CUDA 13.0" in found["value"]
+    assert found["advice"] == (
+        "Install nvcc of CUDA 13.0, then run: COMMHOOK_CUDA=1 python setup.py develop"
+    )
+
+
+def test_a_build_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is a CUDA build")
+    found = finding(report(capsys, "gpus"), "CUDA kernels")
+    assert found["level"] == "ok"
+    assert found["value"] == f"none, since torch {torch.__version__} is not a CUDA build"
+
+
+def _entry(kind: int, number: int, payload: bytes) -> bytes:
+    header = kind.to_bytes(2, "little") + bytes(2) + (64).to_bytes(4, "little")
+    header += len(payload).to_bytes(8, "little") + bytes(12) + number.to_bytes(4, "little")
+    return header.ljust(64, b"\0") + payload
+
+
+def _fat_binary(*entries: bytes) -> bytes:
+    size = sum(map(len, entries))
+    header = b"\x50\xed\x55\xba\x01\x00\x10\x00" + size.to_bytes(8, "little")
+    return header + b"".join(entries)
+
+
+def test_architectures_of_the_kernels() -> None:
+    first = _fat_binary(_entry(2, 80, b"code" * 3), _entry(2, 90, b"more"), _entry(1, 90, b"ptx"))
+    library = b"\x7fELF" + first + bytes(7) + _fat_binary(_entry(2, 100, b"")) + b"end"
+    assert architectures(library) == {"sm_80", "sm_90", "compute_90", "sm_100"}
+    assert architectures(library[: 4 + 16 + 20]) == set()
+    assert architectures(b"\x50\xed\x55\xba\x01\x00" + bytes(range(200))) == set()
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "is_served"),
+    [
+        ({"sm_80"}, (8, 0), True),
+        ({"sm_80"}, (8, 6), True),
+        ({"sm_86"}, (8, 0), False),
+        ({"sm_80"}, (9, 0), False),
+        ({"compute_80"}, (9, 0), True),
+        ({"compute_90"}, (8, 0), False),
+        ({"sm_90", "sm_100"}, (10, 0), True),
+    ],
+)
+def test_gpus_that_kernels_serve(
+    found: set[str], capability: tuple[int, int], is_served: bool
+) -> None:
+    assert serves(found, *capability) is is_served
+
+
+def test_kernels_for_other_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "_ops.so"
+    library.write_bytes(_fat_binary(_entry(2, 90, b"code")))
+    gpu = SimpleNamespace(name="A GPU", major=8, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr("torch_commhook.cli.doctor.cuda.operator_library", lambda: library)
+    monkeypatch.setattr("torch_commhook.cli.doctor.cuda._has_kernels", lambda: True)
+    found = report(capsys, "gpus", code=1)
+    assert finding(found, "GPUs")["value"] == "A GPU (8.0, 80 GiB)"
+    kernels = finding(found, "CUDA kernels")
+    assert kernels["level"] == "error"
+    assert kernels["value"] == "sm_90: none for compute capability 8.0"
+    assert "TORCH_CUDA_ARCH_LIST='8.0'" in kernels["advice"]
+
+
+# ---- the host -----------------------------------------------------------------------------------
+
+
+def _file_system(free: int) -> SimpleNamespace:
+    return SimpleNamespace(f_frsize=4096, f_blocks=free // 4096, f_bavail=free // 4096)
+
+
+@pytest.mark.parametrize(
+    ("free", "level"), [(8 << 20, "error"), (64 << 20, "warning"), (2 << 30, "ok")]
+)
+def test_shared_memory(
+    free: int,
+    level: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: _file_system(free))
+    found = finding(report(capsys, "host", code=int(level == "error")), "shared memory")
+    assert found["level"] == level
+    assert (level == "ok") == (not found["advice"])
+
+
+def test_too_little_shared_memory() -> None:
+    """In a mount namespace with a small /dev/shm, as a container has."""
+    doctor = f"{sys.executable} -m torch_commhook doctor --only host --json"
+    script = f"mount -t tmpfs -o size=8m none /dev/shm || exit 99; exec {doctor}"
+    options = ["--mount"] if os.getuid() == 0 else ["--mount", "--map-root-user"]
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    done = subprocess.run(
+        ["unshare", *options, "sh", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode not in (0, 1):
+        pytest.skip(f"needs a mount namespace: {done.stderr}")
+    found = finding(json.loads(done.stdout), "shared memory")
+    assert (done.returncode, found["level"]) == (1, "error")
+    assert found["value"] == "8 MiB of 8 MiB are free in /dev/shm"
+    assert "--shm-size=1g" in found["advice"]
+
+
+def test_no_huge_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    monkeypatch.setattr(host, "_HUGE_PAGES", setting)
+    found = finding(report(capsys, "host"), "huge pages")
+    assert (found["value"], found["level"]) == ("never", "warning")
+    setting.write_text("always [madvise] never\n")
+    assert finding(report(capsys, "host"), "huge pages")["level"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "ranks", "advice"),
+    [
+        (8, 8, 1, ""),
+        (8, 4, 2, ""),
+        (8, 8, 2, "Set OMP_NUM_THREADS=4: the threads of all ranks"),
+        (8, 1, 2, "Set OMP_NUM_THREADS=4: each rank uses one processor of 4"),
+        (2, 1, 2, ""),
+        (2, 1, 4, ""),
+    ],
+)
+def test_threads_and_processors(
+    cores: int, threads: int, ranks: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    settings = Settings(1.0, place=Place(0, ranks, 0, ranks))
+    found = host._processors(settings)
+    assert found.advice.startswith(advice) and bool(found.advice) == bool(advice)
+
+
+def test_the_quota_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(host, "_CPU_QUOTA", quota)
+    cores = host.usable_cores()
+    quota.write_text("max 100000\n")
+    assert host.usable_cores() == cores
+    quota.write_text("50000 100000\n")
+    assert host.usable_cores() == 0.5
+
+
+def test_few_open_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
+    found = finding(report(capsys, "host"), "open files")
+    assert (found["value"], found["level"]) == ("128 (at most 4096)", "warning")
+    assert found["advice"].startswith("Run ulimit -n 1024 before training")
+
+
+# ---- the default group --------------------------------------------------------------------------
+
+
+def test_a_group_of_two_backends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    found = report(capsys, "group", "--backend", "cpu:gloo,cuda:nccl")
+    (group,) = found["findings"]
+    assert group["level"] == "warning"
+    assert "cpu tensors travel over gloo, cuda tensors travel over nccl" in group["value"]
+    assert "nccl cannot take back a collective" in group["value"]
+    assert "call abort() on all ranks, make a new group and attach again" in group["advice"]
+
+
+def test_a_default_group_of_two_backends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is real; its backend for CUDA is PyTorch's fake one."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers it)
+
+    dist.init_process_group(
+        "cpu:gloo,cuda:fake", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        (group,) = report(capsys, "group")["findings"]
+    finally:
+        dist.destroy_process_group()
+    assert group["name"] == "the default group" and group["level"] == "warning"
+    assert "cuda tensors travel over fake" in group["value"]
+    assert "fake cannot take back a collective" in group["value"]
+
+
+def test_a_group_without_gloo_for_the_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    found = report(capsys, "group", "--backend", "cpu:mpi,cuda:nccl")
+    (group,) = found["findings"]
+    assert group["level"] == "warning"
+    assert "ranks cannot agree over mpi" in group["value"]
+    assert "init_process_group('cpu:gloo,cuda:nccl')" in group["advice"]
+
+
+def test_a_backend_that_torch_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    (group,) = report(capsys, "group", "--backend", "cpu:gloo,cuda:none_such", code=1)["findings"]
+    assert "this torch has no none_such" in group["value"]
+
+
+def test_a_group_of_gloo(capsys: pytest.CaptureFixture[str]) -> None:
+    (group,) = report(capsys, "group", "--backend", "gloo")["findings"]
+    assert group["level"] == "ok"
+    assert report(capsys, "group")["findings"] == []

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook import NativeLibraryError, attach, hooks
-from torch_commhook.native import libraries
+from torch_commhook.native import libraries, stamp
 
 
 def test_both_libraries_were_built_for_this_torch() -> None:
     assert torch.ops.commhook.built_for_torch() == torch.__version__
     assert torch_commhook._C.built_for_torch() == torch.__version__  # type: ignore[attr-defined]
     (library,) = libraries._LIBRARY_FOLDER.glob("_ops*.so")
-    assert libraries._read_built_for(library) == torch.__version__
+    assert stamp.read_built_for(library) == torch.__version__
 
 
 def test_another_torch_is_named() -> None:

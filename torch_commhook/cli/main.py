@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_interrupts
+from torch_commhook.cli.version import version_text
 
 #: name: (module with ``main(argv) -> exit code``, what it does). A new subcommand is a line here.
 COMMANDS = {
     "doctor": (
         "torch_commhook.cli.doctor",
-        "what is installed here, and whether a hook works on it",
+        "whether hooks can run here, and what to do where they cannot",
     ),
     "plan": (
         "torch_commhook.cli.plan",
@@ -68,6 +69,7 @@ def _run(arguments: list[str]) -> int:
         epilog=f"commands:\n{listing}\n\ncommhook COMMAND --help shows a command's options",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version_text())
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND")
     command = parser.parse_args(arguments[:1]).command
     try:

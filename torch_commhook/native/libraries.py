@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-HOW_TO_BUILD = "python setup.py develop   (or: pip install --no-build-isolation .)"
+from torch_commhook.native.stamp import (
+    HOW_TO_BUILD,
+    LIBRARY_FOLDER,
+    operator_library,
+    read_built_for,
+    release,
+)
 
-_LIBRARY_FOLDER = Path(__file__).parent.parent / "lib"
+_LIBRARY_FOLDER = LIBRARY_FOLDER
 
 
 class NativeLibraryError(ImportError):
     """A native library of torch_commhook is missing, or was built for another torch or Python."""
 
 
-def _release(version: str) -> str:
-    """``2.13`` of ``2.13.0+cpu``: the C++ interfaces are stable within one minor release."""
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
 def check_built_for(built_for: str) -> None:
     """Raise NativeLibraryError unless the running torch is of the release ``built_for``."""
-    if _release(built_for) != _release(torch.__version__):
+    if release(built_for) != release(torch.__version__):
         raise NativeLibraryError(
             f"torch_commhook was built for torch {built_for}, but torch {torch.__version__} is "
             f"installed. Build it again: {HOW_TO_BUILD}"
@@ -35,31 +34,20 @@ def load_ops() -> None:
     Raises:
         NativeLibraryError: the library is not there, does not load, or is of another torch.
     """
-    libraries = sorted(_LIBRARY_FOLDER.glob("_ops*.so"))
-    if not libraries:
+    library = operator_library(_LIBRARY_FOLDER)
+    if library is None:
         raise NativeLibraryError(
             f"torch_commhook's operator library is not in {_LIBRARY_FOLDER}. "
             f"Build it for the installed torch {torch.__version__}: {HOW_TO_BUILD}"
         )
-    built_for = _read_built_for(libraries[0])
+    built_for = read_built_for(library)
     if built_for is not None:  # before loading: another torch's symbols may not even resolve
         check_built_for(built_for)
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(str(library))
     except OSError as error:
         raise NativeLibraryError(
-            f"{libraries[0].name} of torch_commhook does not load: {error}. It was built for torch "
+            f"{library.name} of torch_commhook does not load: {error}. It was built for torch "
             f"{built_for or 'unknown'}, and torch {torch.__version__} is installed. "
             f"Build it again: {HOW_TO_BUILD}"
         ) from error
-
-
-def _read_built_for(library: Path) -> str | None:
-    """The torch version that a library was built for, from the mark that it carries."""
-    mark = b"commhook built for torch "
-    data = library.read_bytes()
-    start = data.find(mark)
-    if start < 0:
-        return None
-    start += len(mark)
-    return data[start : data.index(b"\0", start)].decode()

@@ -1,0 +1,318 @@
+"""``doctor`` on networks: the address that Gloo takes, and ranks that do not reach each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from doctor_reports import finding, report
+from repository import ROOT
+
+from benchmarks.netlab.lab import Lab, why_impossible
+from torch_commhook.cli.doctor import connections
+from torch_commhook.cli.doctor.connections import failed_connections
+from torch_commhook.cli.doctor.findings import Finding
+from torch_commhook.cli.doctor.meeting import Meeting
+from torch_commhook.cli.doctor.network import (
+    GlooAddress,
+    NoAddressError,
+    check_network,
+    gloo_address,
+    interfaces,
+)
+from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.main import main
+from torch_commhook.cli.place import Place
+
+SECONDS = 120
+
+# ---- the address --------------------------------------------------------------------------------
+
+
+def test_interfaces() -> None:
+    assert "127.0.0.1" in interfaces()["lo"]
+
+
+def test_an_interface_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert gloo_address() == GlooAddress("127.0.0.1", "on lo, by GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("names", ["lo,none0", "none0"])
+def test_a_missing_interface(
+    names: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    found = finding(report(capsys, "network", code=1), "Gloo listens at")
+    assert found["value"] == "GLOO_SOCKET_IFNAME names none0, and this host has no such interface"
+    assert found["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface that other hosts")
+    with pytest.raises(RuntimeError, match="none0"):  # Gloo sees the same
+        dist.ProcessGroupGloo.create_device(interface="none0")
+
+
+def test_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(NoAddressError, match="names eth7, which has no address"):
+        gloo_address({"lo": ["127.0.0.1"], "eth7": []})
+
+
+def test_two_processes_and_a_missing_interface(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    found = report(capsys, "ranks", code=1)["findings"]
+    assert [each["level"] for each in found] == ["error", "error"]
+    for each, (rank, peer) in zip(found, [(0, 1), (1, 0)], strict=True):
+        assert f"rank {rank} cannot connect to rank {peer}" in each["name"]
+        assert "GLOO_SOCKET_IFNAME names none0" in each["value"]
+        assert each["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface of this host")
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    found = gloo_address()
+    assert found.is_loopback
+    assert "no-such-host.invalid resolves to no address of this host" in found.reason
+
+
+@pytest.mark.parametrize(("local_size", "code"), [(2, 0), (1, 1)])
+def test_loopback_among_several_hosts(
+    local_size: int,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    settings = Settings(1.0, place=Place(0, 2, 0, local_size))
+    found = [each for each in check_network(settings) if each.name == "Gloo listens at"]
+    assert [each.level == "error" for each in found] == [bool(code)]
+    assert "ranks on other hosts cannot reach it" in found[0].value
+
+
+# ---- ranks --------------------------------------------------------------------------------------
+
+
+def _of_threads(size: int, prepare: Callable[[int], None]) -> list[dict[int, str]]:
+    """The failed connections of ranks that are threads."""
+    store = dist.HashStore()
+    failed: list[dict[int, str]] = [{} for _ in range(size)]
+
+    def run(rank: int) -> None:
+        prepare(rank)
+        failed[rank] = failed_connections(Meeting(store, rank, size, 3.0), 3.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed
+
+
+def test_ranks_that_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert _of_threads(4, lambda rank: None) == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("port", "at 127.0.0.1 port {port}, which is loopback of its own host: Connection refused"),
+        ("token", "another program answers"),
+        ("address", "it listens nowhere: no address"),
+    ],
+)
+def test_a_rank_that_nobody_reaches(
+    fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # a port at which nobody listens
+        port = closed.getsockname()[1]
+        number = threading.local()
+
+        class Faulty(connections.Listener):
+            def __init__(self, address: str) -> None:
+                if number.rank == 1 and fault == "address":
+                    raise OSError("no address")
+                super().__init__(address)
+                if number.rank == 1:
+                    self.place |= {"port": port} if fault == "port" else {"token": "00"}
+
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(connections, "Listener", Faulty)
+        failed = _of_threads(3, lambda rank: setattr(number, "rank", rank))
+    assert [set(each) for each in failed] == [{1}, set(), {1}]
+    assert all(reason.format(port=port) in failed[rank][1] for rank in (0, 2))
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _start(rank: int, size: int, port: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch_commhook", "doctor", "--only", "ranks", "--json"]
+    return subprocess.Popen(
+        [*command, *options],
+        cwd=ROOT,
+        env=_environment(rank, size, port),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_rank_that_does_not_come() -> None:
+    process = _start(0, 2, _free_port(), "--timeout", "1")
+    output, error = process.communicate(timeout=SECONDS)
+    found = json.loads(output)
+    assert process.returncode == 1, error
+    (one,) = found["findings"]
+    assert (one["name"], one["value"]) == ("rank 1", "it has not come within 1 s")
+    assert "MASTER_ADDR" in one["advice"]
+
+
+def test_a_store_that_is_not_there() -> None:
+    port = _free_port()
+    process = _start(1, 2, port, "--timeout", "1")
+    output, error = process.communicate(timeout=SECONDS)
+    found = json.loads(output)
+    assert process.returncode == 1, error
+    one = finding(found, "this rank")
+    assert f"rank 1 cannot reach the store at 127.0.0.1:{port}: " in one["value"]
+    assert one["advice"].startswith("Start rank 0, and let this host connect to port")
+
+
+def test_a_launcher_that_says_too_little(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert main(["doctor", "--only", "versions"]) == 1
+    assert "error    this rank: environment variable RANK: must be" in capsys.readouterr().out
+
+
+class _GoneStore:
+    """A store whose host has ended since all ranks came."""
+
+    def set(self, key: str, value: str) -> None:
+        if not key.startswith("came"):
+            raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_goes(rank: int) -> None:
+    meeting = Meeting(_GoneStore(), rank, 2, 1.0)  # type: ignore[arg-type]
+    mine = [Finding("host", "shared memory", "none", "error", "Mount it.")]
+    assert meeting.share(mine) == mine
+    meeting.leave()
+
+
+def test_torchrun() -> None:
+    """Rank 0 reports for all ranks, and prints what another one has found."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    checks = "build,network,ranks,group"
+    # Rank 1 has no compiler.
+    script = (
+        f'[ $RANK = 1 ] && export CXX=none; exec {sys.executable} -m torch_commhook doctor "$@"'
+    )
+    program = ["sh", "-c", script, "doctor", "--json", "--only", checks]
+    done = subprocess.run(
+        [*torchrun, "--no-python", "--nproc-per-node", "3", *program],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert finding(found, "connections")["value"] == "all 3 pairs of ranks connect"
+    assert finding(found, "all-reduce over Gloo")["value"] == "works"
+    assert "ranks agree on each step over gloo" in finding(found, "init_process_group()")["value"]
+    compilers = [each for each in found["findings"] if each["name"] == "C++ compiler"]
+    assert [(each["rank"], each["level"]) for each in compilers] == [(None, "ok"), (1, "warning")]
+
+
+# ---- hosts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _possible() -> None:
+    reason = why_impossible()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _on_hosts(lab: Lab, before: str = "") -> tuple[int, dict[str, Any]]:
+    """Run doctor on all hosts, after a command of the shell."""
+    lines: list[bytes] = []
+    doctor = f"{sys.executable} -m torch_commhook doctor --only network,ranks --json"
+    status = lab.run(
+        ["sh", "-c", f"{before}\nexec {doctor}"],
+        timeout=SECONDS,
+        environment={**os.environ, "PYTHONPATH": str(ROOT)},
+        output=lambda rank, is_error, line: None if is_error else lines.append(line),
+    )
+    return status, json.loads(b"".join(lines))
+
+
+@pytest.mark.usefixtures("_possible")
+def test_two_hosts_that_do_not_reach_each_other() -> None:
+    with Lab(hosts=3, rate="1gbit") as lab:
+        status, well = _on_hosts(lab)
+        assert status == 0 and well["errors"] == 0, well
+        with lab.apart(1, 2):
+            status, found = _on_hosts(lab)
+    errors = [each for each in found["findings"] if each["level"] == "error"]
+    assert status == 1
+    assert [each["name"] for each in errors] == [
+        "rank 1 cannot connect to rank 2",
+        "rank 2 cannot connect to rank 1",
+    ]
+    for each, address in zip(errors, ("10.77.0.3", "10.77.0.2"), strict=True):
+        assert each["value"].startswith(f"at {address} port ")
+        assert "timed out" in each["value"] or "No route" in each["value"]
+        assert each["advice"].startswith("Let these hosts connect to all TCP ports of each other")
+
+
+@pytest.mark.usefixtures("_possible")
+def test_hosts_that_take_loopback() -> None:
+    with Lab(hosts=2, rate="1gbit") as lab:
+        status, found = _on_hosts(lab, "export GLOO_SOCKET_IFNAME=lo")
+    assert status == 1
+    errors = [each for each in found["findings"] if each["level"] == "error"]
+    assert {each["name"] for each in errors} == {
+        "Gloo listens at",
+        "rank 0 cannot connect to rank 1",
+        "rank 1 cannot connect to rank 0",
+    }
+    of_rank = {each["name"]: each for each in errors}["rank 0 cannot connect to rank 1"]
+    assert "127.0.0.1" in of_rank["value"] and "loopback of its own host" in of_rank["value"]
+    assert of_rank["advice"] == (
+        "Set GLOO_SOCKET_IFNAME on rank 1's host to an interface that others reach."
+    )

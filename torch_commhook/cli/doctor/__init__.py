@@ -1,0 +1,142 @@
+"""``doctor``: finds out whether hooks can run here, and says what to do where they cannot.
+
+It works even if torch or a native library does not load. So its modules import these only when they
+need them, and the package calls :func:`end_where_nothing_loads` before it loads them itself. Bug
+reports ask for its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from torch_commhook.cli.doctor.build import check_build, check_versions, library_error
+from torch_commhook.cli.doctor.cuda import check_gpus
+from torch_commhook.cli.doctor.findings import Finding, as_json, as_text, count, first_line
+from torch_commhook.cli.doctor.group import check_group
+from torch_commhook.cli.doctor.hooks import check_hooks
+from torch_commhook.cli.doctor.host import check_host, check_variables
+from torch_commhook.cli.doctor.meeting import NoMeetingError, meet
+from torch_commhook.cli.doctor.network import check_network
+from torch_commhook.cli.doctor.ranks import check_ranks
+from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.place import PlaceError, read_place
+from torch_commhook.cli.slurm import slurm_variables
+
+#: The checks, in the order of the report.
+CHECKS: dict[str, Callable[[Settings], Iterator[Finding]]] = {
+    "versions": check_versions,
+    "build": check_build,
+    "gpus": check_gpus,
+    "network": check_network,
+    "ranks": check_ranks,
+    "group": check_group,
+    "host": check_host,
+    "variables": check_variables,
+    "hooks": check_hooks,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``doctor argv``; returns 0 if there is no error, and 1 otherwise."""
+    options = _parser().parse_args(argv)
+    settings, findings = _settings(options)
+    for name in options.only:
+        findings += _checked(name, settings)
+    meeting = settings.meeting
+    if meeting is not None:
+        findings = meeting.share(findings)
+    if meeting is None or meeting.rank == 0:
+        print(as_json(findings) if options.json else as_text(findings), flush=True)
+    if meeting is not None:
+        meeting.leave()
+    return 1 if count(findings, "error") else 0
+
+
+def end_where_nothing_loads() -> None:
+    """If this process runs ``doctor`` and the package cannot be imported, say why and end."""
+    if sys.argv[1:2] == ["doctor"] and library_error() is not None:
+        sys.exit(main(sys.argv[2:]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from torch_commhook.cli.main import OneLineParser
+
+    parser = OneLineParser(
+        prog="commhook doctor",
+        description="Find out whether hooks can run here, and say what to do where they cannot. "
+        "Under torchrun all ranks try to reach each other, and rank 0 reports for all. The exit "
+        "code is 0 if there is no error, and 1 otherwise.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--only",
+        type=_checks,
+        default=",".join(CHECKS),
+        metavar="CHECK,...",
+        help="the checks to run",
+    )
+    parser.add_argument(
+        "--backend", help="describe a group of this backend, such as cpu:gloo,cuda:nccl"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="that ranks have to come and to connect",
+    )
+    return parser
+
+
+def _checks(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(CHECKS)}, got {unknown[0]!r}")
+    return [name for name in CHECKS if name in names]
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600, got {text}")
+    return seconds
+
+
+def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
+    """The settings of the checks, and what prevents a meeting of the launcher's ranks."""
+    alone = Settings(options.timeout, options.backend)
+    try:
+        os.environ.update(slurm_variables(os.environ))
+        place = read_place(os.environ)
+    except PlaceError as error:
+        advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
+        return alone, [Finding("ranks", "this rank", str(error), "error", advice)]
+    if place is None or place.launcher_pid is not None:
+        return alone, []
+    settings = Settings(options.timeout, options.backend, place)
+    if place.size == 1:
+        return settings, []
+    try:
+        meeting = meet(place, options.timeout)
+    except NoMeetingError as error:
+        return settings, [Finding("ranks", "this rank", str(error), "error", error.advice)]
+    except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
+        return settings, []
+    return Settings(options.timeout, options.backend, place, meeting), []
+
+
+def _checked(name: str, settings: Settings) -> list[Finding]:
+    """What a check finds; a check that fails is an error of its own."""
+    found: list[Finding] = []
+    try:
+        found.extend(CHECKS[name](settings))
+    except Exception as error:  # the other checks go on
+        text = f"{type(error).__name__}: {first_line(error)}"
+        advice = "Report this with the whole output of doctor."
+        found.append(Finding(name, f"check of {name}", text, "error", advice))
+    return found

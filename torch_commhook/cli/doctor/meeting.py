@@ -1,0 +1,171 @@
+"""A meeting of all ranks that a launcher has started, through a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch_commhook.cli.doctor.findings import Finding, first_line
+from torch_commhook.cli.place import Place
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: Set by torchrun, whose agent has started the store.
+_AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_RETRY_SECONDS = 0.2
+_POLL_SECONDS = 0.02
+#: For checks of the other ranks that this rank has already done.
+_REPORT_SECONDS = 120.0
+_LEAVE_SECONDS = 5.0
+
+
+class NoMeetingError(Exception):
+    """This rank does not reach the store.
+
+    Attributes:
+        advice: one sentence that says what to do.
+    """
+
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+class Meeting:
+    """The ranks of a launcher, and a store that all can read.
+
+    Args:
+        store: for this meeting alone.
+        rank: this process's.
+        size: the number of ranks.
+        timeout: seconds from now in which the other ranks must come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self._deadline = time.monotonic() + timeout
+        self.store.set(f"came/{rank}", "")
+
+    def ranks(self) -> list[int]:
+        """The ranks that have come. Waits for all of them until the timeout."""
+        left = max(self._deadline - time.monotonic(), 0.0)
+        return list(self.values("came", range(self.size), left))
+
+    def values(self, key: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
+        """Wait for what ranks have set.
+
+        Args:
+            key: each rank has set ``key/rank``.
+            ranks: to wait for.
+            timeout: seconds, for all of them.
+
+        Returns:
+            The values by rank, without those of ranks that have set none in time.
+        """
+        deadline = time.monotonic() + timeout
+        return {
+            rank: self.store.get(f"{key}/{rank}").decode()
+            for rank in ranks
+            if self._is_set(f"{key}/{rank}", deadline)
+        }
+
+    def _is_set(self, key: str, deadline: float) -> bool:
+        # Store.wait() would print a warning when its time is up.
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def share(self, findings: Sequence[Finding]) -> list[Finding]:
+        """On rank 0: its own findings, and the warnings and errors of all other ranks.
+
+        On another rank: its own findings, and nothing is waited for.
+        """
+        mine = list(findings)
+        merged = list(mine)
+        with suppress(RuntimeError):  # the store has gone
+            if self.rank:
+                wrong = [asdict(finding) for finding in mine if finding.level != "ok"]
+                self.store.set(f"findings/{self.rank}", json.dumps(wrong))
+                return mine
+            others = self.ranks()[1:]
+            for rank, text in self.values("findings", others, _REPORT_SECONDS).items():
+                theirs = [Finding(**fields) for fields in json.loads(text)]
+                merged += [replace(each, rank=rank) for each in theirs if each not in mine]
+        return merged
+
+    def leave(self) -> None:
+        """Wait until rank 0 has printed: launchers end all ranks when one exits with an error."""
+        with suppress(RuntimeError):  # rank 0 may have gone, and the store with it
+            if self.rank:
+                self._is_set("printed", time.monotonic() + _REPORT_SECONDS)
+                self.store.set(f"left/{self.rank}", "")
+            else:
+                self.store.set("printed", "")
+                self.values("left", self.ranks()[1:], _LEAVE_SECONDS)
+
+
+def meet(place: Place, timeout: float) -> Meeting:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it if nobody has.
+
+    Args:
+        place: this rank's.
+        timeout: seconds.
+
+    Raises:
+        NoMeetingError: the store cannot be started or reached.
+    """
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = place.rank == 0 and os.environ.get(_AGENT_HAS_STORE) != "True"
+    if not is_host:
+        _await_port(place.rank, host, port, timeout)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=is_host,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise NoMeetingError(
+            f"rank {place.rank} has no store at {host}:{port}: {first_line(error)}",
+            "Set MASTER_PORT to a port that is free on rank 0's host.",
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"commhook_doctor/{attempt}", store)
+    return Meeting(own, place.rank, place.size, timeout)
+
+
+def _await_port(rank: int, host: str, port: int, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 1.0)
+            with socket.create_connection((host, port), timeout=left):
+                return
+        except socket.gaierror as error:
+            raise NoMeetingError(
+                f"rank {rank} cannot resolve MASTER_ADDR={host}: {error.strerror}",
+                "Set MASTER_ADDR to an address of rank 0's host.",
+            ) from error
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise NoMeetingError(
+                    f"rank {rank} cannot reach the store at {host}:{port}: {error}",
+                    f"Start rank 0, and let this host connect to port {port} of {host}.",
+                ) from error
+            time.sleep(_RETRY_SECONDS)

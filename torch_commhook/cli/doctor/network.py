@@ -1,0 +1,209 @@
+"""Checks of the network: the interfaces, and the address that Gloo takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+
+from torch_commhook.cli.doctor.findings import Finding
+from torch_commhook.cli.doctor.settings import Settings
+
+INTERFACES = "GLOO_SOCKET_IFNAME"
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_IPV6 = Path("/proc/net/if_inet6")
+_STATES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class GlooAddress:
+    """Where Gloo listens.
+
+    Attributes:
+        address: an IPv4 or IPv6 address.
+        reason: why Gloo takes it.
+    """
+
+    address: str
+    reason: str
+
+    @property
+    def is_loopback(self) -> bool:
+        return ip_address(self.address).is_loopback
+
+
+class NoAddressError(Exception):
+    """Gloo finds no address; the text says why."""
+
+
+def check_network(settings: Settings) -> Iterator[Finding]:
+    """Interfaces with their addresses, the one that Gloo takes, and the backends in torch."""
+    found = interfaces()
+    texts = [_described(name, addresses) for name, addresses in found.items()]
+    yield Finding("network", "interfaces", "; ".join(texts) or "none")
+    yield _taken(found, settings)
+    yield from _available()
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of each network interface, IPv4 first. Empty lists where nobody knows."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    for name, addresses in found.items():
+        addresses += _ipv4(name)
+    for name, address in _ipv6():
+        found.setdefault(name, []).append(address)
+    return found
+
+
+def _ipv4(interface: str) -> list[str]:
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+    except (ImportError, OSError):  # another system; it has none
+        return []
+    return [socket.inet_ntoa(answer[20:24])]
+
+
+def _ipv6() -> Iterator[tuple[str, str]]:
+    try:
+        lines = _IPV6.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, _, _, _, name = line.split()
+        address = IPv6Address(int(number, 16))
+        if not address.is_link_local:
+            yield name, str(address)
+
+
+def _described(name: str, addresses: list[str]) -> str:
+    is_down = _state(name) == "down"
+    return f"{name} {', '.join(addresses) or 'without an address'}{' (down)' if is_down else ''}"
+
+
+def _state(name: str) -> str:
+    try:
+        return (_STATES / name / "operstate").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
+    """The address at which Gloo would listen.
+
+    Gloo takes the first interface in GLOO_SOCKET_IFNAME. Without this variable, it takes the
+    first address of the host's name on which it can listen, or loopback if there is none.
+
+    Args:
+        found: what :func:`interfaces` gives.
+
+    Raises:
+        NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address.
+    """
+    found = interfaces() if found is None else found
+    names = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+    for name in names:
+        if name not in found:
+            raise NoAddressError(f"{INTERFACES} names {name}, and this host has no such interface")
+        if not found[name]:
+            raise NoAddressError(f"{INTERFACES} names {name}, which has no address")
+    if names:
+        return GlooAddress(found[names[0]][0], f"on {names[0]}, by {INTERFACES}")
+    host = socket.gethostname()
+    for address in _addresses_of(host):
+        if _can_listen(address):
+            owners = [name for name, addresses in found.items() if address in addresses]
+            where = f"on {owners[0]}, " if owners else ""
+            return GlooAddress(address, f"{where}to which the host's name {host} resolves")
+    return GlooAddress(
+        "127.0.0.1", f"since the host's name {host} resolves to no address of this host"
+    )
+
+
+def _addresses_of(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(each[4][0]) for each in found]
+
+
+def _can_listen(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
+    name = "Gloo listens at"
+    usable = [each for each, addresses in found.items() if _reaches_others(addresses)]
+    choice = f" (this host has {', '.join(usable)})" if usable else ""
+    try:
+        taken = gloo_address(found)
+    except NoAddressError as error:
+        return Finding(
+            "network",
+            name,
+            str(error),
+            "error",
+            f"Set {INTERFACES} to an interface that other hosts reach{choice}, or unset it.",
+        )
+    value = f"{taken.address}, {taken.reason}"
+    if not taken.is_loopback:
+        return Finding("network", name, value)
+    value += "; ranks on other hosts cannot reach it"
+    place = settings.place
+    if place is None or place.local_size >= place.size:
+        return Finding("network", name, value)
+    return Finding(
+        "network",
+        name,
+        value,
+        "error",
+        f"Set {INTERFACES} to an interface that other hosts reach{choice}.",
+    )
+
+
+def _reaches_others(addresses: list[str]) -> bool:
+    return any(not ip_address(address).is_loopback for address in addresses)
+
+
+def _available() -> Iterator[Finding]:
+    try:
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        return
+    if not dist.is_available():
+        yield Finding(
+            "network",
+            "torch.distributed",
+            "not in this torch",
+            "error",
+            "Install a torch that was built with torch.distributed.",
+        )
+        return
+    if dist.is_gloo_available():
+        yield Finding("network", "Gloo", "available")
+    else:
+        yield Finding(
+            "network",
+            "Gloo",
+            "not in this torch",
+            "warning",
+            "Install a torch with Gloo: without it ranks cannot agree on a step that fails.",
+        )
+    yield Finding(
+        "network", "NCCL", "available" if dist.is_nccl_available() else "not in this torch"
+    )
