@@ -262,3 +262,26 @@ def test_inside_of_run_ranks() -> None:
 
     with pytest.raises(RuntimeError, match="a rank must not call run_ranks"):
         run_ranks(run, 2)
+
+
+def test_a_line() -> None:
+    gradients = [[torch.full((1000,), float(rank + 1))] for rank in range(2)]
+    done = simulate(hooks.allreduce(), gradients)
+    assert str(done) == (
+        "2 ranks, 1 gradients of 1,000 elements: a rank sent 4,000 bytes, relative error 0"
+    )
+    torch.manual_seed(0)
+    gradients = [[torch.randn(1000)] for _ in range(2)]
+    plain = simulate(hooks.blockwise(bits=2), gradients, steps=8)
+    kept = simulate(hooks.error_feedback(hooks.blockwise(bits=2)), gradients, steps=8)
+    assert len(plain.errors) == 8 and plain.errors[-1] == plain.error
+    assert plain.mean_error == pytest.approx(plain.error)
+    assert kept.mean_error < 0.5 * kept.error
+    assert str(kept).endswith(
+        f"relative error {kept.error:.3g}, {kept.mean_error:.3g} over 8 steps"
+    )
+
+
+def test_a_tensor_is_no_list_of_gradients() -> None:
+    with pytest.raises(TypeError, match="got a tensor for a rank"):
+        simulate(hooks.allreduce(), [torch.ones(3), torch.ones(3)])  # type: ignore[list-item]

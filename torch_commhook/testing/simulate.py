@@ -30,13 +30,29 @@ class Simulation:
             ``SimulatedProcessGroup.bytes_sent``.
         error: distance of the result from the exact mean of the gradients, over the length of that
             mean: both as one vector in float64. The largest of the ranks. 0 where both are zero.
+        errors: the same of each step, in order.
+        mean_error: the same of the mean of all steps' results: with error feedback, smaller than
+            that of a single step.
         issued: what rank 0 has issued in that step, in order.
     """
 
     results: list[list[Tensor]]
     bytes_sent: list[int]
     error: float
+    errors: list[float] = field(default_factory=list, repr=False)
+    mean_error: float = 0.0
     issued: list[Issued] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        """One line."""
+        ranks, tensors = len(self.results), len(self.results[0])
+        steps = len(self.errors)
+        over = f", {self.mean_error:.3g} over {steps} steps" if steps > 1 else ""
+        return (
+            f"{ranks} ranks, {tensors} gradients of {sum(t.numel() for t in self.results[0]):,} "
+            f"elements: a rank sent {self.wire_bytes:,} bytes, "
+            f"relative error {self.error:.3g}{over}"
+        )
 
     @property
     def result(self) -> list[Tensor]:
@@ -100,21 +116,30 @@ def simulate(
     check_timeout("simulate", timeout)
     sent_before = [0] * len(gradients)
 
-    def run_rank(rank: int, links: Links) -> list[Tensor]:
+    means = _exact_means(gradients)
+
+    def run_rank(rank: int, links: Links) -> tuple[list[Tensor], list[float], float]:
         own_hook, own_state = _copies(hook, state)
         parameters = [torch.zeros_like(g, requires_grad=True) for g in gradients[rank]]
         results: list[Tensor] = []
+        errors: list[float] = []
+        sums = [torch.zeros_like(mean) for mean in means]
         for step in range(steps):
             if step == steps - 1:
                 sent_before[rank] = _bytes_sent(links, rank)
                 if rank == 0:
                     links.issued[0] = []
             results = _one_step(own_hook, own_state, parameters, gradients[rank])
-        return results
+            exact = [_exact(result) for result in results]
+            errors.append(_error(exact, means))
+            sums = [total + result for total, result in zip(sums, exact, strict=True)]
+        return results, errors, _error([total / steps for total in sums], means)
 
-    results, links = run_with_links(run_rank, len(gradients), seed, timeout)
+    found, links = run_with_links(run_rank, len(gradients), seed, timeout)
+    results, errors, mean_errors = (list(each) for each in zip(*found, strict=True))
+    of_steps = [_largest(step) for step in zip(*errors, strict=True)]
     sent = [_bytes_sent(links, rank) - before for rank, before in enumerate(sent_before)]
-    return Simulation(results, sent, _error(results, gradients), links.issued[0])
+    return Simulation(results, sent, of_steps[-1], of_steps, _largest(mean_errors), links.issued[0])
 
 
 def _one_step(
@@ -164,6 +189,12 @@ def _bytes_sent(links: Links, rank: int) -> int:
 
 
 def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
+    for gradients in grads_per_rank:
+        if isinstance(gradients, Tensor):  # which list() would take apart
+            raise TypeError(
+                "simulate: grads_per_rank must hold a list of gradients for each rank, got a "
+                "tensor for a rank; write [[gradient_of_rank_0], [gradient_of_rank_1]]"
+            )
     ranks = [list(gradients) for gradients in grads_per_rank]
     if not ranks or not ranks[0]:
         raise ValueError(
@@ -192,20 +223,25 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
     return [[gradient.detach() for gradient in gradients] for gradients in ranks]
 
 
-def _error(results: list[list[Tensor]], gradients: list[list[Tensor]]) -> float:
-    means = [
+def _exact_means(gradients: list[list[Tensor]]) -> list[Tensor]:
+    """The mean over the ranks of each gradient."""
+    return [
         torch.stack([_exact(gradient) for gradient in ranks]).mean(0)
         for ranks in zip(*gradients, strict=True)
     ]
+
+
+def _error(results: Sequence[Tensor], means: Sequence[Tensor]) -> float:
+    """The distance of one rank's results from the exact means, over the length of these."""
+    distance = _length([one - mean for one, mean in zip(results, means, strict=True)])
     length = _length(means)
-    distances = [
-        _length([_exact(one) - mean for one, mean in zip(result, means, strict=True)])
-        for result in results
-    ]
-    distance = max(distances, key=lambda d: math.inf if math.isnan(d) else d)
     if length == 0:
         return distance if distance == 0 or math.isnan(distance) else math.inf
     return distance / length
+
+
+def _largest(errors: Sequence[float]) -> float:
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -213,7 +249,7 @@ def _exact(tensor: Tensor) -> Tensor:
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 
-def _length(tensors: list[Tensor]) -> float:
+def _length(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.abs().square().sum().item() for tensor in tensors))
 
 
