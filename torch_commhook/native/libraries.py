@@ -12,7 +12,15 @@ _LIBRARY_FOLDER = Path(__file__).parent.parent / "lib"
 
 
 class NativeLibraryError(ImportError):
-    """A native library of torch_commhook is missing, or was built for another torch or Python."""
+    """A native library of torch_commhook is missing, or was built for another torch or Python.
+
+    Example:
+        >>> with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        ...     load_cpp_hooks(file.name)
+        Traceback (most recent call last):
+            ...
+        torch_commhook.native.libraries.NativeLibraryError: load_cpp_hooks: ... does not load...
+    """
 
 
 def _release(version: str) -> str:

@@ -1,0 +1,72 @@
+"""The tutorial's script runs at each of its stages, and sends the bytes that the text says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+SCRIPT, ATTACH, STATS, FEEDBACK, COMPILE, LOCAL, SYNCHRONIZE = re.findall(
+    r"^```python\n(.*?)^```$", TUTORIAL, re.M | re.S
+)
+IMPORT = ATTACH.splitlines()[0] + "\n"
+
+#: For each stage the lines after the line with DDP, and those before the script's last line.
+STAGES = {
+    "DDP": ("", ""),
+    "one line": (ATTACH, STATS),
+    "error feedback": (IMPORT + FEEDBACK, STATS),
+    "compiled": (IMPORT + FEEDBACK + COMPILE, STATS),
+    "local steps": (IMPORT + LOCAL, SYNCHRONIZE + STATS + "print('steps', stats.steps)\n"),
+}
+
+
+def _script(stage: str) -> str:
+    """The script as the tutorial has it at a stage."""
+    attach, end = STAGES[stage]
+    *lines, last = SCRIPT.splitlines(keepends=True)
+    wrapped = next(number for number, line in enumerate(lines) if "DDP(" in line)
+    return "".join([*lines[: wrapped + 1], attach, *lines[wrapped + 1 :], end, last])
+
+
+def _run(folder: Path, stage: str, *launcher: str) -> str:
+    path = folder / "train.py"
+    path.write_text(_script(stage))
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _run_on_two_ranks(folder: Path, stage: str) -> str:
+    return _run(folder, stage, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def _sent(text: str) -> list[str]:
+    return re.findall(r"rank 0: ([\d,]+) bytes a step, ([\d.]+) times fewer", text)
+
+
+def test_the_script_is_short() -> None:
+    assert 20 <= len([line for line in SCRIPT.splitlines() if line]) <= 30
+
+
+def test_alone(tmp_path: Path) -> None:
+    assert re.fullmatch(r"rank 0: loss \d\.\d+\n", _run(tmp_path, "DDP"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_two_ranks(tmp_path: Path, stage: str) -> None:
+    printed = _run_on_two_ranks(tmp_path, stage)
+    loss = re.search(r"rank 0: loss ([\d.]+)", printed)
+    assert loss is not None and float(loss[1]) < 0.2
+    shown = dict(zip(["one line", "error feedback"], _sent(TUTORIAL), strict=True))
+    shown["compiled"] = shown["error feedback"]
+    if stage in shown:
+        assert _sent(printed) == [shown[stage]]
+    if stage == "local steps":
+        assert "steps 20" in printed
