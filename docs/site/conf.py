@@ -50,6 +50,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
+html_permalinks_icon = "#"
 
 linkcheck_timeout = 10
 

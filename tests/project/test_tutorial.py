@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,27 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPT, ATTACH, STATS, FEEDBACK, COMPILE, LOCAL, SYNCHRONIZE = re.findall(
     r"^```python\n(.*?)^```$", TUTORIAL, re.M | re.S
 )
-IMPORT = ATTACH.splitlines()[0] + "\n"
+IMPORT, ATTACH = ATTACH.split("\n\n")
 
-#: For each stage the lines after the line with DDP, and those before the script's last line.
+#: For each stage the lines after the line with DDP, and those at the end of ``train``.
 STAGES = {
     "DDP": ("", ""),
     "one line": (ATTACH, STATS),
-    "error feedback": (IMPORT + FEEDBACK, STATS),
-    "compiled": (IMPORT + FEEDBACK + COMPILE, STATS),
-    "local steps": (IMPORT + LOCAL, SYNCHRONIZE + STATS + "print('steps', stats.steps)\n"),
+    "error feedback": (FEEDBACK, STATS),
+    "compiled": (FEEDBACK + COMPILE, STATS),
+    "local steps": (LOCAL, SYNCHRONIZE + STATS + "print('steps', stats.steps)\n"),
 }
 
 
 def _script(stage: str) -> str:
     """The script as the tutorial has it at a stage."""
     attach, end = STAGES[stage]
-    *lines, last = SCRIPT.splitlines(keepends=True)
-    wrapped = next(number for number, line in enumerate(lines) if "DDP(" in line)
-    return "".join([*lines[: wrapped + 1], attach, *lines[wrapped + 1 :], end, last])
+    lines = SCRIPT.splitlines(keepends=True)
+    wrapped = next(number for number, line in enumerate(lines, 1) if "DDP(" in line)
+    printed = next(number for number, line in enumerate(lines, 1) if "loss.item()" in line)
+    added = [textwrap.indent(each, " " * 4) for each in (attach, end)]
+    parts = [*lines[:wrapped], added[0], *lines[wrapped:printed], added[1], *lines[printed:]]
+    return IMPORT + "\n" + "".join(parts)
 
 
 def _run(folder: Path, stage: str, *launcher: str) -> str:
