@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
@@ -9,18 +10,20 @@ from typing import Any
 
 import pytest
 from public_names import FRAMEWORKS, REFERENCE, documented_names, public_objects, resolve
+from repository import ROOT
+
+from torch_commhook.cli.main import COMMANDS
 
 PUBLIC = public_objects()
 
-#: A dict has no docstring of its own; the page says what it holds.
-WITHOUT_DOCSTRING = {"torch_commhook.codecs.CODECS"}
-
-#: Classes whose objects the library makes, and an enum.
-WITHOUT_ARGUMENTS = {
-    "torch_commhook.HookHandle",
-    "torch_commhook.autograd.RemovableHandle",
+#: A dict, and an enum that is torch's own from torch 2.15 on. The page says what they hold.
+WITHOUT_DOCSTRING = {
+    "torch_commhook.codecs.CODECS",
     "torch_commhook.process_group.HookOpName",
 }
+
+#: Classes whose objects the library makes.
+WITHOUT_ARGUMENTS = {"torch_commhook.HookHandle", "torch_commhook.autograd.RemovableHandle"}
 
 
 def _names_of_the_examples() -> dict[str, Any]:
@@ -81,8 +84,12 @@ def test_arguments_are_described(name: str) -> None:
     assert undocumented_parameters(PUBLIC[name]) == []
 
 
+def _places() -> list[str]:
+    return [name for page in REFERENCE.glob("*.md") for name in documented_names(page)]
+
+
 def test_each_name_has_one_place() -> None:
-    places = [name for page in REFERENCE.glob("*.md") for name in documented_names(page)]
+    places = _places()
     assert sorted(places) == sorted(set(places))
     frameworks = tuple(f"torch_commhook.integrations.{name}." for name in FRAMEWORKS)
     documented = [resolve(name) for name in places if not name.startswith(frameworks)]
@@ -93,6 +100,23 @@ def test_each_name_has_one_place() -> None:
         if name not in places and not any(value is each for each in documented)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_names_for_frameworks_have_a_place(framework: str) -> None:
+    tree = ast.parse((ROOT / f"torch_commhook/integrations/{framework}.py").read_text())
+    module = f"torch_commhook.integrations.{framework}"
+    public = [
+        f"{module}.{node.name}"
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    ]
+    assert public and {*public} <= {*_places()}
+
+
+def test_each_command_has_a_place() -> None:
+    page = (REFERENCE / "commands.md").read_text()
+    assert {*re.findall(r"^```{command-help} (\w+)$", page, re.M)} == {*COMMANDS}
 
 
 def test_what_is_not_described_is_found() -> None:

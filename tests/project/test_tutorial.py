@@ -26,6 +26,10 @@ STAGES = {
     "local steps": (LOCAL, SYNCHRONIZE + STATS + "print('steps', stats.steps)\n"),
 }
 
+#: With torch 2.13 a script with DDP over Gloo may abort when Python ends, also without this
+#: library: in 1 of 20 runs on a busy machine.
+EXIT_DEFECT = "terminate called without an active exception"
+
 
 def _script(stage: str) -> str:
     """The script as the tutorial has it at a stage."""
@@ -42,7 +46,10 @@ def _run(folder: Path, stage: str, *launcher: str) -> str:
     path = folder / "train.py"
     path.write_text(_script(stage))
     command = [sys.executable, *launcher, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if EXIT_DEFECT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return done.stdout
 

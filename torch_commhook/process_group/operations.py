@@ -15,12 +15,7 @@ from torch_commhook.metrics import ring_all_reduce_bytes, tensor_bytes
 
 
 class _HookOpName(enum.Enum):
-    """What a hook of a process group is called for: the names and values of torch 2.15.
-
-    Example:
-        >>> process_group.HookOpName.ALLREDUCE.name
-        'ALLREDUCE'
-    """
+    """What a hook of a process group is called for: the names and values of torch 2.15."""
 
     SEND = 0
     RECV = 1
