@@ -63,7 +63,8 @@ def operators_page() -> str:
     """A section for each operator: what it does, its schema, and the devices with kernels."""
     sections = []
     for name, schemas in _schemas().items():
-        lines = [f"## {name}", "", *filter(None, [description(name)]), "", "```text"]
+        lines = [f"## {name}", "", *filter(None, [description(name)]), ""]
+        lines += ["```{code-block} text", ":class: schema", ""]
         lines += [str(schema).removeprefix("commhook::") for schema in schemas]
         lines += ["```", "", f"Kernels: {', '.join(kernels(name))}.", ""]
         sections.append("\n".join(lines))
@@ -108,13 +109,13 @@ def _first_line(function: Any) -> str:
 
 
 def kernels(name: str) -> list[str]:
-    """Where an operator has kernels, such as ``CPU`` and ``CUDA``."""
+    """The devices for which an operator has kernels of its own, and all others."""
     found = []
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"commhook::{name}", "CPU"):
         found.append("CPU")
     if name in _cuda_operators():
         found.append("CUDA")
-    return [*found, "all other devices through PyTorch's operators" if found else "all devices"]
+    return [*found, "all other devices" if found else "all devices"]
 
 
 @cache
