@@ -66,7 +66,7 @@ def operators_page() -> str:
         lines = [f"## {name}", "", *filter(None, [description(name)]), ""]
         lines += ["```{code-block} text", ":class: schema", ""]
         lines += [str(schema).removeprefix("commhook::") for schema in schemas]
-        lines += ["```", "", f"Kernels: {', '.join(kernels(name))}.", ""]
+        lines += ["```", "", f"Kernels: {kernels(name)}.", ""]
         sections.append("\n".join(lines))
     return "\n".join(sections)
 
@@ -90,7 +90,11 @@ def _modules() -> Iterator[Any]:
 
 
 def description(name: str) -> str:
-    """The first sentence of the docstring of an operator's function; empty where it has none."""
+    """What an operator does, in a sentence or two.
+
+    From the docstring of its function in Python, else of the codec's method, else from the comment
+    at its schema. Empty where that only compares it with the operator above.
+    """
     for module in _modules():
         value = vars(module).get(name)
         function = getattr(value, "_init_fn", value)  # a torch.library.custom_op has it so
@@ -100,7 +104,8 @@ def description(name: str) -> str:
     codec, method = (codec[:-7], "decode_sum") if codec.endswith("_decode") else (codec, method)
     if codec in CODECS and method in _METHODS:
         return f"Of the codec `{codec}`: {_first_line(getattr(Codec, method))}"
-    return ""
+    comment = _comments().get(name, "")
+    return "" if comment.startswith("The same") else comment
 
 
 def _first_line(function: Any) -> str:
@@ -108,14 +113,22 @@ def _first_line(function: Any) -> str:
     return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`")
 
 
-def kernels(name: str) -> list[str]:
-    """The devices for which an operator has kernels of its own, and all others."""
+@cache
+def _comments() -> dict[str, str]:
+    """The comments above the schemas in C++, by operators' names."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "ops").rglob("*.cpp")))
+    found = re.findall(r'((?:^ *//[^\n]*\n)+) *m\.def\(\s*"(\w+)', text, re.M)
+    return {name: " ".join(re.sub("^ *// ?", "", note, flags=re.M).split()) for note, name in found}
+
+
+def kernels(name: str) -> str:
+    """For which devices an operator has kernels, such as ``CPU, CUDA, and one for all devices``."""
     found = []
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"commhook::{name}", "CPU"):
         found.append("CPU")
     if name in _cuda_operators():
         found.append("CUDA")
-    return [*found, "all other devices" if found else "all devices"]
+    return ", ".join([*found, "and one for all devices"]) if found else "one for all devices"
 
 
 @cache
