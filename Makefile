@@ -84,8 +84,9 @@ $(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
 	  $(if $(LATEST),--upgrade $$(sed -n 's/==.*//p' $(FRAMEWORKS)),-r $(FRAMEWORKS))
 	touch $@
 
-# Sphinx lies in an environment above that of the tests, whose build it imports.
-SITE = .venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet \
+# Sphinx lies in an environment above that of the tests, whose build it imports. A page that it does
+# not read again would keep its warnings to itself.
+SITE = .venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --fresh-env \
   --conf-dir docs/site --doctree-dir build/docs-doctrees
 docs: docs-pages
 	$(SITE) --builder html build/docs-pages build/docs $(ARGS)
