@@ -6,6 +6,7 @@ import ast
 import doctest
 import inspect
 import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from repository import ROOT
 from torch_commhook.cli.main import COMMANDS
 
 PUBLIC = public_objects()
+INTEGRATIONS = ROOT / "torch_commhook" / "integrations"
 
 #: A dict, and an enum that is torch's own from torch 2.15 on. The page says what they hold.
 WITHOUT_DOCSTRING = {
@@ -49,17 +51,21 @@ def _parameters(value: Any) -> list[str]:
         return []
 
 
-def undocumented_parameters(value: Any) -> list[str]:
-    """Parameters that neither the object's docstring nor a base class's describes."""
-    classes = value.__mro__ if inspect.isclass(value) else [value]
-    texts = [inspect.cleandoc(each.__doc__ or "") for each in classes]
+def described_names(*docstrings: str) -> set[str]:
+    """The arguments and attributes that docstrings describe."""
     sections = [
         section
-        for text in texts
+        for text in docstrings
         for section in re.findall(r"^(?:Args|Attributes):\n((?:[ \t].*\n?|\n(?= ))*)", text, re.M)
     ]
     named = re.findall(r"^    ([\w*, ]+):", "\n".join(sections), re.M)
-    described = {name.strip(" *") for each in named for name in each.split(",")}
+    return {name.strip(" *") for each in named for name in each.split(",")}
+
+
+def undocumented_parameters(value: Any) -> list[str]:
+    """Parameters that neither the object's docstring nor a base class's describes."""
+    classes = value.__mro__ if inspect.isclass(value) else [value]
+    described = described_names(*(inspect.cleandoc(each.__doc__ or "") for each in classes))
     return [
         name for name in _parameters(value) if name not in described and not name.startswith("_")
     ]
@@ -102,16 +108,38 @@ def test_each_name_has_one_place() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_names_for_frameworks_have_a_place(framework: str) -> None:
-    tree = ast.parse((ROOT / f"torch_commhook/integrations/{framework}.py").read_text())
-    module = f"torch_commhook.integrations.{framework}"
-    public = [
-        f"{module}.{node.name}"
-        for node in tree.body
+def _for_frameworks() -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """The public names for frameworks, which may not be there to import, as they are written."""
+    return {
+        f"torch_commhook.integrations.{framework}.{node.name}": node
+        for framework in FRAMEWORKS
+        for node in ast.parse((INTEGRATIONS / f"{framework}.py").read_text()).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    }
+
+
+def test_names_for_frameworks_have_a_place() -> None:
+    assert {*_for_frameworks()} <= {*_places()}
+
+
+@pytest.mark.parametrize("name", _for_frameworks())
+def test_names_for_frameworks_are_described(name: str) -> None:
+    """Their examples call them. They run only where the frameworks are: tests/integrations."""
+    node = _for_frameworks()[name]
+    text = ast.get_docstring(node) or ""
+    _, mark, example = text.partition("\nExample::\n\n")
+    assert mark, f"{name} has no example"
+    parsed = ast.walk(ast.parse(textwrap.dedent(example)))
+    assert node.name in [ast.unparse(each.func) for each in parsed if isinstance(each, ast.Call)]
+    functions = node.body if isinstance(node, ast.ClassDef) else [node]
+    arguments = [
+        argument.arg
+        for function in functions
+        if isinstance(function, ast.FunctionDef) and function.name in (node.name, "__init__")
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if argument.arg != "self"
     ]
-    assert public and {*public} <= {*_places()}
+    assert arguments and [each for each in arguments if each not in described_names(text)] == []
 
 
 def test_each_command_has_a_place() -> None:
