@@ -11,6 +11,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.autodoc.mock import ismock
+from sphinx.util import inspect
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -91,7 +93,20 @@ def _link_documents(
     lines[:] = [re.sub(r"``docs/(\w+)\.md``", r":doc:`/\1`", line) for line in lines]
 
 
+def _own_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: object, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """The signature of a class whose base class is one of a framework that is not there."""
+    if what != "class" or not ismock(value.__base__):
+        return None
+    own = inspect.signature(value.__init__, bound_method=True)
+    return inspect.stringify_signature(
+        own, show_return_annotation=False, unqualified_typehints=True
+    ), ""
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _own_signature)
     app.connect("autodoc-process-docstring", _link_documents)
     app.connect("missing-reference", _resolve_short_name)
