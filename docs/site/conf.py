@@ -11,7 +11,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
-from sphinx.ext.autodoc.mock import ismock
+from sphinx.ext.autodoc.mock import _MockObject
 from sphinx.util import inspect
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -97,7 +97,7 @@ def _own_signature(
     app: Sphinx, what: str, name: str, value: Any, options: object, signature: str, returned: str
 ) -> tuple[str, str] | None:
     """The signature of a class whose base class is one of a framework that is not there."""
-    if what != "class" or not ismock(value.__base__):
+    if what != "class" or not issubclass(value, _MockObject):
         return None
     own = inspect.signature(value.__init__, bound_method=True)
     return inspect.stringify_signature(
