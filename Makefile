@@ -7,6 +7,8 @@
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make wrapper-suite    PyTorch's own distributed tests, with wrapped process groups; four minutes
 #   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
+#   make docs             the site of the documents, into build/docs; any warning is an error
+#   make docs-links       whether the documents' links to other sites work; needs a network
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-loss-sharded   the same on sharded models, of four ranks; hours, can be interrupted
@@ -55,7 +57,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test wheel test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -67,6 +69,10 @@ test: $(VENV)/built
 test-long: $(VENV)/built
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m long $(ARGS)
 
+# Lets an environment import what $(VENV) has.
+ABOVE_VENV = cd $(1)/lib/python3*/site-packages && \
+  echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" > below.pth
+
 # The frameworks lie in an environment above that of the tests.
 FRAMEWORKS = tests/integrations/requirements.txt
 INTEGRATIONS = .venv-integrations$(if $(LATEST),-latest)
@@ -75,14 +81,32 @@ test-integrations: $(VENV)/built $(INTEGRATIONS)/installed
 
 $(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	cd $(INTEGRATIONS)/lib/python3*/site-packages && \
-	  echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" > below.pth
+	$(call ABOVE_VENV,$(INTEGRATIONS))
 	$(INTEGRATIONS)/bin/python -m pip --quiet --disable-pip-version-check install \
 	  $(if $(LATEST),--upgrade $$(sed -n 's/==.*//p' $(FRAMEWORKS)),-r $(FRAMEWORKS))
 	touch $@
 
 wheel: $(VENV)/built
 	$(VENV)/bin/python setup.py --quiet wheel $(ARGS)
+
+# Sphinx lies in an environment above that of the tests, whose build it imports. A page that it does
+# not read again would keep its warnings to itself.
+SITE = .venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --fresh-env \
+  --conf-dir docs/site --doctree-dir build/docs-doctrees
+docs: docs-pages
+	$(SITE) --builder html build/docs-pages build/docs $(ARGS)
+
+docs-links: docs-pages
+	$(SITE) --builder linkcheck build/docs-pages build/docs-links $(ARGS)
+
+docs-pages: $(VENV)/built .venv-docs/installed
+	.venv-docs/bin/python docs/site/pages.py build/docs-pages
+
+.venv-docs/installed: $(VENV)/installed docs/site/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	$(call ABOVE_VENV,.venv-docs)
+	.venv-docs/bin/python -m pip --quiet --disable-pip-version-check install -r docs/site/requirements.txt
+	touch $@
 
 distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)

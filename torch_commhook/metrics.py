@@ -103,6 +103,16 @@ class BucketStats:
         encode_seconds, wire_seconds, decode_seconds: since the hook was attached; with compressing
             hooks, in eager on the CPU. Wire time is from a collective's start to its end, of which
             computation may have hidden a part.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(4, 1)
+        ...     handle = attach(model, hooks.allreduce())
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     return handle.stats().buckets[0]
+        >>> bucket = run_ranks(train, 2)[0]
+        >>> bucket.numel, bucket.dtype, bucket.bytes_sent
+        (5, torch.float32, 20)
     """
 
     index: int
@@ -142,6 +152,11 @@ class MembershipEvent:
         joined: who has joined.
         reason: why ranks were lost, as this rank saw it; empty where none were.
         error_lost: whether the hook's error memory of the lost ranks went with them.
+
+    Example:
+        >>> event = MembershipEvent(steps=100, size=7, lost=(3,), reason="its process ended")
+        >>> event.lost, event.size
+        ((3,), 7)
     """
 
     steps: int
@@ -189,6 +204,18 @@ class HookStats:
         membership: with ``elastic``: who was lost and who has joined, in order.
         stragglers: with ``elastic`` and its ``straggler``: the ranks that are slow at the moment,
             by the numbers that they have for life, and their computing time over the median.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(1000, 1)
+        ...     handle = attach(model, hooks.blockwise(bits=8))
+        ...     model(torch.ones(1, 1000)).sum().backward()
+        ...     return handle.stats()
+        >>> stats = run_ranks(train, 2)[0]
+        >>> stats.steps, stats.bytes_sent, round(stats.compression_ratio, 1)
+        (1, 1040, 3.9)
+        >>> sorted(stats.scalars())[:3]
+        ['bytes_received_last_step', 'bytes_sent', 'bytes_sent_last_step']
     """
 
     steps: int = 0

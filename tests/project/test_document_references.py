@@ -6,6 +6,7 @@ import contextlib
 import io
 import pkgutil
 import re
+import shlex
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import cache
@@ -14,11 +15,20 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from torch_commhook.cli.hook_expression import (
+    HookExpressionError,
+    is_file_reference,
+    parse_hook,
+)
 from torch_commhook.cli.main import COMMANDS, main
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cuda/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "cuda/README.md", "benchmarks/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "api").glob("*.md")),
 ]
 
 _SUFFIXES = r"\.(?:py|pyi|cpp|h|cu|cuh|inl|md|json|toml|\*)"
@@ -51,14 +61,14 @@ def _words() -> frozenset[str]:
 
 
 def _inline(text: str) -> list[str]:
-    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    without_blocks = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
     return [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", without_blocks)]
 
 
 def _code(text: str) -> list[str]:
     """What stands in backticks, and the lines of blocks."""
-    blocks = re.findall(r"^```.*?\n(.*?)^```$", text, re.M | re.S)
-    return _inline(text) + [line for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```$", text.replace("\\\n", " "), re.M | re.S)
+    return _inline(text) + [line.strip() for block in blocks for line in block.splitlines()]
 
 
 def _is_file(path: str, folders: list[str]) -> bool:
@@ -126,6 +136,40 @@ def wrong_commands(text: str) -> list[str]:
     return wrong
 
 
+def wrong_calls(text: str) -> list[str]:
+    """Commands that stand in full: their values are taken, hooks can be read, scripts are there."""
+    wrong = []
+    for code in _code(text):
+        script = re.match(r"python3? ([\w/]+\.py)\b", code)
+        if script is not None and "/" in script[1] and not (ROOT / script[1]).is_file():
+            wrong.append(script[1])
+        called = re.search(r"-m torch_commhook ([a-z]\w*)\b(.*)", code)
+        if called is None or called[1] not in COMMANDS:
+            continue
+        arguments = shlex.split(called[2], comments=True)
+        hook = arguments[arguments.index("--hook") + 1] if "--hook" in arguments[:-1] else None
+        if not _takes(called[1], arguments) or not (hook is None or _is_hook(hook)):
+            wrong.append(code)
+    return wrong
+
+
+def _takes(command: str, arguments: list[str]) -> bool:
+    """Whether a command's parser takes the values of arguments. It stops at ``--help``."""
+    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with quiet[0], quiet[1], pytest.raises(SystemExit) as ended:
+        main([command, *arguments, "--help"])
+    return ended.value.code == 0
+
+
+def _is_hook(text: str) -> bool:
+    if is_file_reference(text):
+        return True
+    with contextlib.suppress(HookExpressionError):
+        parse_hook(text)
+        return True
+    return False
+
+
 def _resolves(name: str) -> bool:
     """Whether it is a dotted name of the package, such as ``hooks.cpp``."""
     if not re.fullmatch(_DOTTED, name):
@@ -162,7 +206,7 @@ def wrong_links(text: str) -> list[str]:
     wrong = []
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
-        pages = [ROOT / folder / name for folder in ("docs", "", "cuda", "benchmarks")]
+        pages = [ROOT / folder / name for folder in ("docs", "docs/api", "", "cuda", "benchmarks")]
         page = next((path for path in pages if name and path.exists()), None)
         if name and page is None:
             wrong.append(link)
@@ -171,7 +215,7 @@ def wrong_links(text: str) -> list[str]:
     return wrong
 
 
-CHECKS = [wrong_paths, wrong_targets, wrong_commands, wrong_links, wrong_names]
+CHECKS = [wrong_paths, wrong_targets, wrong_commands, wrong_calls, wrong_links, wrong_names]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -190,6 +234,9 @@ def test_what_a_page_names_is_there(page: Path, check: Callable[[str], list[str]
         (wrong_targets, "```sh\nmake no-such\n```", "no-such"),
         (wrong_commands, "`python -m torch_commhook no_such`", "no_such"),
         (wrong_commands, "`commhook train --no-such 1`", "--no-such"),
+        (wrong_calls, "```sh\npython benchmarks/no_such.py --help\n```", "benchmarks/no_such.py"),
+        (wrong_calls, "`python -m torch_commhook train --steps few`", None),
+        (wrong_calls, "`python -m torch_commhook train --hook 'no_such()'`", None),
         (wrong_links, "[a page](no_such.md)", "no_such.md"),
         (wrong_links, "[a heading](modes.md#no-such)", "modes.md#no-such"),
         (wrong_links, "[a heading](#no-such)\n\n## Another", "#no-such"),
@@ -198,9 +245,9 @@ def test_what_a_page_names_is_there(page: Path, check: Callable[[str], list[str]
     ],
 )
 def test_what_is_not_there_is_found(
-    check: Callable[[str], list[str]], planted: str, found: str
+    check: Callable[[str], list[str]], planted: str, found: str | None
 ) -> None:
-    assert check(planted) == [found]
+    assert check(planted) == [planted.strip("`") if found is None else found]
 
 
 def test_the_table_of_layers_names_every_folder_of_the_package() -> None:

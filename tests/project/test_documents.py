@@ -46,6 +46,9 @@ ELSEWHERE |= {
     f"docs/elastic.md {number}": "tests/elastic/test_elastic_training.py runs the like"
     for number in (1, 2)
 }
+ELSEWHERE |= {
+    f"docs/tutorial.md {number}": "tests/project/test_tutorial.py runs it" for number in range(1, 8)
+}
 ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 
 
@@ -73,6 +76,17 @@ def _step(model: nn.Module) -> list[float]:
 
 def _a_model(names: Names) -> None:
     names.update(model=_model(), attach=attach, hooks=hooks)
+
+
+def _a_model_and_inputs(names: Names) -> None:
+    names.update(model=_model(), inputs=torch.arange(32.0).view(4, 8))
+
+
+def _after_another_hook(names: Names) -> None:
+    """The hook of the block before has averaged gradients, and goes."""
+    assert _step(names["model"]) == [4.0, 4.0]
+    assert names["handle"].stats().bytes_sent is not None
+    names.pop("handle").remove()
 
 
 def _a_library(names: Names) -> None:
@@ -130,6 +144,10 @@ def _a_group_and_a_model(names: Names) -> None:
 BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/cpp_hooks.md 1": _a_library,
     "docs/cpp_hooks.md 2": _a_library_of_autograd_hooks,
+    "docs/see_what_it_costs.md 1": _a_model_and_inputs,
+    "docs/index.md 1": _a_model,
+    "docs/write_a_hook.md 1": _a_model,
+    "docs/write_a_hook.md 2": _after_another_hook,
     "docs/hooks.md 1": _a_model,
     "docs/hooks.md 2": _a_model,
     "docs/hooks.md 4": _a_model,
@@ -189,6 +207,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [tensor for each in values for tensor in _tensors(each)]
+
+
+def _the_error_is_remembered(names: Names) -> None:
+    assert _step(names["model"]) == [4.0, 4.0]
+    assert any(bool(tensor.any()) for tensor in _tensors(names["handle"].state_dict()["rank0"]))
+    names["handle"].remove()
 
 
 def _the_rounds_are_counted(names: Names) -> None:
@@ -290,6 +314,8 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 5": _the_scale_is_known,
     "docs/hooks.md 6": _the_state_is_there,
     "docs/hooks.md 7": _as_it_was_saved,
+    "docs/index.md 1": _gradients_are_compressed,
+    "docs/write_a_hook.md 2": _the_error_is_remembered,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
     "docs/local_sgd.md 2": _a_fragment_is_exchanged,
     "docs/local_sgd.md 3": _the_hook_attaches,

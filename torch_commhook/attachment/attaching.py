@@ -134,6 +134,16 @@ def attach(
             was registered with DDP itself; replicate() was applied to a module; the ranks'
             parameters differ; a step over the group has failed, whose collectives may still be
             under way; torch.distributed is not initialized.
+
+    Example:
+        >>> def train(rank):
+        ...     torch.manual_seed(0)
+        ...     model = nn.Linear(4, 1, bias=False)
+        ...     handle = attach(model, hooks.cast(torch.bfloat16))
+        ...     model(torch.full((1, 4), float(rank))).sum().backward()  # gradients: 0 and 1
+        ...     return model.weight.grad.tolist(), handle.stats().bytes_sent
+        >>> run_ranks(train, 2)
+        [([[0.5, 0.5, 0.5, 0.5]], 8), ([[0.5, 0.5, 0.5, 0.5]], 8)]
     """
     model = _checked_module(model)
     check_connections(connections)

@@ -33,7 +33,21 @@ outside_inference_mode = torch.inference_mode(False)
 
 
 class HookHandle:
-    """A hook that is attached to a model. Made by :func:`attach`."""
+    """A hook that is attached to a model. Made by :func:`attach`.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(4, 1)
+        ...     handle = attach(model, hooks.allreduce())
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     sent = handle.stats().bytes_sent
+        ...     handle.replace(hooks.cast(torch.bfloat16))
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     handle.remove()
+        ...     return sent, handle.stats().bytes_sent
+        >>> run_ranks(train, 2)
+        [(20, 10), (20, 10)]
+    """
 
     def __init__(self, road: Road, attached: Attached) -> None:
         self._first_road = road

@@ -24,6 +24,12 @@ class cpp:  # noqa: N801 (named and written as hooks.cpp)
         ValueError: there is no such hook, or an option breaks a rule of its own.
         TypeError: an option is unknown, missing, or of another type.
         RuntimeError: what makes the hook raises that.
+
+    Example:
+        >>> autograd.cpp("no_such_hook")
+        Traceback (most recent call last):
+            ...
+        ValueError: cpp: there is no autograd hook 'no_such_hook' in C++, ...
     """
 
     def __init__(self, name: str, /, **options: Any) -> None:

@@ -30,6 +30,18 @@ class FiniteCheck:
 
     Args:
         device: of what is checked; by default torch's default device.
+
+    Example:
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> check = autograd.FiniteCheck()
+        >>> _ = check.watch([("x", x)])
+        >>> (x.sqrt() * 1.0).sum().backward()
+        >>> int(check.count)
+        2
+        >>> check.raise_if_nonfinite()
+        Traceback (most recent call last):
+            ...
+        RuntimeError: FiniteCheck: gradients must be finite, got 2 infinite or NaN values: 2...
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:

@@ -19,6 +19,13 @@ class RemovableHandle:
     """Takes a hook off again, by itself at the end of a ``with`` block.
 
     Keeps neither the hook nor what it is on alive.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.register_hook(x, lambda grad: 10 * grad) as handle:
+        ...     x.sum().backward()
+        >>> x.grad, handle.is_registered
+        (tensor([10., 10.]), False)
     """
 
     def __init__(self, registered: _C.Registered) -> None:
@@ -45,12 +52,26 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
 
     As ``torch.Tensor.register_hook``. ``fn`` returns None or another gradient.
 
+    Args:
+        tensor: any tensor that requires grad.
+        fn: the hook.
+
+    Returns:
+        A handle that takes the hook off.
+
     Raises:
         TypeError: no tensor, or no callable.
         RuntimeError: the tensor does not require grad.
 
     In ``backward()``: ``TypeError`` where ``fn`` returned no tensor, ``RuntimeError`` where its
     dtype, layout, device or size is another one.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> handle = autograd.register_hook(x, lambda grad: 3 * grad)
+        >>> x.sum().backward()
+        >>> x.grad
+        tensor([3., 3.])
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"register_hook: tensor must be a torch.Tensor, got {_C.type_name(tensor)}")
@@ -63,12 +84,27 @@ def register_prehook(node: Node, fn: Callable[[tuple[Tensor | None, ...]], Any])
     As ``torch.autograd.graph.Node.register_prehook``. ``fn`` returns None or a tuple; a None in it
     drops that gradient.
 
+    Args:
+        node: such as the ``grad_fn`` of a tensor.
+        fn: the hook.
+
+    Returns:
+        A handle that takes the hook off.
+
     Raises:
         TypeError: no ``torch.autograd.graph.Node``, or no callable.
 
     In ``backward()``: ``TypeError`` where ``fn`` returned something else than a tuple, or one of
     something else than tensors; ``RuntimeError`` for another number of values, a value in place of
     a None, another dtype, layout, device or size.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 2
+        >>> handle = autograd.register_prehook(y.grad_fn, lambda outputs: (3 * outputs[0],))
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([6., 6.])
     """
     return _register(node, "prehook", fn)
 
@@ -79,7 +115,26 @@ def register_posthook(
     """Call ``fn(grad_inputs, grad_outputs)`` when a node of the graph has run.
 
     As ``torch.autograd.graph.Node.register_hook``. What ``fn`` returns takes the place of
-    ``grad_inputs``; for the rest see :func:`register_prehook`.
+    ``grad_inputs``.
+
+    Args:
+        node, fn: as :func:`register_prehook`.
+
+    Returns:
+        A handle that takes the hook off.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`register_prehook`, also in ``backward()``.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 2
+        >>> def scaled(grad_inputs, grad_outputs):
+        ...     return 5 * grad_inputs[0], grad_inputs[1]
+        >>> handle = autograd.register_posthook(y.grad_fn, scaled)
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([10., 10.])
     """
     return _register(node, "posthook", fn)
 
@@ -92,11 +147,24 @@ def register_post_accumulate_grad_hook(
     As ``torch.Tensor.register_post_accumulate_grad_hook``. Hooks that are registered there run too,
     after these.
 
+    Args:
+        tensor: a leaf that requires grad.
+        fn: the hook. It returns None.
+
+    Returns:
+        A handle that takes the hook off.
+
     Raises:
         TypeError: no tensor, or no callable.
         RuntimeError: the tensor is no leaf that requires grad.
 
     In ``backward()``: ``RuntimeError`` where ``fn`` returned something.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> handle = autograd.register_post_accumulate_grad_hook(x, lambda leaf: print(leaf.grad))
+        >>> x.sum().backward()
+        tensor([1., 1.])
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(
@@ -124,6 +192,10 @@ def call_hooks(
         TypeError, RuntimeError: as in ``backward()``; see the functions that register.
         TypeError: hooks, or values, that are none.
         ValueError: another kind, or a wrong number of values.
+
+    Example:
+        >>> autograd.call_hooks([lambda grad: 2 * grad, lambda grad: grad + 1], [torch.ones(2)])
+        (tensor([3., 3.]),)
     """
     if isinstance(hooks, dict):
         hooks = hooks.values()

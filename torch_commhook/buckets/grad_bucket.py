@@ -41,6 +41,15 @@ class GradBucket:
             fit, or an index outside ``bucket_count``.
         TypeError: an argument that is no tensor, or of a dtype other than float64, float32,
             float16, bfloat16 and complex ones, or sparse gradients beside others.
+
+    Example:
+        >>> bucket = GradBucket([torch.zeros(2, 3)], gradients=[torch.ones(2, 3)])
+        >>> bucket.buffer()
+        tensor([1., 1., 1., 1., 1., 1.])
+        >>> bucket.gradients()[0].shape
+        torch.Size([2, 3])
+        >>> bucket.flatten(scale=0.5, dtype=torch.bfloat16)[:2]
+        tensor([0.5000, 0.5000], dtype=torch.bfloat16)
     """
 
     __slots__ = (

@@ -38,6 +38,13 @@ class BucketLayout:
         sizes: shape of each gradient.
         strides: strides of each gradient, in elements.
         numel: elements in all.
+
+    Example:
+        >>> layout = BucketLayout([torch.zeros(2, 3), torch.zeros(4)])
+        >>> layout.numel, layout.offsets
+        (10, [0, 6])
+        >>> layout.flatten([torch.ones(2, 3), torch.zeros(4)])
+        tensor([1., 1., 1., 1., 1., 1., 0., 0., 0., 0.])
     """
 
     __slots__ = ("_orders", "_permuted", "lengths", "numel", "offsets", "sizes", "strides")

@@ -41,6 +41,10 @@ class Shard(NamedTuple):
     Attributes:
         numel: values in it.
         nbytes: bytes in it.
+
+    Example:
+        >>> codecs.fp8().shards(1024, 2)
+        [Shard(numel=512, nbytes=528), Shard(numel=512, nbytes=528)]
     """
 
     numel: int
@@ -57,6 +61,17 @@ class Codec(ABC):
     A codec keeps nothing between calls: what a message has lost, and what random numbers follow
     from, are the caller's. It prints as it is written, by which ranks compare what they attach: one
     with settings brings a ``__repr__`` that shows them.
+
+    Example:
+        >>> codec = codecs.blockwise(bits=8)
+        >>> codec.shards(1000, 2)
+        [Shard(numel=512, nbytes=528), Shard(numel=488, nbytes=512)]
+        >>> message = torch.empty(codec.nbytes(1000), dtype=torch.uint8)
+        >>> values, restored = torch.linspace(-1, 1, 1000), torch.empty(1000)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [restored])
+        >>> message.numel(), bool((restored - values).abs().max() < 0.005)
+        (1024, True)
     """
 
     def __repr__(self) -> str:
@@ -362,9 +377,22 @@ _Class = TypeVar("_Class", bound=type[Codec])
 def register_codec(cls: _Class) -> _Class:
     """Make a codec known under the name of its class: a decorator.
 
+    Args:
+        cls: a subclass of :class:`Codec`. There is then a hook of its name in
+            :mod:`torch_commhook.hooks`.
+
+    Returns:
+        The class itself.
+
     Raises:
         TypeError: no subclass of :class:`Codec`.
         ValueError: another one has the name, or a hook; or a setting has that of one of its hook's.
+
+    Example:
+        >>> codecs.register_codec(dict)
+        Traceback (most recent call last):
+            ...
+        TypeError: register_codec: cls must be a subclass of Codec, got <class 'dict'>
     """
     if not (isinstance(cls, type) and issubclass(cls, Codec)):
         raise TypeError(f"register_codec: cls must be a subclass of Codec, got {cls!r}")

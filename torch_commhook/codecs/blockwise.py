@@ -62,6 +62,15 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     Raises:
         TypeError: a setting of another type.
         ValueError: another setting.
+
+    Example:
+        >>> codec = codecs.blockwise(bits=4, block_size=8)
+        >>> values = torch.tensor([7.0, -3.0, 1.0, 0.4, 0.0, 2.0, -7.0, 5.0])
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values
+        tensor([ 7., -3.,  1.,  0.,  0.,  2., -7.,  5.])
     """
 
     def __init__(

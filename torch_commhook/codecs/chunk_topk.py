@@ -155,6 +155,16 @@ class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is call
     Raises:
         TypeError: a setting of another type.
         ValueError: a setting of another value.
+
+    Example:
+        >>> codec = codecs.chunk_topk(k=2, chunk=64)
+        >>> values = torch.zeros(64)
+        >>> values[3], values[9], values[20] = 4.0, -8.0, 1.0
+        >>> message = torch.empty(codec.nbytes(64), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values.nonzero().flatten().tolist(), values[[3, 9]].tolist()
+        ([3, 9], [4.0, -8.0])
     """
 
     def __init__(self, k: int = 64, chunk: int = 4096, bits: int = 2) -> None:

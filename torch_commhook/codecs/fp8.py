@@ -47,6 +47,16 @@ class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     Raises:
         TypeError: a setting of another type.
         ValueError: another setting.
+
+    Example:
+        >>> codec = codecs.fp8(block_size=8)
+        >>> values = torch.tensor([448.0, 1.0, 2.0, 3.0, 100.0, -0.5, 0.0, -448.0])
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values
+        tensor([ 448.0000,    1.0000,    2.0000,    3.0000,   96.0000,   -0.5000,
+                   0.0000, -448.0000])
     """
 
     def __init__(self, format: str = "e4m3", block_size: int = 256) -> None:

@@ -73,6 +73,16 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     Raises:
         TypeError: a setting of another type.
         ValueError: another density.
+
+    Example:
+        >>> codec = codecs.randomk(density=0.25)
+        >>> values, restored = torch.arange(1.0, 9.0), torch.empty(8)
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> rounding = torch.tensor([0, 1])  # seed and step
+        >>> codec.encode([values], message, rounding=rounding)
+        >>> codec.decode(message, [restored], rounding=rounding)
+        >>> int(restored.count_nonzero()), message.numel()
+        (2, 8)
     """
 
     exchange = "all_reduce"

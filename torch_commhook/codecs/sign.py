@@ -40,6 +40,15 @@ class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     Raises:
         TypeError: a setting of another type.
         ValueError: another block size.
+
+    Example:
+        >>> codec = codecs.sign(block_size=32)
+        >>> values = torch.tensor([3.0, -1.0] * 16)
+        >>> message = torch.empty(codec.nbytes(32), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values[:4], message.numel()
+        (tensor([ 2., -2.,  2., -2.]), 32)
     """
 
     def __init__(self, block_size: int = 1024) -> None:

@@ -72,6 +72,15 @@ class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it 
     Raises:
         TypeError: a setting of another type.
         ValueError: another density.
+
+    Example:
+        >>> codec = codecs.topk(density=0.25)
+        >>> values = torch.tensor([1.0, -9.0, 2.0, 3.0, 8.0, 4.0, 5.0, 0.0])
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values
+        tensor([ 0., -9.,  0.,  0.,  8.,  0.,  0.,  0.])
     """
 
     def __init__(self, density: float = 0.01) -> None:

@@ -95,6 +95,14 @@ def compressed_reduce_scatter(
         TypeError, ValueError: tensors, codec, sizes or memory that do not fit, as
             ``Codec.encode``; a group that does not tell its rank.
         RuntimeError: torch.distributed is not initialized; what the backend raises.
+
+    Example:
+        >>> def mean_of_chunk(rank):
+        ...     values = torch.cat([torch.ones(256), torch.full((256,), 3.0)])
+        ...     codec = codecs.blockwise(bits=8)
+        ...     return collectives.compressed_reduce_scatter(values, codec, scale=1 / 2).wait()
+        >>> [chunk[:2] for chunk in run_ranks(mean_of_chunk, 2)]
+        [tensor([1., 1.]), tensor([3., 3.])]
     """
     op = "compressed_reduce_scatter"
     sources = listed_tensors(op, "tensors", tensors)
@@ -160,6 +168,13 @@ def compressed_all_gather(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`compressed_reduce_scatter`.
+
+    Example:
+        >>> def gather(rank):
+        ...     chunk = torch.full((256,), float(rank))
+        ...     return collectives.compressed_all_gather(chunk, codecs.fp8()).wait()
+        >>> run_ranks(gather, 2)[0][::128]
+        tensor([0., 0., 1., 1.])
     """
     op = "compressed_all_gather"
     sources = listed_tensors(op, "tensors", tensors)

@@ -23,6 +23,14 @@ class TracedFuture(_FutureOfTensor):
 
     Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
     callback runs when its result is asked for.
+
+    Args:
+        wait: returns the result. Called once, when the result is first asked for.
+
+    Example:
+        >>> future = collectives.TracedFuture(lambda: torch.ones(2))
+        >>> future.then(lambda done: 2 * done.value()).wait()
+        tensor([2., 2.])
     """
 
     def __init__(self, wait: Callable[[], Tensor]) -> None:

@@ -86,6 +86,19 @@ def hierarchical_all_reduce(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
+
+    Example:
+        >>> def total(rank):
+        ...     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        ...     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        ...     return collectives.hierarchical_all_reduce(
+        ...         torch.ones(512),
+        ...         codecs.blockwise(bits=8),
+        ...         intra_group=nodes[rank // 2],
+        ...         inter_group=across[rank % 2],
+        ...     ).wait()
+        >>> run_ranks(total, 4)[0][:4]
+        tensor([4., 4., 4., 4.])
     """
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
     intra_groups, inter_group = _checked_groups(intra_group, inter_group)

@@ -48,10 +48,17 @@ _NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group itself: the default one for None.
 
+    Args:
+        group: a process group, or None.
+
     Raises:
         RuntimeError: torch.distributed is not initialized.
         ValueError: this rank is not in the group, or the group has been destroyed.
         TypeError: no process group.
+
+    Example:
+        >>> run_ranks(lambda rank: collectives.resolve_group(None).size(), 2)
+        [2, 2]
     """
     if group is None:
         if not dist.is_initialized():
@@ -98,6 +105,12 @@ def all_reduce(
         ValueError: the tensor is not contiguous, or on the meta device.
         RuntimeError: torch.distributed is not initialized; what the backend raises for a dtype that
             it does not know.
+
+    Example:
+        >>> def total(rank):
+        ...     return collectives.all_reduce(torch.tensor([1.0, float(rank)])).wait()
+        >>> run_ranks(total, 3)[0]
+        tensor([3., 3.])
     """
     check_tensor("all_reduce", tensor, sparse=True)
     check_timeout("all_reduce", timeout)
@@ -138,6 +151,14 @@ def all_gather(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`all_reduce`.
+
+    Example:
+        >>> def gather(rank):
+        ...     return collectives.all_gather(torch.tensor([rank, 10 * rank])).wait()
+        >>> run_ranks(gather, 3)[0]
+        tensor([[ 0,  0],
+                [ 1, 10],
+                [ 2, 20]])
     """
     check_tensor("all_gather", tensor)
     check_timeout("all_gather", timeout)
@@ -176,6 +197,12 @@ def all_to_all(
     Raises:
         ValueError: the rows do not fit the splits; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
+
+    Example:
+        >>> def exchange(rank):
+        ...     return collectives.all_to_all(torch.tensor([10 * rank, 10 * rank + 1])).wait()
+        >>> run_ranks(exchange, 2)
+        [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     check_tensor("all_to_all", tensor, rows=True)
     check_timeout("all_to_all", timeout)
@@ -218,6 +245,12 @@ def reduce_scatter(
     Raises:
         ValueError: the rows are no multiple of the ranks; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
+
+    Example:
+        >>> def share(rank):
+        ...     return collectives.reduce_scatter(torch.arange(4.0)).wait()
+        >>> run_ranks(share, 2)
+        [tensor([0., 2.]), tensor([4., 6.])]
     """
     check_tensor("reduce_scatter", tensor, rows=True)
     group = resolve_group(group)
@@ -303,6 +336,12 @@ def broadcast(
     Raises:
         ValueError: no such rank; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
+
+    Example:
+        >>> def share(rank):
+        ...     return collectives.broadcast(torch.tensor([rank]), src=1).wait()
+        >>> run_ranks(share, 2)
+        [tensor([1]), tensor([1])]
     """
     check_tensor("broadcast", tensor)
     group = resolve_group(group)

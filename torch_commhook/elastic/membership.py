@@ -23,11 +23,27 @@ _TURN = 0.02
 
 
 class LeftOutError(RuntimeError):
-    """The others go on without this rank."""
+    """The others go on without this rank.
+
+    Example:
+        >>> try:
+        ...     raise LeftOutError("the others go on")  # as backward() does with elastic=
+        ... except RuntimeError as error:
+        ...     print(error)
+        the others go on
+    """
 
 
 class TooFewRanksError(RuntimeError):
-    """Too few ranks are left to go on."""
+    """Too few ranks are left to go on.
+
+    Example:
+        >>> try:
+        ...     raise TooFewRanksError("1 rank is left")  # as backward() does with elastic=
+        ... except RuntimeError as error:
+        ...     print(error)
+        1 rank is left
+    """
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Elastic:
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
+
+    Example:
+        >>> settings = Elastic(min_ranks=6, grace=5.0, straggler=2.0)
+        >>> settings.min_ranks, settings.timeout
+        (6, 1800.0)
     """
 
     min_ranks: int

@@ -38,6 +38,15 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
     Raises:
         TypeError: a budget or number of steps that is no int.
         ValueError: one that is not positive, or a block size that the codec refuses.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(4096, 1, bias=False)
+        ...     handle = attach(model, hooks.adaptive(budget=3000))
+        ...     model(torch.ones(1, 4096)).sum().backward()
+        ...     return handle.stats().bytes_sent_last_step
+        >>> run_ranks(train, 2)[0] <= 3000
+        True
     """
 
     _commhook_traceable = True

@@ -46,6 +46,20 @@ class Hook(ABC):
             which the hook is attached to, or the ``state`` that it was registered with. A bucket
             has none where the hook was registered as ``ddp.register_comm_hook(None, hook)``; the
             average is then over the default group.
+
+    Example:
+        >>> class half(hooks.Hook):
+        ...     def average(self, bucket):
+        ...         group = self.group(bucket)
+        ...         message = bucket.flatten(scale=1 / group.size(), dtype=torch.float16)
+        ...         return collectives.all_reduce(message, group=group)
+        ...     def result_dtype(self, bucket):
+        ...         return torch.float16
+        ...     def __repr__(self):
+        ...         return "half()"
+        >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
+        >>> simulate(half(), gradients).result
+        [tensor([2., 2., 2.])]
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -96,7 +110,7 @@ class Hook(ABC):
         return own and all(hook.lets_stages_wait for hook in self.hooks_inside())
 
     def has_stages_among(self, ranks: int) -> bool:
-        """:attr:`has_stages`, where the average is over so many ranks."""
+        """``has_stages``, where the average is over so many ranks."""
         return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:

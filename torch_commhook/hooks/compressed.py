@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,15 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no codec.
+
+    Example:
+        >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
+        >>> hook = hooks.compressed(codecs.fp8("e5m2"), seed=1)
+        >>> hook
+        fp8(format='e5m2', seed=1)
+        >>> found = simulate(hook, gradients)
+        >>> found.wire_bytes, found.error < 0.1
+        (4160, True)
     """
 
     _commhook_traceable = True
@@ -218,6 +228,25 @@ def check_dense(hook: Hook, bucket: GradBucket) -> None:
     raise TypeError(f"{where}real, got {bucket.dtype()}; allreduce() takes complex ones")
 
 
+_DOC = """Average gradients through :class:`torch_commhook.codecs.{name}`.
+
+Args:
+{settings}    seed, process_group: as :class:`compressed`.
+
+Example:
+    >>> found = simulate(hooks.{name}(), [[torch.ones(4096)], [torch.ones(4096)]])
+    >>> found.wire_bytes < 16384  # which allreduce() sends
+    True
+"""
+
+
+def _documented_settings(codec: type[Codec]) -> str:
+    """The arguments in a codec's docstring, as they stand there; empty where it names none."""
+    _, _, arguments = (inspect.getdoc(codec) or "").partition("\nArgs:\n")
+    lines = itertools.takewhile(lambda line: line.startswith(" "), arguments.splitlines())
+    return "".join(f"{line}\n" for line in lines)
+
+
 def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
     """A function that makes the hook of a codec, with the codec's settings."""
 
@@ -227,11 +256,7 @@ def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
         return compressed(codec(*args, **settings), seed=seed, process_group=process_group)
 
     make.__name__ = make.__qualname__ = codec.__name__
-    make.__doc__ = (
-        f"Average gradients through ``codecs.{codec.__name__}``; see there for the settings.\n\n"
-        "Args:\n"
-        "    seed, process_group: as :class:`compressed`.\n"
-    )
+    make.__doc__ = _DOC.format(name=codec.__name__, settings=_documented_settings(codec))
     own = [
         inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int),
         inspect.Parameter("process_group", inspect.Parameter.KEYWORD_ONLY, default=None),

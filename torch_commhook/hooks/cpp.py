@@ -40,6 +40,12 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         ValueError: there is no such hook, or an option breaks a rule of its own.
         TypeError: an option is unknown, missing, or of another type.
         RuntimeError: what the hook's constructor throws, when it first runs.
+
+    Example:
+        >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
+        >>> found = simulate(hooks.cpp("cast", dtype=torch.float16), gradients)
+        >>> found.result, found.wire_bytes
+        ([tensor([2., 2., 2.])], 6)
     """
 
     def __init__(

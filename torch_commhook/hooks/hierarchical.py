@@ -84,6 +84,16 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             whose ranks are in different units of the next level; a process group that
             ``torch.distributed`` does not know.
         RuntimeError: without groups, the hook is used over a second process group.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(1024, 1, bias=False)
+        ...     hook = hooks.hierarchical(codecs.blockwise(), levels=[2])  # 2 nodes of 2 ranks
+        ...     attach(model, hook)
+        ...     model(torch.ones(1, 1024)).sum().backward()
+        ...     return hook.sizes
+        >>> run_ranks(train, 4)[0]
+        (2, 2)
     """
 
     _commhook_traceable = True
@@ -242,7 +252,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
 
     @property
     def lets_stages_wait(self) -> bool:
-        """Whether the hook that it has become waits for no result in :meth:`average`."""
+        """Whether the hook that it has become waits for no result in :meth:`Hook.average`."""
         return self._plain is not None and self._plain.lets_stages_wait
 
     def has_stages_among(self, ranks: int) -> bool:

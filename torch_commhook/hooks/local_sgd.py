@@ -36,6 +36,12 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
     Raises:
         TypeError: no numbers.
         ValueError: ``lr`` is not positive, or ``momentum`` not from 0 to below 1.
+
+    Example:
+        >>> hooks.outer_sgd()
+        outer_sgd(lr=0.7, momentum=0.9, nesterov=True)
+        >>> hooks.local_sgd(30, outer=hooks.outer_sgd(lr=1.0, momentum=0.0))
+        local_sgd(30, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True))
     """
 
     lr: float = 0.7
@@ -137,6 +143,22 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             for the whole model, as ``adaptive`` does. ``fragments`` is not from 1 to ``H``,
             ``delay`` not from 0 to below ``H / fragments``, or ``mix`` not from 0 to below 1. From
             :func:`torch_commhook.attach`: the model has fewer parameters than ``fragments``.
+
+    Example:
+        >>> def train(rank):
+        ...     torch.manual_seed(0)
+        ...     model = nn.Linear(2, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     handle = attach(model, hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)))
+        ...     for _ in range(8):
+        ...         optimizer.zero_grad()
+        ...         model(torch.full((1, 2), float(rank))).sum().backward()  # sends nothing
+        ...         optimizer.step()  # each fourth brings the ranks together
+        ...     handle.synchronize()
+        ...     return model.weight.detach(), handle.stats().steps
+        >>> (first, rounds), (second, _) = run_ranks(train, 2)
+        >>> rounds, torch.equal(first, second)
+        (2, True)
     """
 
     _commhook_traceable = True

@@ -29,6 +29,12 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
     ones stays finite. Traffic per rank and element of b bytes: ``2 b (W - 1) / W``.
 
     Same as PyTorch's ``allreduce_hook``.
+
+    Example:
+        >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
+        >>> found = simulate(hooks.allreduce(), gradients)
+        >>> found.result, found.wire_bytes
+        ([tensor([2., 2., 2.])], 12)
     """
 
     _commhook_traceable = True
@@ -77,6 +83,12 @@ class cast(Hook):  # noqa: N801
 
     Raises:
         TypeError: another dtype.
+
+    Example:
+        >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
+        >>> found = simulate(hooks.cast(torch.bfloat16), gradients)
+        >>> found.result, found.wire_bytes
+        ([tensor([2., 2., 2.])], 6)
     """
 
     _commhook_traceable = True

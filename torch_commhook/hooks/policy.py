@@ -61,6 +61,13 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         TypeError: no such pairs, or no hooks of the library.
         ValueError: a condition that cannot be read, or a hook that is about the whole model; in
             :func:`torch_commhook.attach`, a condition that no parameter of the model meets.
+
+    Example:
+        >>> rules = [("dim <= 1", hooks.allreduce())]
+        >>> hook = hooks.policy(rules, hooks.error_feedback(hooks.blockwise()))
+        >>> gradients = [[torch.ones(64, 64), torch.ones(64)] for _ in range(2)]
+        >>> simulate(hook, gradients).wire_bytes
+        4416
     """
 
     _lets_stages_wait = True

@@ -72,9 +72,15 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         process_group: the ranks to average over; see :class:`Hook`.
 
     Raises:
-        TypeError: an argument that is no number of its kind. From :meth:`average`: sparse or
+        TypeError: an argument that is no number of its kind. From :meth:`Hook.average`: sparse or
             complex gradients.
         ValueError: a number out of range.
+
+    Example:
+        >>> gradients = [[torch.outer(torch.arange(1.0, 65), torch.ones(64))] for _ in range(2)]
+        >>> found = simulate(hooks.powersgd(rank=1), gradients)  # the gradient has rank 1
+        >>> found.wire_bytes, found.error < 1e-6
+        (512, True)
     """
 
     _commhook_traceable = True

@@ -13,8 +13,20 @@ def traceable(hook: Any) -> Any:
     Other hooks interrupt the compiled graph once, at the end of backward, and run there as they
     are.
 
+    Args:
+        hook: a function, a class or an object.
+
     Returns:
         The hook itself.
+
+    Example:
+        >>> @traceable
+        ... def mean(state, bucket):
+        ...     group = bucket.process_group()
+        ...     buffer = bucket.scaled_buffer(1 / collectives.resolve_group(group).size())
+        ...     return collectives.all_reduce(buffer, group=group)
+        >>> simulate(mean, [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]]).result
+        [tensor([2., 3.])]
     """
     hook._commhook_traceable = True
     return hook

@@ -119,6 +119,16 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
         TypeError: no hook of the library, a decay that is no number, or another dtype.
         ValueError: a hook that loses nothing, that remembers it already, or that is right on
             average and scales for it; another decay.
+
+    Example:
+        >>> gradients = [[torch.tensor([1.0, 0.1])], [torch.tensor([1.0, 0.1])]]
+        >>> hook = hooks.error_feedback(hooks.topk(0.5))  # sends one of the two values
+        >>> simulate(hook, gradients).result
+        [tensor([1., 0.])]
+        >>> simulate(hook, gradients, steps=10).result
+        [tensor([0.0000, 1.0000])]
+        >>> simulate(hook, gradients, steps=11).result
+        [tensor([2., 0.])]
     """
 
     _lets_stages_wait = True
@@ -179,6 +189,14 @@ class momentum(error_feedback):  # noqa: N801
 
     Raises:
         TypeError, ValueError: as :class:`error_feedback`.
+
+    Example:
+        >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
+        >>> hook = hooks.momentum(hooks.topk(0.25), beta=0.9)
+        >>> same = hooks.error_feedback(hooks.topk(0.25), decay=0.9)
+        >>> first, second = (simulate(each, gradients, steps=3).result[0] for each in (hook, same))
+        >>> torch.equal(first, second)
+        True
     """
 
     _lets_stages_wait = True
@@ -207,6 +225,12 @@ class after(Wrapper):  # noqa: N801
         ValueError: a negative number of steps; one of the hooks remembers what it loses and the
             other, which loses something too or comes later, does not, or in another dtype or
             with another decay; both send parts of a bucket.
+
+    Example:
+        >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
+        >>> hook = hooks.after(2, hooks.error_feedback(hooks.blockwise(bits=4)))
+        >>> [simulate(hook, gradients, steps=steps).wire_bytes for steps in (1, 2, 3)]
+        [16384, 16384, 2112]
     """
 
     _lets_stages_wait = True
@@ -336,6 +360,15 @@ class clip(Wrapper):  # noqa: N801
     Raises:
         ValueError: ``max_norm`` is not positive.
         TypeError: no number, or no hook of the library.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(4, 1, bias=False)
+        ...     attach(model, hooks.clip(1.0))
+        ...     model(torch.full((1, 4), 10.0)).sum().backward()
+        ...     return round(model.weight.grad.norm().item(), 4)
+        >>> run_ranks(train, 2)
+        [1.0, 1.0]
     """
 
     _lets_stages_wait = True

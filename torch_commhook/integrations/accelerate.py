@@ -36,6 +36,11 @@ def attach_to(
         RuntimeError: the accelerator has not wrapped the model so that a hook can take part.
         ValueError: the accelerator was given a hook of this library as ``comm_hook``, which it
             drops.
+
+    Example::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        handle = attach_to(accelerator, model, "error_feedback(blockwise(bits=4))")
     """
     handler = accelerator.ddp_handler
     given = getattr(handler, "comm_hook", None)

@@ -44,6 +44,13 @@ class CommHookCallback(Callback):  # type: ignore[misc]
 
     Raises:
         ValueError, TypeError: the expression is none of a hook.
+
+    Example::
+
+        callback = CommHookCallback("error_feedback(blockwise(bits=4))")
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[callback])
+        trainer.fit(module, loader)
+        print(callback.handle.stats().bytes_sent)
     """
 
     def __init__(
@@ -162,6 +169,11 @@ def setup(
 
     Raises:
         RuntimeError: Fabric's strategy does not average gradients so that a hook can take part.
+
+    Example::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        handle = setup(fabric, model, "blockwise(bits=8)")
     """
     wrapped = getattr(model, "_forward_module", model)
     scaler = getattr(fabric.strategy.precision, "scaler", None)

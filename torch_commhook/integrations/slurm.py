@@ -23,6 +23,10 @@ def set_variables() -> bool:
     Raises:
         ValueError: a variable of Slurm's is missing or cannot be read, or ``WORLD_SIZE`` is set to
             something else.
+
+    Example:
+        >>> set_variables()  # srun has not started this process
+        False
     """
     found = slurm_variables(os.environ)
     os.environ.update(found)

@@ -65,6 +65,11 @@ def attach_to(
             a process group of its own, or keeps ranks apart, for which torchft has ``DiLoCo``.
         TypeError: a model that averages gradients itself; as :func:`torch_commhook.attach`.
         RuntimeError: this version of torchft does not tell what the hook must know.
+
+    Example::
+
+        manager = Manager(..., use_async_quorum=False)
+        handle = attach_to(manager, model, "error_feedback(blockwise(bits=4))")
     """
     hook = hook_of(hook)
     _check(manager, model, hook)

@@ -39,6 +39,12 @@ def attach_to(trainer: Any, hook: str | Callable[..., Any], **options: Any) -> H
         ValueError: torchtitan records steps as CUDA graphs, in which a hook would run once only.
         RuntimeError: the model is in pipeline stages, or not sharded.
         TypeError, ValueError, RuntimeError: as :func:`torch_commhook.attach`.
+
+    Example::
+
+        trainer = config.build()
+        handle = attach_to(trainer, "error_feedback(blockwise(bits=4))")
+        trainer.train()
     """
     training = trainer.config.training
     if not getattr(training, "disable_cuda_graphs", True):

@@ -46,6 +46,12 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError, TypeError: the expression is none of a hook.
+
+    Example::
+
+        callback = CommHookTrainerCallback("error_feedback(blockwise(bits=4))")
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+        trainer.train()
     """
 
     def __init__(

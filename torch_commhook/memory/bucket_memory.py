@@ -68,7 +68,7 @@ class BucketMemory:
         places: for such a part, the numbers of its parameters in the whole.
         buffers: for messages.
         meter: of what messages cost.
-        scratch: see :class:`ModelMemory`.
+        scratch: memory that buckets lend each other.
         past: whether so many steps have been done, for each number that was asked for.
         factors: of what :meth:`shard` has made.
         folded: what :meth:`fold_shards` need not be called for again, by a name of the caller's.

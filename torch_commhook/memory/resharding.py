@@ -75,6 +75,16 @@ def reshard_states(
         TypeError: no list of states, or no number of ranks.
         ValueError: the states are not those of all ranks of one training, no rank is to go on, or
             the states are of a hierarchical hook: what that remembers belongs to nodes.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(64, 1, bias=False)
+        ...     handle = attach(model, hooks.error_feedback(hooks.sign()))
+        ...     model(torch.full((1, 64), 1.0 + rank)).sum().backward()
+        ...     return handle.state_dict()
+        >>> states = run_ranks(train, 2)
+        >>> [key for state in reshard_states(states, 3) for key in state if key.startswith("rank")]
+        ['rank0', 'rank1', 'rank2']
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         got = type(world_size).__qualname__

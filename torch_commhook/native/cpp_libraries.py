@@ -18,6 +18,10 @@ def include_paths() -> list[str]:
     """Folders for the compiler: ``#include <commhook/comm_hook.h>``.
 
     To be given to ``torch.utils.cpp_extension`` as ``include_dirs``.
+
+    Example:
+        >>> [path.rpartition("/")[2] for path in include_paths()]
+        ['include']
     """
     package = Path(__file__).parent.parent
     # Installed with the package; in a working tree they are beside it.
@@ -43,6 +47,12 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
             not what this process has loaded from there before.
         ValueError: it registers no hooks, or one of a name that is taken, or wrongly; or the path
             has no form in UTF-8.
+
+    Example:
+        >>> load_cpp_hooks("no_such_library.so")
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: load_cpp_hooks: there is no file ...
     """
     file = os.path.abspath(os.fsdecode(path))
     try:

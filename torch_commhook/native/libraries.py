@@ -16,7 +16,15 @@ _LIBRARY_FOLDER = LIBRARY_FOLDER
 
 
 class NativeLibraryError(ImportError):
-    """A native library of torch_commhook is missing, or was built for another torch or Python."""
+    """A native library of torch_commhook is missing, or was built for another torch or Python.
+
+    Example:
+        >>> with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        ...     load_cpp_hooks(file.name)
+        Traceback (most recent call last):
+            ...
+        torch_commhook.native.libraries.NativeLibraryError: load_cpp_hooks: ... does not load...
+    """
 
 
 def check_built_for(built_for: str) -> None:

@@ -46,6 +46,13 @@ def run_hook(hook: Callable[..., Any], state: object, bucket: Any) -> torch.futu
             came back.
         Exception: whatever the hook raised, with its type and traceback; a note names hook and
             bucket (Python 3.11 and newer).
+
+    Example:
+        >>> def hook(state, bucket):
+        ...     return bucket.buffer() * state
+        >>> bucket = GradBucket([torch.zeros(3)], gradients=[torch.ones(3)])
+        >>> run_hook(hook, 2.0, bucket).wait()
+        tensor([2., 2., 2.])
     """
     return _C.run_hook(hook, state, bucket)
 
@@ -65,6 +72,15 @@ def parse_hook_result(value: object, bucket: Any) -> Tensor:
         TypeError: no tensor, or one of another dtype or layout than the buffer.
         ValueError: another number of elements, another device, or several tensors.
         Exception: the exception that the Future held.
+
+    Example:
+        >>> bucket = GradBucket([torch.zeros(3)], gradients=[torch.ones(3)])
+        >>> parse_hook_result([torch.ones(3)], bucket)
+        tensor([1., 1., 1.])
+        >>> parse_hook_result(torch.ones(2), bucket)
+        Traceback (most recent call last):
+            ...
+        ValueError: bucket 0 of 1: the result must have 3 elements, one for each of the...
     """
     return _C.parse_hook_result(value, bucket)
 
@@ -75,10 +91,20 @@ def check_hook(hook: object) -> None:
     Partials, bound methods, callable objects and any argument names are fine. Annotations may be
     missing, strings, or of PyTorch's classes or ours.
 
+    Args:
+        hook: any object.
+
     Raises:
         TypeError: not callable, a class instead of an instance, not callable as
             ``hook(state, bucket)``, a coroutine or a generator function.
         ValueError: an annotation says that it takes no GradBucket or returns no tensor.
+
+    Example:
+        >>> check_hook(hooks.allreduce())
+        >>> check_hook(lambda bucket: bucket)
+        Traceback (most recent call last):
+            ...
+        TypeError: check_hook: hook ... must be callable as hook(state, bucket), got the...
     """
     _C.check_hook(hook)
 

@@ -40,6 +40,23 @@ class ProcessGroup(_C.ProcessGroup):
     the order of their ids, for Python's calls and those of C++. A hook whose id is there already
     takes that one's place. What a pre- or post-hook raises comes out of the operation, which a
     pre-hook so prevents; what the others raise goes to ``sys.unraisablehook``.
+
+    Example:
+        >>> class Done(Work):
+        ...     def __init__(self, tensors):
+        ...         super().__init__()
+        ...         self.future = torch.futures.Future()
+        ...         self.future.set_result(tensors)
+        ...     def get_future(self):
+        ...         return self.future
+        >>> class Alone(ProcessGroup):
+        ...     def allreduce(self, tensors, opts):
+        ...         return Done(tensors)
+        >>> group = Alone(0, 1)
+        >>> group.size()
+        1
+        >>> group.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
+        True
     """
 
     _hook_registry: GroupHooks | None = None

@@ -60,6 +60,14 @@ def broadcast_coalesced(
         RuntimeError: a tensor requires grad while gradients are recorded, or was made in inference
             mode and is written outside of it; torch.distributed is not initialized.
         Exception: what the process group raises.
+
+    Example:
+        >>> def share(rank):
+        ...     tensors = [torch.full((2,), float(rank)), torch.tensor([10 * rank])]
+        ...     broadcast_coalesced(None, tensors, 1 << 20, rank=1)
+        ...     return tensors
+        >>> run_ranks(share, 2)[0]
+        [tensor([1., 1.]), tensor([10])]
     """
     group = resolve_group(process_group)
     tensors = _checked_list(tensors)

@@ -87,6 +87,15 @@ class CompressedProcessGroup(WrapperProcessGroup):
     Raises:
         TypeError: no process group; another codec; a seed that is no int.
         ValueError: a negative ``min_numel``.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.CompressedProcessGroup(dist.group.WORLD, torch.bfloat16)
+        ...     values = torch.full((8192,), 1.0 + rank)
+        ...     group.allreduce([values]).wait()
+        ...     return values[:2], group.compressed, group.bytes_sent
+        >>> run_ranks(reduce, 2)[0]
+        (tensor([3., 3.]), 1, 16384)
     """
 
     def __init__(

@@ -12,11 +12,21 @@ from torch_commhook.process_group.operations import OPERATIONS
 
 
 class InjectedError(RuntimeError):
-    """The default error of :class:`Fail`."""
+    """The default error of :class:`Fail`.
+
+    Example:
+        >>> process_group.Fail().error is process_group.InjectedError
+        True
+    """
 
 
 class DroppedRankError(RuntimeError):
-    """This rank takes no part in operations any more; see :class:`Drop`."""
+    """This rank takes no part in operations any more; see :class:`Drop`.
+
+    Example:
+        >>> issubclass(process_group.DroppedRankError, RuntimeError)
+        True
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,11 @@ class Fault:
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
+
+    Example:
+        >>> fault = process_group.Fail(operations=["allreduce", "broadcast"], skip=10, count=1)
+        >>> isinstance(fault, process_group.Fault), fault.skip
+        (True, 10)
     """
 
     operations: str | Sequence[str] | None = None
@@ -87,7 +102,16 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Fault):
-    """The rank comes to the operation ``seconds`` late."""
+    """The rank comes to the operation ``seconds`` late.
+
+    Attributes:
+        seconds: how late.
+
+    Example:
+        >>> fault = process_group.Delay(operations="allreduce", ranks=[0], seconds=0.01, count=1)
+        >>> fault.seconds, fault.count
+        (0.01, 1)
+    """
 
     seconds: float = 1.0
 
@@ -102,6 +126,17 @@ class Fail(Fault):
 
     Attributes:
         error: what is raised, an exception or a class of them.
+
+    Example:
+        >>> def reduce(rank):
+        ...     fault = process_group.Fail(operations="allreduce", error=OSError("no link"))
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, [fault])
+        ...     try:
+        ...         group.allreduce([torch.ones(2)])
+        ...     except OSError as error:
+        ...         return str(error)
+        >>> run_ranks(reduce, 2)
+        ['no link', 'no link']
     """
 
     error: BaseException | type[BaseException] = InjectedError
@@ -121,6 +156,17 @@ class Hang(Fault):
 
     Attributes:
         seconds: until then; None for the timeout of the operation, or else of the group.
+
+    Example:
+        >>> def reduce(rank):
+        ...     fault = process_group.Hang(operations="allreduce", seconds=0.01)
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, [fault])
+        ...     try:
+        ...         group.allreduce([torch.ones(2)]).wait()
+        ...     except TimeoutError:
+        ...         return "timed out"
+        >>> run_ranks(reduce, 2)
+        ['timed out', 'timed out']
     """
 
     seconds: float | None = None
@@ -141,6 +187,16 @@ class Corrupt(Fault):
             that the tensor does not have is an IndexError of the operation.
         of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
             so that the caller's tensor stays as it is.
+
+    Example:
+        >>> def reduce(rank):
+        ...     fault = process_group.Corrupt(operations="allreduce", ranks=1, index=0)
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, [fault])
+        ...     values = torch.ones(3)
+        ...     group.allreduce([values]).wait()
+        ...     return values
+        >>> run_ranks(reduce, 2)
+        [tensor([2., 2., 2.]), tensor([nan, 2., 2.])]
     """
 
     value: float | None = None
@@ -158,7 +214,20 @@ class Corrupt(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Fault):
-    """The rank is gone: this and all later operations raise :class:`DroppedRankError`."""
+    """The rank is gone: this and all later operations raise :class:`DroppedRankError`.
+
+    Example:
+        >>> def reduce(rank):
+        ...     faults = [process_group.Drop(ranks=0)]
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, faults)
+        ...     if rank == 0:
+        ...         try:
+        ...             group.allreduce([torch.ones(2)])
+        ...         except process_group.DroppedRankError as error:
+        ...             return str(error)
+        >>> run_ranks(reduce, 2)[0]
+        'FaultyProcessGroup: rank 0 has been dropped, at allreduce number 0'
+    """
 
 
 @dataclass(frozen=True)
@@ -169,6 +238,15 @@ class Injected:
         operation: the method, by its newest name.
         op_id: counts the operations of the group, from 0.
         fault: what happened.
+
+    Example:
+        >>> def reduce(rank):
+        ...     faults = [process_group.Corrupt(value=0.0, index=0)]
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, faults)
+        ...     group.allreduce([torch.ones(2)]).wait()
+        ...     return group.injected[0].operation
+        >>> run_ranks(reduce, 2)
+        ['allreduce', 'allreduce']
     """
 
     operation: str

@@ -56,6 +56,18 @@ class FaultyProcessGroup(WrapperProcessGroup):
     Raises:
         TypeError: no process group; no faults.
         ValueError: a fault of ranks that the group does not have.
+
+    Example:
+        >>> def reduce(rank):
+        ...     fault = process_group.Fail(operations="allreduce", skip=1)
+        ...     group = process_group.FaultyProcessGroup(dist.group.WORLD, [fault])
+        ...     group.allreduce([torch.ones(2)]).wait()
+        ...     try:
+        ...         group.allreduce([torch.ones(2)])
+        ...     except process_group.InjectedError:
+        ...         return [each.op_id for each in group.injected]
+        >>> run_ranks(reduce, 2)
+        [[1], [1]]
     """
 
     injected: list[Injected]

@@ -36,6 +36,16 @@ class PreHookArgs:
         root: the rank that has the source or the result, or the peer; else -1.
         op_id: of this call on this group; the same for all its hooks.
         operation: the method, by its newest name.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_pre_hook(1, lambda args: seen.append(args.input_tensors[0].numel()))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [4]
     """
 
     name: Any
@@ -54,6 +64,16 @@ class PostHookArgs:
     Attributes:
         name, async_op, op_id, operation: as in :class:`PreHookArgs`.
         work: its Work; None where the method returns none.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_post_hook(1, lambda args: seen.append((args.operation, args.op_id)))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [('allreduce', 0)]
     """
 
     name: Any
@@ -78,6 +98,16 @@ class CompletionHookArgs:
             and is the same for all processes of a machine.
         error: what it has failed with, also where issuing it has raised; else None. (torch 2.15
             calls completion hooks for what has succeeded only.)
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_completion_hook(1, lambda args: seen.append(args.nbytes))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [16]
     """
 
     completion_key: int
@@ -94,7 +124,24 @@ class CompletionHookArgs:
 
 
 class WorkInfo(NamedTuple):
-    """What ``_register_on_completion_hook`` tells, as PyTorch's ``WorkInfo``."""
+    """What ``_register_on_completion_hook`` tells, as PyTorch's ``WorkInfo``.
+
+    Attributes:
+        op_type: the operation, such as ``"ALLREDUCE"``.
+        seq: counts the operations of the group.
+        time_started, time_finished: of a clock that only goes forward.
+        active_duration: from start to end.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group._register_on_completion_hook(seen.append)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen[0].op_type
+        >>> run_ranks(reduce, 2)[0]
+        'ALLREDUCE'
+    """
 
     op_type: str
     seq: int

@@ -32,6 +32,15 @@ class Counters:
         bytes_sent: the least that this rank must send for them.
         seconds: from issue to completion, of those that have completed.
         blocked: for how long threads waited for their works, in seconds.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.RecordingProcessGroup(dist.group.WORLD)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     counters = group.counters["allreduce"]
+        ...     return counters.calls, counters.nbytes, counters.bytes_sent
+        >>> run_ranks(reduce, 2)
+        [(1, 16, 16), (1, 16, 16)]
     """
 
     calls: int = 0
@@ -60,6 +69,15 @@ class Record:
         blocked: for how long threads waited for its Work, in seconds. What waits for its Future is
             not seen.
         error: what it has failed with.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.RecordingProcessGroup(dist.group.WORLD)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     record = group.records[0]
+        ...     return record.operation, record.nbytes, record.bytes_sent
+        >>> run_ranks(reduce, 2)[0]
+        ('allreduce', 16, 16)
     """
 
     operation: str
@@ -93,6 +111,15 @@ class RecordingProcessGroup(WrapperProcessGroup):
     Raises:
         TypeError: no process group.
         ValueError: ``limit`` is no positive number.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.RecordingProcessGroup(dist.group.WORLD)
+        ...     for _ in range(3):
+        ...         group.allreduce([torch.ones(4)]).wait()
+        ...     return group.total.calls, group.total.bytes_sent
+        >>> run_ranks(reduce, 2)[0]
+        (3, 48)
     """
 
     def __init__(self, parent: dist.ProcessGroup, *, limit: int = 100_000) -> None:

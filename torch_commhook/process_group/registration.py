@@ -41,6 +41,17 @@ def register(
         TypeError: neither a class nor a group; a name that is no string.
         ValueError: the name is taken, or is none for a backend; ``ranks`` are not as many as the
             group's; they are not given, and 0, 1, 2 and so on would not be the group's.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     process_group.register(group, "wrapped")
+        ...     values = torch.ones(2)
+        ...     dist.all_reduce(values, group=group)
+        ...     dist.destroy_process_group(group)
+        ...     return values
+        >>> run_ranks(reduce, 2)[0]
+        tensor([2., 2.])
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")

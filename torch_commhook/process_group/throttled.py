@@ -111,6 +111,16 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         TypeError: no process group; no numbers.
         ValueError: a bandwidth or a number of threads that is not positive, or a negative latency
             or burst.
+
+    Example:
+        >>> def reduce(rank):
+        ...     world = dist.group.WORLD
+        ...     group = process_group.ThrottledProcessGroup(world, bandwidth=1e9, latency=0.001)
+        ...     values = torch.ones(2)
+        ...     group.allreduce([values]).wait()
+        ...     return values
+        >>> run_ranks(reduce, 2)[0]
+        tensor([2., 2.])
     """
 
     def __init__(

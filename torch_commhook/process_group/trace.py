@@ -99,6 +99,16 @@ def merge_traces(paths: Sequence[str | Path], path: str | Path) -> None:
 
     Raises:
         ValueError: a file is no such trace.
+
+    Example:
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> def reduce(rank):
+        ...     group = process_group.RecordingProcessGroup(dist.group.WORLD)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     group.save_trace(f"{folder.name}/rank{rank}.json")
+        >>> _ = run_ranks(reduce, 2)
+        >>> paths = [f"{folder.name}/rank{rank}.json" for rank in (0, 1)]
+        >>> process_group.merge_traces(paths, f"{folder.name}/all.json")
     """
     events: list[Any] = []
     for each in paths:

@@ -98,6 +98,13 @@ class Work(_C.Work):
     Args:
         rank: the rank that the work is received from, for ``source_rank()``.
         op_type: what it does, a ``torch.distributed.OpType``.
+
+    Example:
+        >>> class Done(Work):
+        ...     def wait(self, timeout=None):
+        ...         return True
+        >>> Done().wait()
+        True
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -110,6 +117,15 @@ class WrapperWork(Work):
 
     Args:
         work: a ``torch.distributed.Work``.
+
+    Example:
+        >>> class Loud(process_group.WrapperWork):
+        ...     def wait(self, *timeout):
+        ...         print("waits")
+        ...         return super().wait(*timeout)
+        >>> run_ranks(lambda rank: Loud(dist.group.WORLD.allreduce([torch.ones(2)])).wait(), 1)
+        waits
+        [True]
     """
 
     def __init__(self, work: Any) -> None:
@@ -153,6 +169,16 @@ class FollowedWork(WrapperWork):
         work: the Work.
         then: called once. The own Future holds what it returns, or where that is None what the
             Future of ``work`` holds. What it raises is this Work's error.
+
+    Example:
+        >>> def reduce(rank):
+        ...     values = torch.ones(2)
+        ...     work = dist.group.WORLD.allreduce([values])
+        ...     followed = process_group.FollowedWork(work, lambda: values.div_(2))
+        ...     followed.wait()
+        ...     return values
+        >>> run_ranks(reduce, 2)[0]
+        tensor([1., 1.])
     """
 
     def __init__(self, work: Any, then: Callable[[], Any]) -> None:

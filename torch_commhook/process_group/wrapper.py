@@ -57,6 +57,19 @@ class WrapperProcessGroup(ProcessGroup):
 
     Raises:
         TypeError: no process group.
+
+    Example:
+        >>> class Counting(process_group.WrapperProcessGroup):
+        ...     calls = 0
+        ...     def change_arguments(self, operation, arguments):
+        ...         self.calls += 1
+        ...         return super().change_arguments(operation, arguments)
+        >>> def reduce(rank):
+        ...     group = Counting(dist.group.WORLD)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return group.calls
+        >>> run_ranks(reduce, 2)
+        [1, 1]
     """
 
     def __init__(self, parent: dist.ProcessGroup) -> None:

@@ -60,6 +60,11 @@ class PeerError(RuntimeError):
 
     Attributes:
         rank: at fault, a rank of the default group; None where nobody knows.
+
+    Example:
+        >>> error = PeerError("rank 1 failed")  # backward() raises one on the other ranks
+        >>> isinstance(error, RuntimeError), error.rank
+        (True, None)
     """
 
     rank: int | None = None

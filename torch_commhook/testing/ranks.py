@@ -59,6 +59,14 @@ def run_ranks(
             (Python 3.11 and newer). The other ranks are ended.
         RuntimeError: another ``run_ranks`` is running.
         TypeError, ValueError: an argument that is none of the above.
+
+    Example:
+        >>> def total(rank):
+        ...     x = torch.tensor([float(rank)])
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> run_ranks(total, 8)
+        [28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0, 28.0]
     """
     _check_arguments(fn, world_size, seed, timeout)
     return run_with_links(lambda rank, _: fn(rank, *args), world_size, seed, timeout)[0]

@@ -30,7 +30,16 @@ _here = threading.local()
 
 
 class DeadlockError(RuntimeError):
-    """No rank can go on. The message says what each of them waits for."""
+    """No rank can go on. The message says what each of them waits for.
+
+    Example:
+        >>> run_ranks(lambda rank: rank == 0 and dist.barrier(), 2)
+        Traceback (most recent call last):
+            ...
+        torch_commhook.testing.scheduler.DeadlockError: run_ranks: no rank can go on:
+          rank 0 waits for barrier 1 on group '0'; not there: rank 1
+          rank 1 has returned
+    """
 
 
 class RunEndedError(BaseException):

@@ -34,6 +34,12 @@ class Simulation:
         mean_error: the same of the mean of all steps' results: with error feedback, smaller than
             that of a single step.
         issued: what rank 0 has issued in that step, in order.
+
+    Example:
+        >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
+        >>> found = simulate(hooks.topk(0.25), gradients)
+        >>> found.result, found.bytes_sent, round(found.error, 2)
+        ([tensor([1.5000, 0.0000, 1.5000])], [8, 8], 0.61)
     """
 
     results: list[list[Tensor]]
@@ -108,6 +114,12 @@ def simulate(
         TypeError: no hook, no tensors, or a hook or state that cannot be copied.
         ValueError: no gradients, or others on another rank.
         BaseException: what the hook raises, as from ``run_ranks``.
+
+    Example:
+        >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
+        >>> found = simulate(hooks.blockwise(bits=8), gradients)
+        >>> found.wire_bytes, found.error < 0.01
+        (4160, True)
     """
     check_hook(hook)
     gradients = _checked(grads_per_rank)

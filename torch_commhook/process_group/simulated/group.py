@@ -47,6 +47,10 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         ValueError: sizes, dtypes or ranks that a collective cannot have. Names the collective.
         MismatchedCollectiveError: another rank's n-th collective on the group is another one.
         DeadlockError: by whoever waits, where no rank can go on.
+
+    Example:
+        >>> run_ranks(lambda rank: type(dist.group.WORLD).__name__, 1)
+        ['SimulatedProcessGroup']
     """
 
     #: ``attach`` lets ranks use different parameters, as over Gloo.

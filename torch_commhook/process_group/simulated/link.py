@@ -15,7 +15,14 @@ from torch_commhook.process_group.simulated.work import RunScheduler, SimulatedW
 
 
 class MismatchedCollectiveError(RuntimeError):
-    """Two ranks' collectives on a group do not belong together. The message has both."""
+    """Two ranks' collectives on a group do not belong together. The message has both.
+
+    Example:
+        >>> run_ranks(lambda rank: dist.all_reduce(torch.ones(2 + rank)), 2)
+        Traceback (most recent call last):
+            ...
+        torch_commhook.process_group.simulated.link.MismatchedCollectiveError: collective 1 ...
+    """
 
 
 @dataclass(frozen=True)
