@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from torch_commhook.cli.hook_expression import (
+from torch_commhook.cli.main import COMMANDS, main
+from torch_commhook.hooks.expressions import (
     HookExpressionError,
     is_file_reference,
     parse_hook,
 )
-from torch_commhook.cli.main import COMMANDS, main
 
 PAGES = [
     *(

@@ -41,7 +41,15 @@ _MOST_SHOWN = 200
 
 
 class HookExpressionError(ValueError):
-    """A hook expression that can't be read, in one sentence that says what can."""
+    """A hook expression that can't be read, in one sentence that says what can.
+
+    Example:
+        >>> try:
+        ...     parse_hook("blokwise()")
+        ... except HookExpressionError as error:
+        ...     print(str(error).partition(";")[0])
+        hook 'blokwise()' names the unknown hook 'blokwise' (did you mean 'blockwise'?)
+    """
 
 
 def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
@@ -60,7 +68,7 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
             the file doesn't run, or the arguments don't suit the hook.
 
     Example:
-        >>> torch_commhook.parse_hook("error_feedback(blockwise(bits=4))")
+        >>> parse_hook("error_feedback(blockwise(bits=4))")
         error_feedback(blockwise(bits=4))
     """
     text = expression.strip()
