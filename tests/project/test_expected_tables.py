@@ -124,7 +124,7 @@ def without_times(stats: HookStats) -> str:
         bucket.encode_seconds = bucket.wire_seconds = bucket.decode_seconds = 0.0
         if bucket.relative_error is not None:
             bucket.relative_error = round(bucket.relative_error, 3)
-    return str(stats).replace("BucketStats", "\n    BucketStats") + "\n"
+    return repr(stats).replace("BucketStats", "\n    BucketStats") + "\n"
 
 
 class TestStats(expecttest.TestCase):

@@ -60,7 +60,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     Raises:
         TypeError: no such pairs, or no hooks of the library.
         ValueError: a condition that cannot be read, or a hook that is about the whole model; in
-            :func:`torch_commhook.attach`, a condition that no parameter of the model meets.
+            :func:`torch_commhook.attach`, a pattern that no parameter's name of the model fits.
 
     Example:
         >>> rules = [("dim <= 1", hooks.allreduce())]
@@ -123,7 +123,8 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         if self._has_default_rules:
             return
         for condition, _ in self.rules:
-            if not any(_meets(condition, name, parameter) for name, parameter in named):
+            is_pattern = _COMPARISON.fullmatch(condition.strip()) is None
+            if is_pattern and not any(_meets(condition, name, p) for name, p in named):
                 names = ", ".join(repr(name) for name, _ in named[:_SHOWN])
                 more = ", ..." if len(named) > _SHOWN else ""
                 raise ValueError(
