@@ -124,6 +124,7 @@ class HookHandle:
         assert replacement is not None
         self._logged = None
         before = self._attached
+        replacement.connections = before.connections
         replacement.stages = before.stages
         replacement.stats.of_shards = before.stats.of_shards
         self._attached = replacement
@@ -134,6 +135,9 @@ class HookHandle:
                 replacement.local_steps.close()
             self._attached = self._road.attached = before
             raise
+        elastic = getattr(self._road, "elastic", None)
+        if elastic is not None:
+            elastic.hook_replaced(printed_hook(given))
         stop_watching_for_scaler(before)
         if before.local_steps is not None:
             before.local_steps.close()
@@ -280,7 +284,7 @@ class HookHandle:
         without ``elastic``.
         """
         elastic = getattr(self._road, "elastic", None)
-        return elastic is not None and bool(elastic.is_joining)
+        return elastic is not None and bool(elastic.lacks_state)
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` now, and whenever ranks are lost or join.
