@@ -189,5 +189,6 @@ def test_other_bits_have_another_sum(dtype: torch.dtype) -> None:
     other[3, 1] = not other[3, 1] if dtype == torch.bool else other[3, 1] * 2 + 1
     assert sum_of_bits(other) != sum_of_bits(tensor)
     assert sum_of_bits(copy.deepcopy(tensor)) == sum_of_bits(tensor)
+    assert sum_of_bits(tensor[:, ::2]) == sum_of_bits(tensor[:, ::2].contiguous())
     # The same elements at other places, as after steps that move one element each.
     assert sum_of_bits(other.flip(0)) != sum_of_bits(other)

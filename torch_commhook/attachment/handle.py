@@ -412,19 +412,30 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         RuntimeError: it raised on another rank.
     """
     road = road_in_use(first)
-    error = None
-    hook, group = attached.hook, road.group.parent
+    error = _refused(attached, road)
     try:
-        if isinstance(hook, Hook):
-            hook.check_ranks(group)
-            hook.check_parameters(attached.memory.store.named_parameters())
-        road.attached = attached
-        _begin_local_steps(first, attached)
+        # Also a hook that is refused here: the others may be measuring the link with this rank.
+        if error is None or getattr(road, "elastic", None) is None:
+            road.attached = attached
+        if error is None:
+            _begin_local_steps(first, attached)
     except Exception as raised:
-        error = raised
+        error = error or raised
     road.agree(op, error, {})
     if attached.minds_scale and not attached.follows_scale:
         watch_for_scaler(attached)
+
+
+def _refused(attached: Attached, road: Road) -> Exception | None:
+    """Why the hook cannot have these ranks and parameters, if so."""
+    hook = attached.hook
+    try:
+        if isinstance(hook, Hook):
+            hook.check_ranks(road.group.parent)
+            hook.check_parameters(attached.memory.store.named_parameters())
+    except Exception as refused:
+        return refused
+    return None
 
 
 def _begin_local_steps(first: Road, attached: Attached) -> None:
