@@ -214,7 +214,8 @@ def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
 
 def sum_of_bits(tensor: Tensor) -> int:
     """A checksum of a tensor's elements in order, whatever its strides: 32 bits."""
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 def _sum_of(value: Any) -> int:
