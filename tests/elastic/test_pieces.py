@@ -124,6 +124,26 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_found_out(nbytes: int) -
     assert new.sums() == donor.sums() and _are_equal(models, optimizers)
 
 
+def test_an_optimizer_finds_all_it_needs_with_the_first_elements() -> None:
+    models: list[nn.Module] = [nn.Linear(7, 5), nn.Linear(7, 5)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Adafactor(model.parameters()) for model in models
+    ]
+    _step(models[:1], optimizers[:1], 0)
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    new.put(unpacked(packed(donor.take(0, 8)[0])))
+    _step(models, optimizers, 1)  # else it raises
+    states = (
+        optimizer.state[next(model.parameters())].keys()
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    first, second = states
+    assert first == second
+
+
 def test_a_parameter_of_which_nothing_is_remembered() -> None:
     models, optimizers = _both(OPTIMIZERS["AdamW"], 0)
     _step(models[1:], optimizers[1:], 5)  # the new rank's alone
