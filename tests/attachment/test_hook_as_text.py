@@ -67,3 +67,14 @@ def test_the_parser_is_public() -> None:
     made = hooks.error_feedback(hooks.blockwise(bits=4))
     assert str(torch_commhook.parse_hook(TEXT)) == str(made)
     assert torch_commhook.parse_hook("none") is None
+
+
+def test_an_argument_that_is_given_twice() -> None:
+    with pytest.raises(HookExpressionError, match="gives 'bits' twice"):
+        torch_commhook.parse_hook("blockwise(bits=4, bits=8)")
+
+
+@pytest.mark.parametrize("given", [None, 3, b"allreduce"])
+def test_what_is_no_text(given: object) -> None:
+    with pytest.raises(TypeError, match="parse_hook: expression must be a text, got"):
+        torch_commhook.parse_hook(given)  # type: ignore[arg-type]

@@ -119,6 +119,15 @@ CASES: dict[str, dict[str, Any]] = {
         "pause": 0.02,
         "in_pieces": 300,
     },
+    "a new rank attaches the hook that the others have since": {
+        "ranks": 2,
+        "steps": 60,
+        "hook": "blockwise",
+        "late_hook": "topk",
+        "events": [{"rank": rank, "step": 3, "do": "replace"} for rank in range(2)],
+        "late": [5],
+        "pause": 0.02,
+    },
     "in pieces: the mean": {
         "ranks": 2,
         "steps": 60,

@@ -102,7 +102,8 @@ def test_what_has_come_stays_as_the_others_have_it(name: str, nbytes: int) -> No
     assert _are_equal(models, optimizers)
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_found_out() -> None:
+@pytest.mark.parametrize("nbytes", [8, 40])
+def test_an_optimizer_that_looks_at_whole_parameters_is_found_out(nbytes: int) -> None:
     models, optimizers = _both(
         lambda all_: torch.optim.Adafactor([p for p in all_ if p.numel()], lr=0.1), 3
     )
@@ -112,8 +113,8 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_found_out() -> None:
     )
     at, seed = 0, 100
     while at < donor.numel:
-        parts, at = donor.take(at, 40)
-        new.put(parts)
+        parts, at = donor.take(at, nbytes)
+        new.put(unpacked(packed(parts)))
         _step(models, optimizers, seed)
         seed += 1
     pairs = enumerate(zip(donor.sums(), new.sums(), strict=True))
@@ -121,6 +122,26 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_found_out() -> None:
     assert different and not _are_equal(models, optimizers)
     new.put(unpacked(packed(donor.whole(different))))
     assert new.sums() == donor.sums() and _are_equal(models, optimizers)
+
+
+def test_an_optimizer_finds_all_it_needs_with_the_first_elements() -> None:
+    models: list[nn.Module] = [nn.Linear(7, 5), nn.Linear(7, 5)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Adafactor(model.parameters()) for model in models
+    ]
+    _step(models[:1], optimizers[:1], 0)
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    new.put(unpacked(packed(donor.take(0, 8)[0])))
+    _step(models, optimizers, 1)  # else it raises
+    states = (
+        optimizer.state[next(model.parameters())].keys()
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    first, second = states
+    assert first == second
 
 
 def test_a_parameter_of_which_nothing_is_remembered() -> None:
@@ -133,6 +154,31 @@ def test_a_parameter_of_which_nothing_is_remembered() -> None:
     parts, _ = donor.take(0, 1 << 20)
     new.put(parts)
     assert donor.sums() == new.sums() and not optimizers[1].state
+
+
+def test_what_the_donor_does_not_remember_is_forgotten() -> None:
+    models, optimizers = _both(OPTIMIZERS["momentum"], 1)
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    first = next(models[1].parameters())
+    optimizers[1].state[first]["old"] = torch.ones(3)
+    parts, _ = donor.take(0, 1 << 20)
+    new.put(parts)
+    assert donor.sums() == new.sums() and "old" not in optimizers[1].state[first]
+
+
+def test_what_an_optimizer_remembers_of_no_parameter() -> None:
+    models, optimizers = _both(OPTIMIZERS["AdamW"], 1)
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    optimizers[0].state["count"] = {"steps": 7}
+    optimizers[1].state["other"] = 3
+    new.put_others(unpacked(packed(donor.others())))
+    assert dict(optimizers[1].state) == {"count": {"steps": 7}}
 
 
 def test_parameters_that_an_optimizer_alone_has() -> None:
@@ -163,3 +209,6 @@ def test_other_bits_have_another_sum(dtype: torch.dtype) -> None:
     other[3, 1] = not other[3, 1] if dtype == torch.bool else other[3, 1] * 2 + 1
     assert sum_of_bits(other) != sum_of_bits(tensor)
     assert sum_of_bits(copy.deepcopy(tensor)) == sum_of_bits(tensor)
+    assert sum_of_bits(tensor[:, ::2]) == sum_of_bits(tensor[:, ::2].contiguous())
+    # The same elements at other places, as after steps that move one element each.
+    assert sum_of_bits(other.flip(0)) != sum_of_bits(other)

@@ -10,12 +10,12 @@ the store has a process of its own. A case has:
 number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
 much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state,
 ``kill in a piece``: the first that sends a third piece.
-``slow``, from that step on.
+``slow``, from that step on. ``replace``: the hook, by the one that late ranks attach.
 ``in_pieces``: new ranks get their state in pieces, of which the first has so many bytes.
 ``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
 nothing else; these are logged. ``straggler``: settings for slow ranks.
 ``together``: ranks call ``synchronize()`` before each step whose number less one is a multiple.
-``late``: ranks that start when the first one has done so many steps.
+``late``: ranks that start when the first one has done so many steps; with ``late_hook`` if given.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     if "in_pieces" in case:
         joining.AT_ONCE, joining._FIRST_BYTES = 0, case["in_pieces"]
         joining._MOST_BYTES = 2 * case["in_pieces"]
+    hook = case["hook"] if number < case["ranks"] else case.get("late_hook", case["hook"])
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -189,7 +190,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     )
     events = {event["step"]: event for event in case["events"] if event["rank"] == number}
     with (folder / f"steps{number}").open("w", buffering=1) as log:
-        handle = commhook.attach(model, HOOKS[case["hook"]](), elastic=settings)
+        handle = commhook.attach(model, HOOKS[hook](), elastic=settings)
         own = handle._road.elastic.ranks.membership.own  # type: ignore[attr-defined]
         (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
@@ -202,12 +203,16 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
                 together.append((handle.steps, _digest(model)))
             event = events.pop(handle.steps + 1, None)
             if event is not None:
-                _happens(event, handle, model, folder)
+                if event["do"] == "replace":
+                    handle.replace(HOOKS[case["late_hook"]]())
+                else:
+                    _happens(event, handle, model, folder)
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
             loss = model(inputs)
             joins = handle.is_joining  # in this step
             (loss.sum() if counts else loss.square().mean()).backward()
+            assert handle.is_joining or not joins  # the rest comes before the next forward
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]

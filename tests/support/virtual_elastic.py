@@ -393,6 +393,7 @@ def virtual_time() -> Iterator[None]:
         joining_module: {
             "AT_ONCE": 0,
             "_FIRST_BYTES": 16,
+            "_LEAST_BYTES": 1,
             "threading": SimpleNamespace(Thread=_Thread),
             "time": clock,
         },

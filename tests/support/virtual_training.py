@@ -347,8 +347,9 @@ class Trainer:
         )
         attached: Any = self.attached
         named = list(self.model.named_parameters())
+        shared: dict[str, object] = {"the hook": "a double"}
         self.training = training = ElasticTraining(
-            self.model, attached, settings, named, {}, broadcast_buffers=True
+            self.model, attached, settings, named, shared, broadcast_buffers=True
         )
         self.ranks = ranks = training.ranks
         self.own = ranks.membership.own

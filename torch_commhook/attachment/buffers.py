@@ -21,7 +21,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 def packed(buffers: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of all buffers, flat, for one broadcast. They are on one device."""
     pieces = [
-        buffer.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        buffer.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for buffer in _in_order(buffers)
     ]
     return torch.cat(pieces)

@@ -38,6 +38,13 @@ from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
 _log = logging.getLogger("torch_commhook.elastic")
+#: With any of these, what an optimizer's ``state_dict()`` holds is more than it remembers.
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class ElasticTraining:
@@ -86,13 +93,22 @@ class ElasticTraining:
         self.sent_again = 0
         self._in_step = (0, 0)  # the view and the step whose pieces are on their way
         self.ranks = ElasticRanks(settings)
-        specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
             shared[f"Elastic's {name}"] = getattr(settings, name)
-        self.ranks.check_same({"the parameters": specs, **shared})
+        self._printed_hook = shared["the hook"]
+        trained = {id(parameter) for _, parameter in parameters}
+        shared["the parameters that are not trained"] = _specs(
+            (name, each) for name, each in model.named_parameters() if id(each) not in trained
+        )
+        self.ranks.check_same({"the parameters": _specs(parameters), **shared})
         self.ranks.lets_in_late = lambda: not self._attached.keeps_ranks_apart
         self.ranks.keeps_error = lambda: self._attached.memory.error_bytes > 0
         self.ranks.enter()
+
+    def hook_replaced(self, printed: str) -> None:
+        """Another hook takes part from here on, on all ranks: new ranks are to attach that."""
+        self._printed_hook = printed
+        self.ranks.change_setting("the hook", printed)
 
     def use(self, reducer: Reducer) -> None:
         """Be the ranks of a reducer."""
@@ -130,6 +146,11 @@ class ElasticTraining:
     def is_joining(self) -> bool:
         """Whether this rank is one of them."""
         return self.ranks.membership.own in self.joining
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether this rank is new, and has yet to get a part of the state."""
+        return self.is_joining or self._new_rank is not None
 
     @property
     def _is_large(self) -> bool:
@@ -356,6 +377,11 @@ class ElasticTraining:
                 self._recovery.go_on_between_steps(error)
                 continue
             state = unpacked(data)
+            if state["printed_hook"] != self._printed_hook:  # replaced while this rank waited
+                raise RuntimeError(
+                    f"attach: the hook must be the same on all ranks: this one has "
+                    f"{self._printed_hook}, the others have {state['printed_hook']}"
+                )
             self._load(state, reducer)
             if self.is_joining:
                 self._new_rank = NewRank(self._pieces())
@@ -390,6 +416,7 @@ class ElasticTraining:
             if isinstance(each, plain)
             and type(each).state_dict is plain.state_dict
             and type(each).load_state_dict is plain.load_state_dict
+            and not any(getattr(each, hooks) for hooks in _STATE_HOOKS)
         ]
 
     def _state(self, *, whole: bool = True) -> dict[str, Any]:
@@ -398,6 +425,7 @@ class ElasticTraining:
         return {
             "steps": self.ranks.steps,
             "trained": self.ranks.trained,
+            "printed_hook": self._printed_hook,
             "place": None if local_steps is None else local_steps.place(),
             "hook": None if memory.remembers_nothing else _without_own(memory.state_dict()),
             **(self._whole() if whole else self._rest()),
@@ -417,6 +445,7 @@ class ElasticTraining:
             "tensors": dict(model.named_buffers()),
             "objects": states_of(self._others_than_optimizers),
             "groups": [groups_of(each) for each in self._optimizers],
+            "of_no_parameter": self._pieces().others(),
         }
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -444,8 +473,13 @@ class ElasticTraining:
             load_states(self._others_than_optimizers, state["objects"])
             for optimizer, groups in zip(self._optimizers, state["groups"], strict=True):
                 load_groups(optimizer, groups)
+            self._pieces().put_others(state["of_no_parameter"])
         else:
             load_states(self._settings.state, state["objects"])
+
+
+def _specs(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    return [f"'{name}' of shape {tuple(each.shape)} and {each.dtype}" for name, each in parameters]
 
 
 def _without_own(state: dict[str, Any]) -> dict[str, Any]:

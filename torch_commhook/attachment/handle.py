@@ -138,6 +138,7 @@ class HookHandle:
         assert replacement is not None
         self._logged = None
         before = self._attached
+        replacement.connections = before.connections
         replacement.stages = before.stages
         replacement.stats.of_shards = before.stats.of_shards
         self._attached = replacement
@@ -148,6 +149,9 @@ class HookHandle:
                 replacement.local_steps.close()
             self._attached = self._road.attached = before
             raise
+        elastic = getattr(self._road, "elastic", None)
+        if elastic is not None:
+            elastic.hook_replaced(printed_hook(given))
         stop_watching_for_scaler(before)
         if before.local_steps is not None:
             before.local_steps.close()
@@ -294,7 +298,7 @@ class HookHandle:
         without ``elastic``.
         """
         elastic = getattr(self._road, "elastic", None)
-        return elastic is not None and bool(elastic.is_joining)
+        return elastic is not None and bool(elastic.lacks_state)
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` now, and whenever ranks are lost or join.
@@ -422,19 +426,30 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         RuntimeError: it raised on another rank.
     """
     road = road_in_use(first)
-    error = None
-    hook, group = attached.hook, road.group.parent
+    error = _refused(attached, road)
     try:
-        if isinstance(hook, Hook):
-            hook.check_ranks(group)
-            hook.check_parameters(attached.memory.store.named_parameters())
-        road.attached = attached
-        _begin_local_steps(first, attached)
+        # Also a hook that is refused here: the others may be measuring the link with this rank.
+        if error is None or getattr(road, "elastic", None) is None:
+            road.attached = attached
+        if error is None:
+            _begin_local_steps(first, attached)
     except Exception as raised:
-        error = raised
+        error = error or raised
     road.agree(op, error, {})
     if attached.minds_scale and not attached.follows_scale:
         watch_for_scaler(attached)
+
+
+def _refused(attached: Attached, road: Road) -> Exception | None:
+    """Why the hook cannot have these ranks and parameters, if so."""
+    hook = attached.hook
+    try:
+        if isinstance(hook, Hook):
+            hook.check_ranks(road.group.parent)
+            hook.check_parameters(attached.memory.store.named_parameters())
+    except Exception as refused:
+        return refused
+    return None
 
 
 def _begin_local_steps(first: Road, attached: Attached) -> None:

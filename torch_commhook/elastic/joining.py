@@ -27,6 +27,8 @@ AT_ONCE = 4 << 20
 #: A piece is to take so much of a step's time.
 _SHARE = 0.4
 _FIRST_BYTES = 1 << 20
+#: Where a message takes that time whatever its size, as between distant hosts.
+_LEAST_BYTES = 1 << 16
 _MOST_BYTES = 1 << 28
 
 
@@ -39,26 +41,27 @@ class InBackground(Generic[_T]):
 
     def __init__(self, call: Callable[[], _T]) -> None:
         self._call = call
-        self._found: list[_T | RuntimeError] = []
+        self._found: list[_T] = []
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="commhook-state", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._found.append(self._call())
-        except RuntimeError as error:
-            self._found.append(error)
+        except Exception as error:
+            self._error = error
 
     def result(self) -> _T:
         """Wait for what the call returns.
 
         Raises:
-            RuntimeError: that it has raised.
+            Exception: that it has raised.
         """
         self._thread.join()
+        if self._error is not None:
+            raise self._error
         (found,) = self._found
-        if isinstance(found, RuntimeError):
-            raise found
         return found
 
 
@@ -89,7 +92,7 @@ class Donor:
         if self._began is not None and self._took > 0:
             factor = _SHARE * (now - self._began) / self._took
             self._bytes = int(self._bytes * min(2.0, max(0.5, factor)))
-            self._bytes = min(_MOST_BYTES, max(1, self._bytes))
+            self._bytes = min(_MOST_BYTES, max(_LEAST_BYTES, self._bytes))
         self._began = now
         self._sends = InBackground(self._send)
 
@@ -98,9 +101,12 @@ class Donor:
             transfer.send(self._head, self._group, self._place)
             self._head = None
             self._at = transfer.receive_number(self._group, self._place)
-        began = time.monotonic()
         parts, self._at = self._pieces.take(self._at, self._bytes)
-        transfer.send(transfer.packed((self._at, parts)), self._group, self._place)
+        piece = transfer.packed((self._at, parts))
+        # Else a new rank that comes late would get ever smaller pieces.
+        transfer.receive_number(self._group, self._place)  # it is there
+        began = time.monotonic()
+        transfer.send(piece, self._group, self._place)
         transfer.receive_number(self._group, self._place)  # it has come
         self._took = time.monotonic() - began if parts else 0.0
 
@@ -167,6 +173,7 @@ class NewRank:
             if is_first:
                 transfer.receive(group, donor)  # this rank has had one
                 transfer.send_number(at, group, donor)
+            transfer.send_number(1, group, donor)
             piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor))
             transfer.send_number(1, group, donor)
             return piece

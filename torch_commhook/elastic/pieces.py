@@ -17,7 +17,8 @@ class Remembered(NamedTuple):
 
     Attributes:
         value: of the parameter's shape: of these elements, flat. Else whole; tensors of more than
-            one element come with the parameter's last element.
+            one element come with the parameter's first element, since the optimizer needs one of
+            each, and with its last.
         is_of_elements: which it is.
     """
 
@@ -115,6 +116,24 @@ class Pieces:
                         _write(whole, part.first, value)
                         value = whole
                     state[name] = value
+                if part.first == 0:  # with which all come
+                    for name in state.keys() - values.keys():
+                        del state[name]
+
+    def others(self) -> list[dict[Any, Any]]:
+        """What each optimizer remembers that is not of a parameter, by its name."""
+        return [
+            {name: value for name, value in each.state.items() if not isinstance(name, Tensor)}
+            for each in self._optimizers
+        ]
+
+    def put_others(self, others: Sequence[dict[Any, Any]]) -> None:
+        """Write what another rank's :meth:`others` has given."""
+        for optimizer, values in zip(self._optimizers, others, strict=True):
+            own = optimizer.state
+            for name in [name for name in own if not isinstance(name, Tensor)]:
+                del own[name]
+            own.update(values)
 
     def sums(self) -> list[int]:
         """A number for each parameter, of its bits and those that optimizers remember of it.
@@ -152,7 +171,7 @@ class Pieces:
                     values[name] = Remembered(_flat(value, begin, end), True)
                 elif not isinstance(value, Tensor):
                     values[name] = Remembered(value, False)
-                elif value.numel() == 1 or end >= parameter.numel():
+                elif value.numel() == 1 or begin == 0 or end >= parameter.numel():
                     values[name] = Remembered(value.detach().clone(), False)
             states.append(values)
         return Part(index, begin, _flat(parameter, begin, end), states)
@@ -194,13 +213,9 @@ def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """The sum of a tensor's elements, each read as an integer."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.reshape(-1).view(as_integer[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    """A checksum of a tensor's elements in order, whatever its strides: 32 bits."""
+    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 def _sum_of(value: Any) -> int:

@@ -54,6 +54,7 @@ class ElasticRanks:
         self.events: list[MembershipEvent] = []
         self.lets_in_late: Callable[[], bool] = lambda: True
         self.keeps_error: Callable[[], bool] = lambda: False
+        self._same: dict[str, str] = {}  # settings that all ranks have
         self._members: tuple[int, ...] = ()  # that were connected last
         self._reason = ""  # for which the next members are others
         prefix = f"commhook-elastic/{hashed(settings.name)}"
@@ -111,12 +112,19 @@ class ElasticRanks:
         """
         own = json.dumps({name: repr(value) for name, value in settings.items()})
         first = json.loads(self._store.compare_set("settings", "", own).decode())
+        self._same = first
         for name, value in json.loads(own).items():
             if first.get(name) != value:
                 raise RuntimeError(
                     f"attach: {name} must be the same on all ranks: this one has {value}, the "
                     f"first rank of training {self.settings.name!r} has {first.get(name)}"
                 )
+
+    def change_setting(self, name: str, value: object) -> None:
+        """Change what :meth:`check_same` compares, on all ranks; new ranks are to have that."""
+        self._same = {**self._same, name: repr(value)}
+        with suppress(RuntimeError):  # without the store no rank can join
+            self._store.set("settings", json.dumps(self._same))
 
     def enter(self) -> None:
         """Joins the training, at its beginning or later."""

@@ -64,6 +64,7 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
         hooks: the module whose public names may be called; ``torch_commhook.hooks`` where None.
 
     Raises:
+        TypeError: ``expression`` is no text.
         HookExpressionError: a ValueError: the expression is not of this form, a name is unknown,
             the file doesn't run, or the arguments don't suit the hook.
 
@@ -71,6 +72,8 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
         >>> parse_hook("error_feedback(blockwise(bits=4))")
         error_feedback(blockwise(bits=4))
     """
+    if not isinstance(expression, str):
+        raise TypeError(f"parse_hook: expression must be a text, got {type(expression).__name__}")
     text = expression.strip()
     if text.lower() == NO_HOOK:
         return None
@@ -193,6 +196,10 @@ class _Builder:
         if isinstance(node, ast.Call):
             if any(keyword.arg is None for keyword in node.keywords):
                 raise self._error("must not unpack a mapping (**)")
+            names = [keyword.arg for keyword in node.keywords]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise self._error(f"gives {twice!r} twice")
             arguments = [self._value(argument) for argument in node.args]
             keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
             return self._call(node.func, arguments, keywords)
