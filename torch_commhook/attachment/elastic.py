@@ -350,7 +350,7 @@ class ElasticTraining:
         """
         own = self.ranks.membership.own
         group, donor = self.ranks.group.group, self._own_donor()
-        self.sent_again = others = new_rank.end(group, donor, self._load_tensors)
+        self.sent_again = others = new_rank.end(group, donor, self._load_rest)
         self._new_rank, self.ranks.membership.is_new = None, False
         _log.info("rank %d has the whole state after %d steps", own, self.ranks.steps)
         if others:
@@ -463,6 +463,14 @@ class ElasticTraining:
         if self._attached.local_steps is not None:
             self._attached.local_steps.begin_at(state["place"])
         self.ranks.steps, self.ranks.trained = state["steps"], state["trained"]
+
+    def _load_rest(self, state: dict[str, Any]) -> None:
+        try:
+            self._load_tensors(state)
+        except RuntimeError as error:  # which is not that a connection was closed
+            raise ValueError(
+                f"Elastic: another rank's state does not fit this one: {error}"
+            ) from error
 
     def _load_tensors(self, state: dict[str, Any]) -> None:
         own = self._tensors()
