@@ -22,7 +22,14 @@ import torch.distributed as dist
 from bench_round_trips import RATE, slope
 from counting_store import CountingStore
 from harness import Job, Report, Samples, parse, parser
-from lab_bench import check_hooks, delay_argument, finish_run, run_on_delays, use_one_thread
+from lab_bench import (
+    check_hooks,
+    delay_argument,
+    finish_run,
+    run_on_delays,
+    runs_as_rank,
+    use_one_thread,
+)
 from link_rank import WARM_UP, goes_on, set_link
 from torch import nn
 
@@ -177,10 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--hooks", nargs="+", metavar="HOOK", default=list(HOOKS), help="as train takes them")
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
-    if parsed.plan is not None:
-        run_rank(parsed.plan)
+    if runs_as_rank(parsed, run_rank):
         return 0
-    del parsed.plan
     use_one_thread(options, parsed)
     if len(set(parsed.delay)) < 2:
         options.error("--delay needs two or more")

@@ -22,7 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Job, Report, Samples, parse, parser
-from lab_bench import check_hooks, finish_run, rate_argument, run_ranks, use_one_thread
+from lab_bench import (
+    check_hooks,
+    finish_run,
+    rate_argument,
+    run_ranks,
+    runs_as_rank,
+    use_one_thread,
+)
 from netlab import Lab, format_rate
 from torch import nn
 
@@ -51,6 +58,14 @@ class Plan:
     hook: str
     parameters: int
     rounds: int
+
+
+def end_together(store: Any, rank: int, ranks: int) -> None:
+    """Let rank 0 wait for all others: the store ends with its process."""
+    if store.add("ended", 1) == ranks:
+        store.set("all ended", "")
+    if rank == 0:
+        store.wait(["all ended"], _LIMIT)
 
 
 def train(plan: Plan, store: Any, rank: int, ranks: int, name: str) -> dict[str, float]:
@@ -97,9 +112,7 @@ def train(plan: Plan, store: Any, rank: int, ranks: int, name: str) -> dict[str,
             own.set("end", str(handle.steps + _AFTER))
         if own.check(["end"]):
             end = int(own.get("end"))
-    own.add("ended", 1)
-    while rank == 0 and int(own.add("ended", 0)) < ranks:
-        time.sleep(0.01)
+    end_together(own, rank, ranks)
     with suppress(RuntimeError):
         handle.remove()
     if is_new or not while_joining:
@@ -127,9 +140,7 @@ def run_rank(path: Path) -> None:
             found[way].append(train(plan, store, rank, ranks, f"{way} {number}"))
     if rank == 0:
         path.with_name("figures.json").write_text(json.dumps(found))
-    store.add("all", 1)
-    while rank == 0 and store.add("all", 0) < ranks:
-        time.sleep(0.01)
+    end_together(store, rank, ranks)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -167,10 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--parameters", type=float, default=8.0, help="in millions (default: 8)")
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
-    if parsed.plan is not None:
-        run_rank(parsed.plan)
+    if runs_as_rank(parsed, run_rank):
         return 0
-    del parsed.plan
     use_one_thread(options, parsed)
     check_hooks(options, [parsed.hook], "--hook")
     if parsed.hosts < 3:

@@ -19,7 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import Against, Job, Report, Samples, parse, parser
-from lab_bench import check_hooks, delay_argument, finish_run, run_on_delays, use_one_thread
+from lab_bench import (
+    check_hooks,
+    delay_argument,
+    finish_run,
+    run_on_delays,
+    runs_as_rank,
+    use_one_thread,
+)
 from layer_buckets import step_of
 from link_rank import WARM_UP, goes_on, set_link
 
@@ -172,10 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=2, help="timed in each turn (default: 2)")
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
-    if parsed.plan is not None:
-        run_rank(parsed.plan)
+    if runs_as_rank(parsed, run_rank):
         return 0
-    del parsed.plan
     use_one_thread(options, parsed)
     if len(set(parsed.delay)) < 2:
         options.error("--delay needs two or more")

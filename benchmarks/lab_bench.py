@@ -61,6 +61,19 @@ def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace)
     parsed.threads = [1]
 
 
+def runs_as_rank(parsed: argparse.Namespace, run_rank: Callable[[Path], object]) -> bool:
+    """Run a rank if the command line names the plan of one; returns whether it does.
+
+    Args:
+        parsed: the command line. Its ``plan`` is taken out.
+        run_rank: takes the path of the plan.
+    """
+    plan = vars(parsed).pop("plan")
+    if plan is not None:
+        run_rank(plan)
+    return plan is not None
+
+
 def check_hooks(
     options: argparse.ArgumentParser, hooks: Sequence[str], argument: str = "--hooks"
 ) -> None:

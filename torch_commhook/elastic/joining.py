@@ -33,10 +33,10 @@ _MOST_BYTES = 1 << 28
 
 
 class InBackground(Generic[_T]):
-    """A call on a thread of its own.
+    """Calls a function on a thread of its own.
 
     Args:
-        call: is called.
+        call: the function.
     """
 
     def __init__(self, call: Callable[[], _T]) -> None:
@@ -53,10 +53,10 @@ class InBackground(Generic[_T]):
             self._error = error
 
     def result(self) -> _T:
-        """Wait for what the call returns.
+        """Wait until the function returns, and return its result.
 
         Raises:
-            Exception: that it has raised.
+            Exception: as the function has raised it.
         """
         self._thread.join()
         if self._error is not None:
@@ -66,13 +66,13 @@ class InBackground(Generic[_T]):
 
 
 class Donor:
-    """Sends a new rank what it lacks, in pieces.
+    """Sends a new rank the training's state, in pieces.
 
     Args:
         pieces: of this rank.
         group: of the ranks.
         place: of the new rank in it.
-        head: what it needs before its first step: flat bytes.
+        head: flat bytes that the new rank needs before its first step.
     """
 
     def __init__(self, pieces: Pieces, group: dist.ProcessGroup, place: int, head: Tensor) -> None:
@@ -103,15 +103,15 @@ class Donor:
             self._at = transfer.receive_number(self._group, self._place)
         parts, self._at = self._pieces.take(self._at, self._bytes)
         piece = transfer.packed((self._at, parts))
-        # Else a new rank that comes late would get ever smaller pieces.
-        transfer.receive_number(self._group, self._place)  # it is there
+        # Time spent on waiting for a late rank must not make its pieces smaller.
+        transfer.receive_number(self._group, self._place)  # the new rank is there
         began = time.monotonic()
         transfer.send(piece, self._group, self._place)
-        transfer.receive_number(self._group, self._place)  # it has come
+        transfer.receive_number(self._group, self._place)  # the piece has come
         self._took = time.monotonic() - began if parts else 0.0
 
     def wait(self) -> None:
-        """Wait until the new rank has got what was sent in this step.
+        """Wait until the new rank has received this step's piece.
 
         Raises:
             RuntimeError: a connection was closed.
@@ -120,7 +120,7 @@ class Donor:
             self._sends.result()
 
     def end(self, rest: Tensor) -> None:
-        """Send what is left, where all elements have come and the next step begins.
+        """Send checksums and the rest, once all elements have come and the next step begins.
 
         Args:
             rest: flat bytes.
@@ -139,13 +139,13 @@ class Donor:
 
 
 class NewRank:
-    """What a new rank has got of a training.
+    """Receives the state of a training on a new rank, in pieces.
 
     Args:
         pieces: of this rank.
 
     Attributes:
-        at: so many elements have come.
+        at: number of elements that have come.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -165,7 +165,7 @@ class NewRank:
         Args:
             group: of the ranks.
             donor: who sends it, by its place in the group.
-            is_first: whether this is the first of this donor's, which sends the head before.
+            is_first: whether this is the donor's first piece. The donor sends the head before it.
         """
         at, self._piece = self.at, None
 
@@ -191,18 +191,18 @@ class NewRank:
             self._piece = receives.result()
 
     def write(self) -> None:
-        """Write the piece of the step, which counts."""
+        """Write the piece of the step, once the step counts."""
         if self._piece is not None:
             (self.at, parts), self._piece = self._piece, None
             self._pieces.put(parts)
 
     def end(self, group: dist.ProcessGroup, donor: int, load: Callable[[Any], object]) -> int:
-        """Receive what is left, and what differs.
+        """Receive the rest, and all parameters whose checksums differ.
 
         Args:
             group: of the ranks.
             donor: who sends it, by its place in the group.
-            load: is given what :meth:`Donor.end` was given, unpacked.
+            load: is called with the rest, unpacked.
 
         Returns:
             How many parameters differed, and were sent again.

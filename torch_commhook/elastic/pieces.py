@@ -1,4 +1,4 @@
-"""A model's parameters and what optimizers remember of them, which a new rank gets in pieces."""
+"""A model's parameters and their optimizer state, split into pieces for a new rank."""
 
 from __future__ import annotations
 
