@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import torchrun_logs
 from repository import ROOT
 
 README = ROOT / "README.md"
@@ -20,32 +20,32 @@ def _script() -> str:
     return str(script)
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        ([sys.executable], 1),
-        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2),
-    ],
-    ids=["alone", "torchrun"],
-)
-def test_the_script(tmp_path: Path, command: list[str], ranks: int) -> None:
-    (tmp_path / "train.py").write_text(_script())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def _run(folder: Path, launcher: list[str]) -> str:
+    (folder / "train.py").write_text(_script())
     done = subprocess.run(
-        [*command, "train.py"],
-        cwd=tmp_path,
-        env=environment,
+        [*launcher, "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    for rank in range(ranks):
-        assert f"rank {rank}: loss " in done.stdout
-    said = f"100 steps on {ranks} ranks: this rank sent"
-    assert done.stdout.count(said) == ranks
-    if ranks == 2:
-        assert "7.8 times less than plain all-reduces" in done.stdout
+    return done.stdout
+
+
+def test_alone(tmp_path: Path) -> None:
+    printed = _run(tmp_path, [sys.executable])
+    assert "rank 0: loss " in printed
+    assert printed.count("100 steps on 1 ranks: this rank sent") == 1
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    _run(tmp_path, torchrun_logs.launcher(tmp_path))
+    for rank, printed in enumerate(torchrun_logs.printed(tmp_path)):
+        assert f"rank {rank}: loss " in printed
+        assert printed.count("100 steps on 2 ranks: this rank sent") == 1
+        assert "7.8 times less than plain all-reduces" in printed
 
 
 def test_the_script_is_short() -> None:

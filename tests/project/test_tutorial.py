@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torchrun_logs
 from repository import ROOT
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -42,20 +43,15 @@ def _script(stage: str) -> str:
     return IMPORT + "\n" + "".join(parts)
 
 
-def _run(folder: Path, stage: str, *launcher: str) -> str:
+def _run(folder: Path, stage: str, launcher: list[str]) -> str:
     path = folder / "train.py"
     path.write_text(_script(stage))
-    command = [sys.executable, *launcher, str(path)]
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*launcher, str(path)], capture_output=True, text=True, timeout=300)
         if EXIT_DEFECT not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def _run_on_two_ranks(folder: Path, stage: str) -> str:
-    return _run(folder, stage, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def _sent(text: str) -> list[str]:
@@ -67,12 +63,13 @@ def test_the_script_is_short() -> None:
 
 
 def test_alone(tmp_path: Path) -> None:
-    assert re.fullmatch(r"rank 0: loss \d\.\d+\n", _run(tmp_path, "DDP"))
+    assert re.fullmatch(r"rank 0: loss \d\.\d+\n", _run(tmp_path, "DDP", [sys.executable]))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_two_ranks(tmp_path: Path, stage: str) -> None:
-    printed = _run_on_two_ranks(tmp_path, stage)
+    _run(tmp_path, stage, torchrun_logs.launcher(tmp_path))
+    printed = torchrun_logs.printed(tmp_path)[0]
     loss = re.search(r"rank 0: loss ([\d.]+)", printed)
     assert loss is not None and float(loss[1]) < 0.2
     shown = dict(zip(["one line", "error feedback"], _sent(TUTORIAL), strict=True))
