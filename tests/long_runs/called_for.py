@@ -95,6 +95,8 @@ RUNS = {
         5,
         (
             "torch_commhook/attachment/elastic.py",
+            "torch_commhook/attachment/new_ranks.py",
+            "torch_commhook/attachment/training_state.py",
             "torch_commhook/elastic",
             "torch_commhook/reducer",
             "torch_commhook/step",

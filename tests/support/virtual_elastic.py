@@ -20,6 +20,7 @@ from torch import Tensor
 from virtual_world import Endpoint, Process, World, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
+from torch_commhook.attachment import new_ranks as new_ranks_module
 from torch_commhook.elastic import joining as joining_module
 from torch_commhook.elastic import ranks as ranks_module
 from torch_commhook.elastic import transfer as transfer_module
@@ -385,9 +386,9 @@ def virtual_time() -> Iterator[None]:
             "tell_unreachable": _tell_unreachable,
             "threading": SimpleNamespace(Thread=_Thread, Event=_event),
         },
-        attachment_module: {
+        attachment_module: {"_log": quiet, "warn_user": lambda message: None},
+        new_ranks_module: {
             "_log": quiet,
-            "warn_user": lambda message: None,
             **{name: transferred[name] for name in ("receive", "send", "send_number")},
         },
         joining_module: {

@@ -175,7 +175,7 @@ class VirtualStep(RepeatableStep):
         return late
 
     def _of_those_that_give(self, results: Any) -> Any:
-        self.trainer.joining = self.trainer.training.joining
+        self.trainer.joining = self.trainer.training.new_ranks.joining
         scale = self._group.size / self._survivors.averaged
         return [(bucket, (result * scale, senders)) for bucket, (result, senders) in results]
 
@@ -367,7 +367,7 @@ class Trainer:
             if self.plan.leaves_at == ranks.steps + 1:
                 break
             self.one_step(reducer)
-        self.sent_again = training.sent_again
+        self.sent_again = training.new_ranks.sent_again
         training.leave()
 
     def one_step(self, reducer: Any) -> None:

@@ -7,44 +7,22 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torch_commhook.attachment.buffers import buffers_of, unpack
-from torch_commhook.attachment.buffers import packed as pack_buffers
+from torch_commhook.attachment.buffers import buffers_of, packed, unpack
+from torch_commhook.attachment.new_ranks import NewRanks
+from torch_commhook.attachment.training_state import TrainingState
 from torch_commhook.attachment.user_warning import warn_user
-from torch_commhook.elastic import joining
-from torch_commhook.elastic.joining import Donor, InBackground, NewRank
 from torch_commhook.elastic.pace import Note, Pace
-from torch_commhook.elastic.pieces import Pieces
-from torch_commhook.elastic.ranks import ElasticRanks, donors_of
+from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.settings import Elastic
-from torch_commhook.elastic.transfer import (
-    groups_of,
-    load_groups,
-    load_states,
-    packed,
-    receive,
-    send,
-    send_number,
-    states_of,
-    unpacked,
-)
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.reducer.recovery import Recovery
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
 _log = logging.getLogger("torch_commhook.elastic")
-#: With any of these, what an optimizer's ``state_dict()`` holds is more than it remembers.
-_STATE_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class ElasticTraining:
@@ -60,7 +38,7 @@ class ElasticTraining:
 
     Attributes:
         ranks: who takes part.
-        sent_again: parameters that this rank, which has joined in pieces, got twice.
+        new_ranks: the members that are new, and what they still have to receive.
 
     Raises:
         RuntimeError: something differs from the other ranks; too few have come.
@@ -85,17 +63,13 @@ class ElasticTraining:
         if settings.straggler is not None:
             self._pace = Pace(settings.straggler, settings.straggler_steps)
         self._steps_measured = 0  # since the pace was begun
-        self._given = 0  # the last view whose new members have been given what they need
-        self._joining_of_view = 0, frozenset[int]()  # a view, and who of it is joining
-        self._donors: dict[int, Donor] = {}  # by new member, where this rank is its donor
-        self._last_sends: list[Donor] = []  # of new members that have all from this step on
-        self._new_rank: NewRank | None = None  # this one, where it gets its state in pieces
-        self.sent_again = 0
-        self._in_step = (0, 0)  # the view and the step whose pieces are on their way
         self.ranks = ElasticRanks(settings)
+        self._state = TrainingState(
+            model, settings.state, self.ranks, lambda: self._attached, str(shared["the hook"])
+        )
+        self.new_ranks = NewRanks(self.ranks, self._state, lambda: self._attached.keeps_ranks_apart)
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
             shared[f"Elastic's {name}"] = getattr(settings, name)
-        self._printed_hook = shared["the hook"]
         trained = {id(parameter) for _, parameter in parameters}
         shared["the parameters that are not trained"] = _specs(
             (name, each) for name, each in model.named_parameters() if id(each) not in trained
@@ -107,7 +81,7 @@ class ElasticTraining:
 
     def hook_replaced(self, printed: str) -> None:
         """Another hook takes part from here on, on all ranks: new ranks are to attach that."""
-        self._printed_hook = printed
+        self._state.printed_hook = printed
         self.ranks.change_setting("the hook", printed)
 
     def use(self, reducer: Reducer) -> None:
@@ -134,38 +108,23 @@ class ElasticTraining:
         return self.ranks.group
 
     @property
-    def joining(self) -> frozenset[int]:
-        """The members that take part with zeros, since they do not have the whole state yet."""
-        view = self.ranks.view
-        if self._joining_of_view[0] != view.number:
-            in_pieces = view.steps > 0 and self._is_large and not self._attached.keeps_ranks_apart
-            self._joining_of_view = view.number, frozenset(view.new if in_pieces else ())
-        return self._joining_of_view[1]
-
-    @property
     def is_joining(self) -> bool:
-        """Whether this rank is one of them."""
-        return self.ranks.membership.own in self.joining
+        """Whether this rank takes part with zeros, since it does not have the whole state yet."""
+        return self.new_ranks.is_joining
 
     @property
     def lacks_state(self) -> bool:
         """Whether this rank is new, and has yet to get a part of the state."""
-        return self.is_joining or self._new_rank is not None
-
-    @property
-    def _is_large(self) -> bool:
-        model = self._model()
-        assert model is not None
-        return sum(each.nbytes for each in model.parameters()) > joining.AT_ONCE
+        return self.new_ranks.lacks_state
 
     @property
     def averaged(self) -> int:
-        return len(self.ranks.view.members) - len(self.joining)
+        return len(self.ranks.view.members) - len(self.new_ranks.joining)
 
     @property
     def leader(self) -> int:
-        members = self.ranks.view.members
-        return next(place for place, each in enumerate(members) if each not in self.joining)
+        members, joining = self.ranks.view.members, self.new_ranks.joining
+        return next(place for place, each in enumerate(members) if each not in joining)
 
     @property
     def stragglers(self) -> dict[int, float]:
@@ -178,8 +137,10 @@ class ElasticTraining:
 
     def note(self) -> Tensor:
         pace, view, own = self._pace, self.ranks.view, self.ranks.rank
-        note = Note(len(view.members), compares=pace is not None, joins=bool(self.joining))
-        if self._new_rank is not None and self._new_rank.has_all:
+        note = Note(
+            len(view.members), compares=pace is not None, joins=bool(self.new_ranks.joining)
+        )
+        if self.new_ranks.has_all_pieces:
             note.write_has_all(own)
         note.wants_change = self.ranks.wants_change()
         if pace is not None:
@@ -192,7 +153,7 @@ class ElasticTraining:
     def packed_buffers(self) -> Tensor | None:
         model = self._model()
         buffers = buffers_of(model) if self._broadcast_buffers and model is not None else []
-        return pack_buffers(buffers) if buffers else None
+        return packed(buffers) if buffers else None
 
     def unpack_buffers(self, sent: Tensor) -> None:
         model = self._model()
@@ -224,7 +185,7 @@ class ElasticTraining:
     def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
         """Count what all ranks have done, and let in or leave out whom they want to."""
         pace, members = self._pace, self.ranks.view.members
-        joins = bool(self.joining)
+        joins = bool(self.new_ranks.joining)
         note = Note(len(members), compares=pace is not None, joins=joins, values=values)
         if values is None:
             has_changed = self.ranks.step_ended(wants_change=False)
@@ -239,7 +200,9 @@ class ElasticTraining:
                 wants_change=note.wants_change and lets_in, left_out=out, lets_in=lets_in
             )
             if joins and not has_changed:
-                self._have_joined(members[place] for place in note.having_all())
+                having_all = [members[place] for place in note.having_all()]
+                if self.new_ranks.have_all_pieces(having_all):
+                    self._change_memory()
         if pace is not None:
             pace.keep(self.ranks.view.members)
             if has_changed or values is None:
@@ -249,16 +212,20 @@ class ElasticTraining:
             self._steps_measured = 0 if self._attached.keeps_ranks_apart else 1
         return has_changed
 
+    def _change_memory(self) -> None:
+        """Let the error memory count for a mean over more ranks."""
+        reducer = self._reducer()
+        assert reducer is not None
+        reducer.change_memory()
+
     def leave(self) -> None:
         """Leaves the training."""
-        if self._new_rank is not None:
+        if self.new_ranks.is_receiving:
             warn_user(
                 "torch_commhook: this rank leaves before it has the whole state of the training: "
                 "its parameters are not the training's"
             )
         self.ranks.leave()
-
-    # ---- what new ranks get ----------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """:meth:`give_state`. If it fails, it fails again where the step begins."""
@@ -268,255 +235,25 @@ class ElasticTraining:
             _log.info("rank %d: before its step: %s", self.ranks.membership.own, error)
 
     def give_state(self) -> None:
-        """Sends new ranks their state, if this rank is their donor; or receives a piece of it.
-
-        Called where the parameters are what the last step has made of them.
-        """
-        ranks, view = self.ranks, self.ranks.view
-        if view.number != self._in_step[0]:
-            self._donors, self._last_sends = {}, []
-        elif self._new_rank is not None and not self.is_joining:
-            self._get_rest(self._new_rank)
-        for new in self._donors.keys() - self.joining:
-            sender = self._donors.pop(new)
-            sender.end(packed(self._rest()))
-            self._last_sends.append(sender)
-        if self.joining:
-            self._exchange_pieces()
-        if view.number == self._given or ranks.membership.is_new:
-            return
-        self._given = view.number
-        own = ranks.membership.own
-        for new, donor in donors_of(view).items():
-            if donor == own and new not in self.joining:
-                self._give_all(view.members.index(new))
-
-    def _give_all(self, place: int) -> None:
-        data, group, own = packed(self._state()), self.ranks.group.group, self.ranks.membership.own
-
-        def give() -> None:
-            try:
-                send(data, group, place)
-            except RuntimeError as error:  # it is lost, or another rank is
-                _log.warning("rank %d: a new rank did not get its state: %s", own, error)
-
-        InBackground(give)
-
-    def _exchange_pieces(self) -> None:
-        """Once a step, before any rank can be at its end."""
-        ranks, view = self.ranks, self.ranks.view
-        before, self._in_step = self._in_step, (view.number, ranks.steps)
-        if self._in_step == before:
-            return
-        is_first, group, own = before[0] != view.number, ranks.group.group, ranks.membership.own
-        if self._new_rank is not None:
-            self._new_rank.begin_step(group, self._own_donor(), is_first=is_first)
-            return
-        members = [each for each, donor in donors_of(view).items() if donor == own]
-        if is_first and members:
-            head, pieces = packed(self._state(whole=False)), self._pieces()
-            for each in members:
-                self._donors[each] = Donor(pieces, group, view.members.index(each), head)
-        for sender in self._donors.values():
-            sender.begin_step()
+        self.new_ranks.give()
 
     def take_state(self) -> None:
-        if self._new_rank is not None:
-            self._new_rank.receive()
-        ends, self._last_sends = self._last_sends, []
-        for sender in (*self._donors.values(), *ends):
-            sender.wait()
+        self.new_ranks.take()
 
     def write_state(self) -> None:
-        if self._new_rank is not None:
-            self._new_rank.write()
-
-    def _have_joined(self, ranks: Iterable[int]) -> None:
-        """The step has ended in which these have told that they have all pieces."""
-        view, joining = self._joining_of_view
-        left = joining.difference(ranks)
-        if left == joining:
-            return
-        self._joining_of_view = view, left
-        reducer = self._reducer()
-        assert reducer is not None
-        reducer.change_memory()  # the mean is over more ranks
-
-    def _get_rest(self, new_rank: NewRank) -> None:
-        """The last that this rank lacks.
-
-        Raises:
-            RuntimeError: a connection was closed.
-        """
-        own = self.ranks.membership.own
-        group, donor = self.ranks.group.group, self._own_donor()
-        self.sent_again = others = new_rank.end(group, donor, self._load_rest)
-        self._new_rank, self.ranks.membership.is_new = None, False
-        _log.info("rank %d has the whole state after %d steps", own, self.ranks.steps)
-        if others:
-            _log.warning(
-                "rank %d: %d parameters and what optimizers remember of them were sent again, "
-                "while the others waited: an optimizer does not change each element by itself",
-                own,
-                others,
-            )
+        self.new_ranks.write()
 
     def begin(self, reducer: Reducer) -> None:
-        """Waits for the state if this rank is new; sends it to the ranks that begin if not."""
-        membership = self.ranks.membership
-        if not membership.is_new:
-            self.give_state()
-        while membership.is_new and not membership.has_begun:
-            view, group = self.ranks.view, self.ranks.group.group
-            try:
-                donor = self._own_donor()
-                data = receive(group, donor)
-                if self.is_joining:
-                    send_number(0, group, donor)
-            except RuntimeError as error:
-                self._recovery.go_on_between_steps(error)
-                continue
-            state = unpacked(data)
-            if state["printed_hook"] != self._printed_hook:  # replaced while this rank waited
-                raise RuntimeError(
-                    f"attach: the hook must be the same on all ranks: this one has "
-                    f"{self._printed_hook}, the others have {state['printed_hook']}"
-                )
-            self._load(state, reducer)
-            if self.is_joining:
-                self._new_rank = NewRank(self._pieces())
-                self._in_step = view.number, -1
-            else:
-                membership.is_new = False
-            break
-        membership.has_begun = True
+        """Wait for the state if this rank is new; else send it to the ranks that are.
 
-    def _own_donor(self) -> int:
-        """Who gives this new rank its state, by its place."""
-        view = self.ranks.view
-        return view.members.index(donors_of(view)[self.ranks.membership.own])
-
-    def _pieces(self) -> Pieces:
-        model = self._model()
-        assert model is not None
-        return Pieces(list(model.parameters()), self._optimizers)
-
-    @property
-    def _others_than_optimizers(self) -> list[Any]:
-        optimizers = self._optimizers
-        return [each for each in self._settings.state if each not in optimizers]
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those whose state new ranks may get in pieces."""
-        plain = torch.optim.Optimizer
-        return [
-            each
-            for each in self._settings.state
-            if isinstance(each, plain)
-            and type(each).state_dict is plain.state_dict
-            and type(each).load_state_dict is plain.load_state_dict
-            and not any(getattr(each, hooks) for hooks in _STATE_HOOKS)
-        ]
-
-    def _state(self, *, whole: bool = True) -> dict[str, Any]:
-        """What a new rank needs before its first step; all that it needs, if that is the whole."""
-        memory, local_steps = self._attached.memory, self._attached.local_steps
-        return {
-            "steps": self.ranks.steps,
-            "trained": self.ranks.trained,
-            "printed_hook": self._printed_hook,
-            "place": None if local_steps is None else local_steps.place(),
-            "hook": None if memory.remembers_nothing else _without_own(memory.state_dict()),
-            **(self._whole() if whole else self._rest()),
-        }
-
-    def _whole(self) -> dict[str, Any]:
-        return {
-            "tensors": {name: tensor.detach() for name, tensor in self._tensors().items()},
-            "objects": states_of(self._settings.state),
-        }
-
-    def _rest(self) -> dict[str, Any]:
-        """What does not come in pieces."""
-        model = self._model()
-        assert model is not None
-        return {
-            "tensors": dict(model.named_buffers()),
-            "objects": states_of(self._others_than_optimizers),
-            "groups": [groups_of(each) for each in self._optimizers],
-            "of_no_parameter": self._pieces().others(),
-        }
-
-    def _tensors(self) -> dict[str, Tensor]:
-        model = self._model()
-        assert model is not None
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def _load(self, state: dict[str, Any], reducer: Reducer) -> None:
-        """Write what a donor's :meth:`_state` has given."""
-        self._load_tensors(state)
-        memory = self._attached.memory
-        if state["hook"] is not None:
-            memory.load_state(memory.check_state(_of_new_rank(state["hook"], memory)))
-            reducer.memory_loaded(state["hook"]["buckets"])
-        if self._attached.local_steps is not None:
-            self._attached.local_steps.begin_at(state["place"])
-        self.ranks.steps, self.ranks.trained = state["steps"], state["trained"]
-
-    def _load_rest(self, state: dict[str, Any]) -> None:
-        try:
-            self._load_tensors(state)
-        except RuntimeError as error:  # which is not that a connection was closed
-            raise ValueError(
-                f"Elastic: another rank's state does not fit this one: {error}"
-            ) from error
-
-    def _load_tensors(self, state: dict[str, Any]) -> None:
-        own = self._tensors()
-        with torch.no_grad():
-            for name, tensor in state["tensors"].items():
-                own[name].copy_(tensor)
-        if "groups" in state:
-            load_states(self._others_than_optimizers, state["objects"])
-            for optimizer, groups in zip(self._optimizers, state["groups"], strict=True):
-                load_groups(optimizer, groups)
-            self._pieces().put_others(state["of_no_parameter"])
-        else:
-            load_states(self._settings.state, state["objects"])
+        Raises:
+            RuntimeError: another hook was attached while this rank waited.
+        """
+        self.new_ranks.begin(reducer, self._recovery)
 
 
 def _specs(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [f"'{name}' of shape {tuple(each.shape)} and {each.dtype}" for name, each in parameters]
-
-
-def _without_own(state: dict[str, Any]) -> dict[str, Any]:
-    """A rank's state of the hook, with one number in place of each tensor that is its own."""
-    (own,) = [key for key in state if key.startswith("rank")]
-    return {
-        **state,
-        own: {
-            kind: {
-                name: torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-                for name, tensor in tensors.items()
-            }
-            for kind, tensors in state[own].items()
-        },
-    }
-
-
-def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
-    """Turns another rank's state of the hook into that of a new rank, with empty error memory."""
-    (other,) = [key for key in state if key.startswith("rank")]
-    zeros = {
-        kind: {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-            for name, tensor in tensors.items()
-        }
-        for kind, tensors in state.pop(other).items()
-    }
-    rank, world_size = memory.place
-    return {**state, "world_size": world_size, f"rank{rank}": zeros}
 
 
 def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None:
