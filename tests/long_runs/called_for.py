@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from repository import ROOT
+from source_code import code_of
 
 PASSED = Path(__file__).with_name("passed.json")
 
@@ -53,10 +54,10 @@ class LongRun(NamedTuple):
                 raise FileNotFoundError(f"called_for.py: {name} does not exist")
 
     def digest(self) -> str:
-        """A digest of the files' names and contents."""
+        """A digest of the files' names and code. Comments and docstrings do not change it."""
         digest = hashlib.sha256()
         for path in self.paths():
-            content = path.read_bytes()
+            content = code_of(path)
             digest.update(f"{path.relative_to(ROOT)} {len(content)} ".encode() + content)
         return digest.hexdigest()
 

@@ -40,6 +40,11 @@ def test_a_change_calls_for_the_run(one_run: Path, change: str) -> None:
     assert list(called_for.called_for()) == ["modes"]
 
 
+def test_words_do_not_call_for_a_run(one_run: Path) -> None:
+    (one_run / "source.py").write_text('"""A docstring."""\n\n1  # a comment\n')
+    assert called_for.called_for() == {}
+
+
 def test_what_does_not_fit_is_named(one_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (one_run / "source.py").write_text("2")
     assert called_for.run_within(4) == 0
