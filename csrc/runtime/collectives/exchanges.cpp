@@ -24,6 +24,7 @@ constexpr int64_t kAligned = 64;
 constexpr const char* kStopped = "exchange: the process group was closed (gloo)";
 
 constexpr std::chrono::hours kEver{24 * 365 * 10};
+constexpr std::chrono::milliseconds kAtOnce{1};
 
 // Whether this thread waits for messages. It is none of Gloo's, and may hold a group.
 thread_local bool is_runner = false;
@@ -36,9 +37,18 @@ bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
          });
 }
 
-// Whether all went well; false where they were aborted. Throws what failed.
-bool wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
-  return std::all_of(works.begin(), works.end(), [](const auto& work) { return work->wait(); });
+// Waits for a message; false where it was aborted. Throws what failed.
+bool wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work->wait()) {
+    return true;
+  }
+  // Gloo lets an abort outrun a message that came before it, once: a peer that has sent all and
+  // closes its connections may be done before this thread runs.
+  try {
+    return work->wait(kAtOnce);
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 const Exchanges::Group& checked(const Exchanges::Group& group) {
@@ -411,7 +421,7 @@ void Exchanges::run(Lane& lane) {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (!wait_for(works)) {
+      if (!std::all_of(works.begin(), works.end(), wait_for)) {
         error = std::make_exception_ptr(std::runtime_error(kStopped));
       }
     } catch (...) {
