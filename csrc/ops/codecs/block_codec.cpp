@@ -53,7 +53,7 @@ void check_messages(const char* op, const at::Tensor& messages, const BlockLayou
 }
 
 void check_numel(const char* op, int64_t numel) {
-  // beyond this, the bytes of a message may not fit in an int64
+  // Beyond this, the bytes of a message may not fit in an int64.
   constexpr int64_t kMost = int64_t{1} << 60;
   TORCH_CHECK_VALUE(numel >= 0 && numel <= kMost, op,
                     ": numel must be at least 0 and at most 2^60, got ", numel);

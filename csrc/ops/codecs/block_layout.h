@@ -50,7 +50,7 @@ class BlockLayout {
   }
 
   COMMHOOK_HOST_DEVICE int64_t shard_of_block(int64_t block) const {
-    // the last shard that begins at this block or before
+    // The last shard that begins at this block or before.
     return ((block + 1) * shards_ - 1) / blocks_;
   }
 

@@ -152,7 +152,7 @@ inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
   const auto is_plain = (is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ)) & is_moderate;
   _mm_store_ps(described.lows, low);
   _mm_store_ps(described.steps, _mm_div_ps(range, count));
-  // 0 where all values are equal
+  // 0 where all values are equal.
   _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));
   return extremes.is_nan == 0 && is_plain == 15;
 }

@@ -34,7 +34,7 @@ struct Quantizer {
 
 // range: max|p| if symmetric, else max - min. Finite.
 COMMHOOK_HOST_DEVICE Quantizer quantizer(float range, float low, float levels) {
-  // not 0: lifting would overflow large values
+  // Not 0: lifting would overflow large values.
   const bool is_small = range > 0.0f && range < 0x1p-100f;
   const float lift = is_small ? 0x1p64f : 1.0f;
   const float lifted = range * lift;
@@ -61,7 +61,7 @@ struct Fit {
   float factor;
 };
 
-// units in the largest magnitude: 4,096 of these fit into 31 bits
+// Units in the largest magnitude: 4,096 of these fit into 31 bits.
 constexpr float kUnits = 0x1p18f;
 constexpr float kThreshold = 0.767f;
 // Adding this to a float from 0 to 2^22 rounds it to an integer, in the low bits of the sum.
