@@ -1,5 +1,5 @@
-// The kernels of codecs that send values in blocks, and how they are launched. What is a codec's
-// own stands in its *_block.h, what a warp does in block_tile.cuh.
+// The kernels of codecs that send values in blocks, and their launches. Each codec's own part is in
+// its *_block.h; block_tile.cuh has the steps of a warp.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,14 +19,14 @@
 
 namespace commhook::cuda {
 
-// As key_of, for a message that may have no random numbers: rounding is null then.
+// key_of() for a message that may have no random numbers: then rounding is null.
 template <typename Codec>
 __device__ DitherKey dither_key(const int64_t* rounding, int64_t block) {
   return Codec::kIsRandom && rounding != nullptr ? key_of(rounding, block) : DitherKey{};
 }
 
-// Calls visit(first block, elements) for each tile of this thread's warp. The elements' positions
-// count from the launch's first one, of `total`.
+// Calls visit(first block, elements) for each tile of this thread's warp. Positions of the elements
+// count from the launch's first one; the launch has `total`.
 template <typename Visit>
 __device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int64_t total,
                               const Visit& visit) {
@@ -42,7 +42,7 @@ __device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int6
   }
 }
 
-// Random numbers take registers.
+// Kernels with random numbers need more registers.
 template <typename Codec, int kCapacity>
 __global__ void __launch_bounds__(kThreads, Codec::kIsRandom ? 2 : 3)
     encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads, Codec::kIsRandom ? 2 : 3)
   });
 }
 
-// The least blocks of a multiprocessor for kernels that decode. Without them the compiler spills to
-// make room for one more.
+// The minimum number of blocks of a kernel that decodes in a multiprocessor. Without it, the
+// compiler spills registers to make room for one more block.
 template <typename Codec>
 constexpr int kDecodeBlocks = Codec::kBits == 4 ? 1 : 2;
 
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kDecodeBlocks<Codec>)
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
   for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
     decode_tile(codec, layout, tile, first, lane, messages, count, values);
-    // Scaled here, since a run is scaled in float64 where it is of such.
+    // Scaled here: unflatten_run would scale a float64 tensor in float64.
     order_tile(values, length_of(run), work.scale, lane);
     unflatten_run(table, values - run.begin, 1.0, run, lane);
     __syncwarp();
@@ -111,13 +111,13 @@ struct BlockGrid {
   size_t shared;
 };
 
-constexpr int64_t kMostTiles = 16;  // of a warp: so many pay for its first search
+constexpr int64_t kMostTiles = 16;  // of a warp: enough to pay for its first search
 
 template <typename Codec, typename Kernel>
 BlockGrid grid_of(Kernel* kernel, const codecs::Chunk& chunk, int64_t first, int64_t total,
                   double scale, bool is_random) {
   const auto& layout = chunk.layout;
-  constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
+  constexpr int kSharedBytes = 48 * 1024;  // every device gives a block this without a request
   const auto size = static_cast<int>(layout.form().block_size);
   const auto tile = tile_of<Codec>(size);
   const int bytes = shared_bytes(tile, size, is_random);
@@ -137,13 +137,13 @@ BlockGrid grid_of(Kernel* kernel, const codecs::Chunk& chunk, int64_t first, int
           shared};
 }
 
-// Whether a layout's whole tiles stay in registers.
+// Whether the whole tiles of a layout stay in registers.
 template <typename Codec>
 bool uses_registers(const codecs::BlockLayout& layout) {
   return kStaysInRegisters<Codec> && fits_registers(layout.form().block_size) && has_places(layout);
 }
 
-// The same for these.
+// The same for kernels that use registers.
 struct RegisterGrid {
   RegisterWork work;
   unsigned blocks;
@@ -175,7 +175,7 @@ RegisterGrid register_grid(Kernel* kernel, const codecs::Chunk& chunk, int64_t f
           static_cast<unsigned>(blocks)};
 }
 
-// Calls call(random, error) with constants for two flags.
+// Calls call(random, error) with two flags as compile-time constants.
 template <typename Codec, typename Call>
 void with_flags(bool is_random, bool has_error, const Call& call) {
   const auto with_error = [&](auto random) {
@@ -195,7 +195,7 @@ int64_t tile_values(const codecs::BlockLayout& layout) {
   return uses_registers<Codec>(layout) ? kTileValues : values_of(tile_of<Codec>(size), size);
 }
 
-// The segments that hold a chunk's elements; those at its ends are cut.
+// The segments with a chunk's elements, cut at the chunk's ends.
 template <typename Data>
 std::vector<Segment<Data>> part_of(c10::ArrayRef<Segment<Data>> segments,
                                    const codecs::Chunk& chunk) {
@@ -214,7 +214,7 @@ std::vector<Segment<Data>> part_of(c10::ArrayRef<Segment<Data>> segments,
   return part;
 }
 
-// Calls launch(chunk, table, first tile) for tables of each chunk that has values.
+// Calls launch(chunk, table, first tile) for each table of each chunk that has values.
 template <typename Codec, typename Data, typename Launch>
 void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::Chunks& chunks,
                            const at::TensorOptions& options, const Launch& launch) {
@@ -227,7 +227,7 @@ void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::
   }
 }
 
-// One launch of a chunk's encoding. error: of the chunk, null for none.
+// Launches the encoding of one table of a chunk. error: the chunk's, or null.
 template <typename Codec, int kCapacity>
 void launch_encode(const codecs::Chunk& chunk, const TensorTable<const void, kCapacity>& table,
                    int64_t first, double scale, const int64_t* rounding, float* error,
@@ -254,7 +254,7 @@ void launch_encode(const codecs::Chunk& chunk, const TensorTable<const void, kCa
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// message: checked, as `chunks` have it. Each chunk takes launches of its own.
+// message: checked, with the layout of `chunks`. Each chunk has its own launches.
 template <typename Codec>
 void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& message,
                    const codecs::Chunks& chunks, double scale,
@@ -276,7 +276,8 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
   wide.finish();
 }
 
-// One launch of a chunk's decoding. is_sum: whether there may be several messages, and a scale.
+// Launches the decoding of one table of a chunk. is_sum: whether there may be several messages, and
+// a scale.
 template <typename Codec, int kCapacity>
 void launch_decode(const codecs::Chunk& chunk, const TensorTable<void, kCapacity>& table,
                    int64_t first, double scale, const uint8_t* messages, int64_t count,
@@ -303,7 +304,7 @@ void launch_decode(const codecs::Chunk& chunk, const TensorTable<void, kCapacity
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Several messages only of a single chunk.
+// Only a single chunk may have several messages.
 template <typename Codec>
 void decode_messages(const char* op, const at::Tensor& messages, int64_t count,
                      at::TensorList tensors, const codecs::Chunks& chunks, double scale,

@@ -1,5 +1,5 @@
-// What the lanes of a block do with its values and codes, which lie in shared memory and in a
-// message. What they need of each other stands in block_tile.cuh, with what a codec must say.
+// The work of a block's lanes on its values and codes, in shared memory and in a message.
+// block_tile.cuh has the exchange between lanes, and the requirements for a codec.
 #pragma once
 
 #include "instructions.h"
@@ -14,7 +14,7 @@ namespace commhook::cuda {
 
 constexpr int kQuadWords = 4;
 
-// Which of a block's lanes this is, and of how many.
+// A lane's index among the lanes of its block, and their number.
 struct BlockLane {
   int index;
   int count;
@@ -24,7 +24,7 @@ struct alignas(kQuadBytes) QuadWords {
   uint32_t words[kQuadWords];
 };
 
-// words[i] becomes words[i + 1], and the last one `last`.
+// words[i] becomes words[i + 1], and the last word becomes `last`.
 template <int kWords>
 COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last) {
 #pragma unroll
@@ -35,21 +35,21 @@ COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last)
 }
 
 // The place of vector `index`, of 16 bytes, in a warp's shared memory. Eight vectors fill all banks
-// once. A vector stays among its eight, at a place that each upper bit of its index changes in its
-// own way. So eight neighbouring lanes reach all banks at once in two cases. Either their vectors
-// are a power of two apart, up to 64. Or each of several blocks has two or four neighbouring
-// vectors, or two that are four apart. The same holds for the halves of a warp that read the same
-// four vectors of two neighbouring blocks.
+// once. A vector stays within its group of eight; each upper bit of its index changes its place
+// there in a different way. So eight neighbouring lanes reach all banks at once in two cases.
+// Either their vectors are a power of two apart, up to 64. Or each of several blocks has two or
+// four neighbouring vectors, or two that are four apart. The same holds for the halves of a warp
+// that read the same four vectors of two neighbouring blocks.
 COMMHOOK_HOST_DEVICE int spread(int index) {
   const int above = (index >> 3 ^ index >> 6) & 7;
-  // Of the sum, without carry, of 7, 5 and 6 for the three bits of `above`: a digit for each.
+  // The XOR of 7, 5 and 6 for the three bits of `above`, as a table with one digit for each value.
   return index ^ static_cast<int>(0x43162570u >> (4 * above) & 7u);
 }
 
-// Bytes of `vectors` in shared memory: of the last eight of them, all.
+// The bytes of `vectors` in shared memory, rounded up to whole groups of eight.
 COMMHOOK_HOST_DEVICE int spread_bytes(int vectors) { return (vectors + 7) / 8 * 8 * kQuadBytes; }
 
-// Values of a block in shared memory, spread: the block's begin at quad `first`.
+// A block's values in shared memory, spread; they begin at quad `first`.
 struct SpreadValues {
   float* values;
   int first;
@@ -62,7 +62,7 @@ struct SpreadValues {
   }
 };
 
-// Calls visit(value) for a block's values, those of this lane.
+// Calls visit(value) for this lane's values of a block.
 template <typename Visit>
 COMMHOOK_HOST_DEVICE void visit_values(const SpreadValues& p, int count, BlockLane lane,
                                        const Visit& visit) {
@@ -79,8 +79,8 @@ COMMHOOK_HOST_DEVICE void visit_values(const SpreadValues& p, int count, BlockLa
   }
 }
 
-// The sum of magnitudes is taken in so many parts, value i in part i mod kSumParts, which are then
-// added in halves.
+// The sum of magnitudes has kSumParts parts, with value i in part i mod kSumParts. The parts are
+// then added in halves.
 constexpr int kSumParts = 16;
 
 struct SumOfMagnitudes {
@@ -97,21 +97,22 @@ COMMHOOK_HOST_DEVICE float sum_of_part(const SpreadValues& p, int count, int par
   return sum;
 }
 
-// Random numbers of 16 bits for a block's values: eight from a counter, at equal distances.
+// The key of the random numbers of 16 bits for a block's values. Each counter gives eight of them,
+// for values at equal distances.
 struct DitherKey {
   bool is_random;
   uint32_t seed0;
   uint32_t seed1;
   uint32_t step;
-  int64_t block;  // of all messages, with which this one begins
+  int64_t block;  // the first block of this message, counted over all messages
 };
 
 COMMHOOK_HOST_DEVICE int counters_of(int count) { return (count + 7) / 8; }
 
-// The words of a tile's counters in shared memory, spread: of each four counters that follow one
-// another, vector w has the words w. The block's counters begin with `first`.
+// The words of a tile's counters in shared memory, spread. Of four consecutive counters, vector w
+// holds the words w. The block's counters begin with `first`.
 struct SpreadDithers {
-  const uint32_t* words;  // null where there are none
+  const uint32_t* words;  // null if there are none
   int first;
   int counters;  // of the block
 
@@ -123,7 +124,7 @@ struct SpreadDithers {
     return dither_of_half(word, half % 2 == 1);
   }
 
-  // Of the block's quad q.
+  // The random numbers of the block's quad q.
   COMMHOOK_HOST_DEVICE Quad quad(int q) const {
     if (counters % kQuadWords == 0 && first % kQuadWords == 0) {
       const int per_half = counters / kQuadWords;  // quads
@@ -149,8 +150,7 @@ struct SpreadDithers {
   }
 };
 
-// Draws the random numbers of a tile's blocks: of block `first` and those after it, which have
-// `counters` each.
+// Draws the random numbers of a tile's blocks, from block `first` on; each has `counters` counters.
 COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int blocks,
                                        int counters, uint32_t* words, int lane) {
   const int all = blocks * counters;
@@ -158,7 +158,7 @@ COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int 
     int block = kQuadWords * group / counters;
     int counter = kQuadWords * group - block * counters;
     QuadWords drawn[4] = {};
-#pragma unroll 1  // which takes fewer registers
+#pragma unroll 1  // needs fewer registers
     for (int c = 0; c < kQuadWords; ++c) {
       const int64_t own = first + block;
       uint32_t four[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(own),
@@ -180,7 +180,7 @@ COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int 
   }
 }
 
-// Value k * width + c of a block has its code in byte c of the `width` bytes, at bit k * kBits.
+// The code of value k * width + c is in byte c of the block's `width` bytes, at bit k * kBits.
 template <typename Codec>
 constexpr int kValuesPerByte = 8 / Codec::kBits;
 
@@ -189,20 +189,20 @@ COMMHOOK_HOST_DEVICE int width_of(int count) {
   return (count + kValuesPerByte<Codec> - 1) / kValuesPerByte<Codec>;
 }
 
-// Whether a block has a whole number of words of codes, with no gaps in them.
+// Whether a block's codes fill whole words.
 template <typename Codec>
 COMMHOOK_HOST_DEVICE bool has_whole_words(int count) {
   return count % (4 * kValuesPerByte<Codec>) == 0;
 }
 
-// Whether these words are as many as fill up vectors of 16 bytes, and aligned for them.
+// Whether these words also fill whole vectors of 16 bytes, and are aligned for them.
 template <typename Codec>
 COMMHOOK_HOST_DEVICE bool has_whole_quads(const uint8_t* codes, int count) {
   return Codec::kBits >= 4 && count % (kQuadBytes * kValuesPerByte<Codec>) == 0 &&
          is_aligned_for_quads(codes);
 }
 
-// Writes a block's codes, and what is lost over its values.
+// Writes a block's codes, and the new errors over its values.
 template <typename Codec>
 COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const SpreadValues& p,
                                       const SpreadDithers& dithers, int count,
@@ -244,7 +244,7 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const SpreadValues& p,
   if (has_whole_quads<Codec>(codes, count)) {
     for (int v = lane.index; v < width / kQuadBytes; v += lane.count) {
       QuadWords quad = {};
-#pragma unroll 1  // which takes fewer registers
+#pragma unroll 1  // needs fewer registers
       for (int j = 0; j < kQuadWords; ++j) {
         rotate_words(quad.words, word_of(kQuadWords * v + j));
       }
@@ -275,14 +275,14 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const SpreadValues& p,
   }
 }
 
-// Bytes that hold nothing, or the codes of a block that cannot be sent.
+// Zeroes padding, or the codes of a block that cannot be sent.
 COMMHOOK_HOST_DEVICE void write_zeros(uint8_t* bytes, int64_t count, BlockLane lane) {
   for (int64_t i = lane.index; i < count; i += lane.count) {
     bytes[i] = 0;
   }
 }
 
-// Adds the values of a word's codes, or begins with them.
+// Adds the values of a word's codes, or stores them if they are the first.
 template <typename Codec, typename Restore>
 COMMHOOK_HOST_DEVICE void add_word(uint32_t word, const Restore& restore, bool is_first,
                                    Quad* sums) {
@@ -307,7 +307,7 @@ COMMHOOK_HOST_DEVICE void store_word(const Quad* sums, int w, int width,
   }
 }
 
-// A block's parameters, of which two are moved at once where their memory is aligned for it.
+// A block's parameters: two are moved at once if their memory is aligned for that.
 struct alignas(8) TwoParameters {
   float values[2];
 };
@@ -342,19 +342,19 @@ COMMHOOK_HOST_DEVICE void store_parameters(const float (&parameters)[kParameters
   }
 }
 
-// Several messages of the same values: where each begins.
+// Several messages of the same values, with their beginnings.
 struct MessageRows {  // one after another
   const uint8_t* first;
   int64_t count;
   int64_t stride;  // bytes
 
   COMMHOOK_HOST_DEVICE const uint8_t* at(int64_t m) const { return first + m * stride; }
-  // Whether what is aligned in the first one is aligned in all.
+  // Whether a place that is aligned in the first message is aligned in all.
   COMMHOOK_HOST_DEVICE bool are_aligned_alike() const { return stride % kQuadBytes == 0; }
 };
 
-// A block's values: the sum of those of all messages. codes, parameters: where the block has them
-// in each message, in bytes.
+// Sums a block's values over all messages. codes, parameters: the block's places in each message,
+// in bytes.
 template <typename Codec, typename Messages>
 COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& messages, int64_t codes,
                                      int64_t parameters, int count, const SpreadValues& values,

@@ -1,4 +1,4 @@
-// How the lanes of a block find the step of blockwise_math.h's Fit.
+// The lanes of a block compute the step of Fit in blockwise_math.h.
 #pragma once
 
 #include "ops/codecs/blockwise_math.h"
@@ -7,8 +7,8 @@
 
 namespace commhook::cuda {
 
-// Each lane adds its values with add(), then again with add_larger(). In between all lanes of the
-// warp call find_threshold(), and in the end take().
+// Each lane adds its values with add(), and again with add_larger(). Between these, all lanes of
+// the warp call find_threshold(), and at the end take().
 class FittedStep {
  public:
   COMMHOOK_HOST_DEVICE explicit FittedStep(float range)
@@ -18,7 +18,7 @@ class FittedStep {
     sum_ += blockwise::in_units(value, fit_.factor) - blockwise::kWholeBits;
   }
 
-  // lanes: of a block, which has `count` values.
+  // lanes: the lanes of a block; the block has `count` values.
   __device__ void find_threshold(int lanes, int count) {
     threshold_ = static_cast<int32_t>(blockwise::threshold(add_up(lanes, sum_), count));
     sum_ = 0;
@@ -33,7 +33,7 @@ class FittedStep {
     }
   }
 
-  // Puts the step in the place of the largest magnitude, where that is finite.
+  // Replaces the largest magnitude by the step if that magnitude is finite.
   template <typename Measure>
   __device__ void take(int lanes, Measure& measure) {
     sum_ = add_up(lanes, sum_);

@@ -1,5 +1,5 @@
-// Where a message has the codes and parameters of a block, without a division of 64 bits: the host
-// computes what the shards have in common.
+// Finds the places of a block's codes and parameters in a message without a division of 64 bits:
+// the host computes what all shards share.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,27 @@
 namespace commhook::cuda {
 
 // A shard has `blocks` whole blocks or one more; only the last block of the last shard may be
-// shorter. A message of several shards is one message of a single shard after the other.
+// shorter. A message of several shards consists of the messages of single shards, one after
+// another.
 struct ShardPlaces {
-  // Of a shard of `blocks` whole blocks: all its bytes, and those before its parameters. Then how
-  // much more a shard of one more block has.
+  // For a shard of `blocks` whole blocks: its bytes, and the bytes before its parameters. Then the
+  // difference for a shard of one more block.
   int64_t bytes;
   int64_t parameters;
   int64_t bytes_more;
   int64_t parameters_more;
-  int64_t last_bytes;  // of the last shard
+  int64_t last_bytes;  // bytes of the last shard
   int64_t last_parameters;
   int64_t all_blocks;
   uint32_t blocks;
-  uint32_t longer;  // shards that have one more
+  uint32_t longer;  // shards with one more block
   uint32_t shards;
-  float shards_of_block;  // about the part of a shard that a block is
-  uint64_t inverse;       // of the shards, times 2^40 and rounded up
+  float shards_of_block;  // approximately 1 / (blocks of a shard)
+  uint64_t inverse;       // 2^40 / shards, rounded up
 
-  // Shards before this one that have one more.
+  // The number of shards before this one with one more block.
   COMMHOOK_HOST_DEVICE uint32_t longer_before(uint32_t shard) const {
-    // Exact: the product is below 2^24, and its error below one of 2^40.
+    // Exact: the product is below 2^24, and its error below 2^-40 of it.
     return static_cast<uint32_t>(uint64_t{longer * shard} * inverse >> 40);
   }
   COMMHOOK_HOST_DEVICE uint32_t first_block(uint32_t shard) const {
@@ -51,7 +52,7 @@ struct ShardPlaces {
 constexpr int64_t kMostShards = 4096;
 constexpr int64_t kMostBlocks = INT32_MAX - 4096;
 
-// Whether a layout's places can be had so.
+// Whether ShardPlaces can represent a layout.
 inline bool has_places(const codecs::BlockLayout& layout) {
   return layout.shards() <= kMostShards && layout.blocks() <= kMostBlocks;
 }
@@ -77,7 +78,7 @@ inline ShardPlaces places_of(const codecs::BlockLayout& layout) {
       ((uint64_t{1} << 40) + static_cast<uint64_t>(shards) - 1) / static_cast<uint64_t>(shards)};
 }
 
-// The shard of a block: its blocks, and where it lies in the message.
+// The shard of a block: its blocks, and its place in the message.
 struct ShardOfBlock {
   uint32_t first;
   uint32_t end;  // block
@@ -102,8 +103,7 @@ COMMHOOK_HOST_DEVICE ShardOfBlock shard_of_block(const ShardPlaces& places, uint
           offset + (is_last ? places.last_bytes : bytes)};
 }
 
-// A block's place, and how far the shard reaches in which blocks have their place one after the
-// other.
+// A block's place, and the end of the shard up to which places of blocks follow each other.
 struct PlaceInShard {
   int64_t codes;  // bytes of the message
   int64_t parameters;

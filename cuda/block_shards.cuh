@@ -1,5 +1,5 @@
-// The sum of shards that ranks share, and its message, in one kernel. It is reduce_kernel on
-// messages at any addresses, the memory of other devices among them.
+// Sums shards that ranks share, and writes the message of the sum, in one kernel. It works like
+// reduce_kernel, with messages at any addresses, also in the memory of other devices.
 #pragma once
 
 #include "block_codec.cuh"
@@ -7,7 +7,7 @@
 
 namespace commhook::cuda {
 
-// The ranks' messages, in their order.
+// The ranks' messages, in order.
 struct ShardTable {
   const uint8_t* messages[symmetric::kMaxRanks];
   int64_t count;
@@ -30,7 +30,7 @@ inline ShardTable shard_table(at::TensorList messages) {
   return table;
 }
 
-// failed: null, or a number that is not zero where nothing must be read or written.
+// failed: null, or a number; if it is not zero, the kernel reads and writes nothing.
 template <typename Codec>
 __global__ void __launch_bounds__(kThreads, Codec::kBits == 8 ? 2 : 1)
     reduce_shards_kernel(const __grid_constant__ ShardTable shards, const BlockWork work,
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, Codec::kBits == 8 ? 2 : 1)
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   if (failed != nullptr && *failed != 0) {
-    return;  // other ranks may still read the sum before
+    return;  // other ranks may still be reading the previous sum
   }
   const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));

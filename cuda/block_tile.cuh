@@ -1,17 +1,17 @@
-// How a warp encodes and decodes blocks, for all codecs that send values in blocks.
+// The encoding and decoding of blocks by a warp, for all codecs that send values in blocks.
 //
-// A codec says what is its own:
+// A codec defines:
 //   kBits, kParameters  of a value's code and of a block
 //   kIsRandom           whether it can round with random numbers
 //   Measure             accumulates a block's values; each word is max-reduced across its lanes
-//   kSums               whether that is a SumOfMagnitudes instead
-//   kFits               whether, where it does not round at random, the step is that of
-//   block_fit.cuh quantizer(measure, count, parameters, result)
-//                       gives a Quantizer and the parameters; false where a value is infinite or
-//                       NaN
+//   kSums               whether Measure is a SumOfMagnitudes instead
+//   kFits               whether the step without random rounding comes from block_fit.cuh
+//   quantizer(measure, count, parameters, result)
+//                       writes a Quantizer and the parameters; returns false if a value is infinite
+//                       or NaN
 //   code(value, dither, is random, quantizer, restored)
 //   restorer(parameters)
-//                       a function of codes
+//                       a function that restores values from codes
 #pragma once
 
 #include "block_codes.h"
@@ -22,15 +22,15 @@
 
 namespace commhook::cuda {
 
-// The lanes of a warp share out its blocks: so many lanes to a block, a power of two, each of which
-// then has codes of 16 bytes to move at once, or words of four.
+// The lanes of a warp share its blocks: each block has a power of two of lanes. Each lane then
+// moves codes of 16 bytes at once, or words of four.
 struct BlockTile {
   int lanes;
   int blocks;  // of the warp at once
 };
 
-// Whether the codes of whole blocks are moved 16 bytes at once. Of a single bit that would be so
-// many values that few warps have room for them.
+// Whether codes of whole blocks are moved 16 bytes at once. With one bit these are so many values
+// that shared memory would hold few warps.
 template <typename Codec>
 COMMHOOK_HOST_DEVICE bool has_quads(int block_size) {
   return Codec::kBits >= 4 && block_size * Codec::kBits % (8 * kQuadBytes) == 0;
@@ -51,17 +51,17 @@ COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
   return {lane % tile.lanes, tile.lanes};
 }
 
-// The values of a lane's block, of a tile's `values`.
+// The values of a lane's block, in a tile's `values`.
 COMMHOOK_HOST_DEVICE SpreadValues block_values(const BlockTile& tile, int block_size, int lane,
                                                float* values) {
   return {values, lane / tile.lanes * (block_size / kQuadValues)};
 }
 
-// Of one launch.
+// The work of one launch.
 struct BlockWork {
-  int64_t numel;  // of all launches
-  int64_t first;  // tile
-  int64_t block;  // of all messages, with which this one begins
+  int64_t numel;  // values of all launches
+  int64_t first;  // the first tile
+  int64_t block;  // the first block of this message, counted over all messages
   int shards;
   int block_size;
   int tiles;  // of a warp, one after the other
@@ -73,12 +73,12 @@ COMMHOOK_HOST_DEVICE codecs::BlockLayout layout_of(const BlockWork& work) {
   return {{work.block_size, Codec::kBits, Codec::kParameters}, work.numel, work.shards};
 }
 
-// The values of a warp's tiles: the first of them, and the number of those in one tile.
+// The number of values in a tile.
 COMMHOOK_HOST_DEVICE int values_of(const BlockTile& tile, int block_size) {
   return tile.blocks * block_size;
 }
 
-// Bytes of shared memory for a warp: a tile's values, and their random numbers.
+// The bytes of shared memory for a warp: a tile's values, and their random numbers.
 COMMHOOK_HOST_DEVICE int value_bytes(const BlockTile& tile, int block_size) {
   return spread_bytes(values_of(tile, block_size) / kQuadValues);
 }
@@ -88,11 +88,11 @@ COMMHOOK_HOST_DEVICE int shared_bytes(const BlockTile& tile, int block_size, boo
          (is_random ? spread_bytes(tile.blocks * counters_of(block_size) + kQuadWords - 1) : 0);
 }
 
-// A block of a tile, and where its message is.
+// A block of a tile, and its place in the message.
 struct BlockPlace {
   int64_t block;
   int64_t begin;  // element
-  int count;      // of elements; 0 past the last block
+  int count;      // of elements; 0 for blocks past the last
   int64_t codes;  // bytes of the message
   int64_t parameters;
 };
@@ -114,15 +114,15 @@ COMMHOOK_HOST_DEVICE BlockPlace place_of(const codecs::BlockLayout& layout, int6
               before * Codec::kParameters * static_cast<int64_t>(sizeof(float))};
 }
 
-// Of the sums of magnitudes of a tile's blocks, in `values`, the one of this lane's block.
+// Sums the magnitudes of each block in `values`; returns the sum of this lane's block.
 template <typename Codec, bool kLowered>
 __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const BlockTile& tile,
                                    int64_t first, int lane, float* values) {
-  constexpr int kBlocks = kWarpSize / kSumParts;  // at once
+  constexpr int kBlocks = kWarpSize / kSumParts;  // summed at once
   const auto quads = static_cast<int>(layout.form().block_size) / kQuadValues;
   float sum = 0.0f;
   for (int b = 0; b < tile.blocks; b += kBlocks) {
-    // Of a tile's only block the second half of the warp has nothing.
+    // If a tile has one block, the second half of the warp has no values.
     const int block = b + lane / kSumParts;
     const auto place = place_of<Codec>(layout, first + block);
     float part = sum_of_part<kLowered>(SpreadValues{values, block * quads},
@@ -140,9 +140,9 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
   return sum;
 }
 
-// Moves each quad q of a tile of `count` values from place from(q) to place to(q), which is among
-// the same eight. change(quad, q, used) changes it on the way: its first `used` values are the
-// tile's. kStays: whether both places are one. No barrier follows.
+// Moves each quad q of a tile of `count` values from place from(q) to place to(q), in the same
+// group of eight. change(quad, q, used) changes it on the way; its first `used` values belong to
+// the tile. kStays: whether both places are equal. No barrier follows.
 template <bool kStays, typename From, typename To, typename Change>
 __device__ void move_quads(float* values, int count, int lane, const From& from, const To& to,
                            const Change& change) {
@@ -163,8 +163,8 @@ __device__ void move_quads(float* values, int count, int lane, const From& from,
   }
 }
 
-// p = value * scale + error for a tile's values, `count` of them, which are spread from now on.
-// error: of the first one. No barrier follows.
+// Computes p = value * scale + error for the `count` values of a tile; the values are spread from
+// then on. error: that of the first value. No barrier follows.
 template <bool kIsSpread>
 __device__ void compensate_tile(float* values, int count, float scale, const float* error,
                                 int lane) {
@@ -188,12 +188,12 @@ __device__ void compensate_tile(float* values, int count, float scale, const flo
       });
 }
 
-// Puts a tile's values, `count` of them, in their order, times a scale.
+// Restores the order of a tile's `count` values, and scales them.
 __device__ inline void order_tile(float* values, int count, float scale, int lane) {
   move_quads<false>(
       values, count, lane, spread, [](int q) { return q; },
       [&](Quad& quad, int, int) {
-        if (scale != 1.0f) {  // which would change the bits of a NaN
+        if (scale != 1.0f) {  // scaling by 1 would change the bits of a NaN
 #pragma unroll
           for (float& value : quad.values) {
             value = value * scale;
@@ -203,8 +203,8 @@ __device__ inline void order_tile(float* values, int count, float scale, int lan
   __syncwarp();
 }
 
-// Writes what is lost of a tile's values, `count` of them, to the error of the first one. sent: a
-// bit for each lane, whether its block is sent; the error of the others stays.
+// Writes the new errors of a tile's `count` values to the error, from that of the first value on.
+// sent: one bit for each lane, set if its block is sent; the error of other blocks stays.
 __device__ inline void write_lost(const BlockTile& tile, int block_size, float* values, int count,
                                   uint32_t sent, float* error, int lane) {
   const SpreadValues lost{values, 0};
@@ -228,8 +228,8 @@ __device__ inline void write_lost(const BlockTile& tile, int block_size, float* 
   }
 }
 
-// Encodes a tile's values, `count` of them, which lie in `values`, beginning with those of block
-// `first`. kIsSpread: whether they are spread.
+// Encodes the `count` values of a tile in `values`, which begin with those of block `first`.
+// kIsSpread: whether they are spread.
 template <bool kIsSpread, typename Codec>
 __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layout,
                             const BlockTile& tile, int64_t first, int count, int lane, float scale,
@@ -247,7 +247,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   SpreadDithers dithers{nullptr, 0, 1};
   if (is_random) {
     const int counters = counters_of(size);
-    // Of the layout's last block there may be fewer.
+    // The layout's last block may have fewer.
     draw_dithers(key, key.block + first, tile.blocks, counters, words, lane);
     dithers = {words, own_block * counters, counters_of(own.count)};
   }
@@ -260,7 +260,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
       const float lowered = sum_of_magnitudes<Codec, true>(layout, tile, first, lane, values);
       measure = is_infinite ? SumOfMagnitudes{lowered, true} : measure;
     }
-    __syncwarp();  // before what is lost takes the place of values that others have read
+    __syncwarp();  // all lanes have read the values that errors replace now
   } else {
     visit_values(p, own.count, among, [&](float value) { measure.add(value); });
     if constexpr (Codec::kFits) {
@@ -272,9 +272,9 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
         visit_values(p, own.count, among, [&](float value) { step.add_larger(value); });
         step.take(tile.lanes, measure);
       }
-      __syncwarp();  // as below
+      __syncwarp();  // for the same reason as below
     } else {
-      __syncwarp();  // before what is lost takes the place of values that others have read
+      __syncwarp();  // all lanes have read the values that errors replace now
       take_largest(tile.lanes, measure);
     }
   }
@@ -286,7 +286,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
     is_sent = codec.quantizer(measure, own.count, parameters, quantizer);
     if (is_sent) {
       write_codes(codec, p, dithers, own.count, quantizer, error != nullptr, codes, among);
-    } else {  // with the error as it was
+    } else {  // the error stays as it was
       write_zeros(codes, width_of<Codec>(own.count), among);
       for (float& parameter : parameters) {
         parameter = float_of(kNaN);
@@ -311,7 +311,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   }
 }
 
-// Writes a tile's values into `values`, spread: the sums of those of all messages, of the same
+// Writes a tile's values into `values`, spread: their sums over all messages, which have one
 // layout.
 template <typename Codec, typename Messages>
 __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
@@ -326,7 +326,7 @@ __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layou
   __syncwarp();
 }
 
-// The same, of `messages` messages that follow one another.
+// The same, for `messages` messages that follow each other in memory.
 template <typename Codec>
 __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
                             const BlockTile& tile, int64_t first, int lane, const uint8_t* message,

@@ -1,4 +1,4 @@
-// What block quantisation does with a block, for cuda/block_tile.cuh.
+// Block quantisation of a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "instructions.h"
@@ -8,7 +8,7 @@
 
 namespace commhook::cuda {
 
-// The largest magnitude; a NaN if one of the values is.
+// The largest magnitude; a NaN if a value is NaN.
 struct LargestMagnitude {
   float words[1] = {0.0f};
 
@@ -17,8 +17,8 @@ struct LargestMagnitude {
   }
 };
 
-// The largest value and the largest inverse; NaNs if one of the values is. The sign of a zero is
-// left open, and no quantizer looks at it.
+// The largest value and the largest negated value; NaNs if a value is NaN. The sign of a zero is
+// undefined, and no quantizer depends on it.
 struct Extremes {
   float words[2] = {float_of(kInfinity | 1u << 31), float_of(kInfinity | 1u << 31)};
 
@@ -67,14 +67,14 @@ struct BlockwiseBlock {
     return true;
   }
 
-  // In its low bits a value's code.
+  // A value's code, in the low bits.
   COMMHOOK_HOST_DEVICE uint32_t rounded(float value, float dither, bool is_random,
                                         const Quantizer& quantizer, float& restored) const {
     const auto& by = quantizer.by;
     float t = kSymmetric ? value * by.lift * by.factor : (value * by.lift - by.low) * by.factor;
     if (is_random) {
       t = t + dither;
-      t = t > kLevels ? kLevels : t;  // what is added may have been rounded up
+      t = t > kLevels ? kLevels : t;  // the sum may have been rounded up
     } else if constexpr (kFits) {
       t = clamped(t, kLevels);
     }
@@ -91,7 +91,7 @@ struct BlockwiseBlock {
     return rounded(value, dither, is_random, quantizer, restored) & ((1u << kBits) - 1);
   }
 
-  // Four values' codes in the low bits of a word's bytes; `values` become what is lost.
+  // Four values' codes in the low bits of a word's bytes; `values` become the errors.
   template <bool kRandom>
   COMMHOOK_HOST_DEVICE uint32_t codes(Quad& values, const float (&dithers)[kQuadValues],
                                       const Quantizer& quantizer) const {
@@ -106,8 +106,8 @@ struct BlockwiseBlock {
                      0x5410);
   }
 
-  // The values of the codes in a word's bytes, of which the other bits are zeros. A code becomes
-  // the low bits of a float32 of which the others are those of 2^23.
+  // The values of the codes in a word's bytes; the other bits are zeros. A code becomes the low
+  // bits of a float32 with the exponent of 2^23.
   COMMHOOK_HOST_DEVICE Quad restored(uint32_t word, const float (&parameters)[kParameters]) const {
     constexpr uint32_t kSign = kSymmetric ? 1u << (kBits - 1) : 0u;
     constexpr uint32_t kBase = 0x4b000000u;

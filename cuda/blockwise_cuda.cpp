@@ -11,7 +11,7 @@ namespace {
 template <int kBits, bool kSymmetric>
 using Launch = BlockwiseLaunch<BlockwiseBlock<kBits, kSymmetric>>;
 
-// Calls call(launch) with what launches the kernels of a format.
+// Calls call(launch) with the launchers of a format.
 template <typename Call>
 void with_launch(const blockwise::Format& format, const Call& call) {
   if (format.bits == 8) {

@@ -1,4 +1,4 @@
-// The launchers of block quantisation, for the files that compile its kernels.
+// The launchers of block quantisation. Files that compile its kernels include this.
 #pragma once
 
 #include "block_shards.cuh"

@@ -1,5 +1,5 @@
-// What launches the kernels of block quantisation. The codecs of a number of bits are compiled in a
-// file of their own (blockwise_2.cu, blockwise_4.cu, blockwise_8.cu).
+// Declares the launchers of block quantisation. For each number of bits, one file compiles the
+// codecs (blockwise_2.cu, blockwise_4.cu, blockwise_8.cu).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace commhook::cuda {
 
-// Arguments are checked. chunks, layout: of the codec's form.
+// Arguments are already checked. chunks, layout: for the codec's form.
 template <typename Codec>
 struct BlockwiseLaunch {
   static void encode(at::TensorList tensors, const at::Tensor& message,

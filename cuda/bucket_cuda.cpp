@@ -1,5 +1,5 @@
-// The bucket operators on CUDA: one pass over memory, split over elements, not tensors, in one
-// launch for each couple of thousand tensors.
+// The bucket operators on CUDA: one pass over memory; warps share elements, not tensors. Each
+// launch takes up to about two thousand tensors.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// check_finite on CUDA: one pass over memory, in one launch for each couple of thousand tensors.
+// check_finite on CUDA: one pass over memory. Each launch takes up to about two thousand tensors.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>

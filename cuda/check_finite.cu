@@ -6,8 +6,8 @@
 namespace commhook::cuda {
 namespace {
 
-// Gradients are nearly always finite, and then nothing is written. Integers add up to the same in
-// any order, so that atomics do; and with them several streams may share a count.
+// Gradients are nearly always finite, and then the kernel writes nothing. Sums of integers do not
+// depend on the order, so atomics are deterministic; they also let several streams share a count.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     check_finite_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table, int run,

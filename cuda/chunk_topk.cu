@@ -1,5 +1,5 @@
-// The largest values of each chunk, on CUDA: one pass over the tensors, in which a block of threads
-// has the values of whole chunks in shared memory until their message is written.
+// The largest values of each chunk, on CUDA: one pass over the tensors. A block of threads holds
+// the values of whole chunks in shared memory until their message is written.
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -16,34 +16,35 @@ namespace {
 
 using chunk_topk::Form;
 
-// The values of a block of threads: whole chunks, of one or of several warps or of a part of one.
+// The values of a block of threads: whole chunks. A chunk belongs to several warps, to one, or to a
+// part of one.
 constexpr int kBlockValues = kTileValues * kWarpsPerBlock;
 static_assert(kBlockValues == chunk_topk::kLargestChunk);
 constexpr int kMostChunks = kBlockValues / chunk_topk::kLeastChunk;
 constexpr int kMaskWords = kBlockValues / 32;
 constexpr int kBlockQuads = kBlockValues / kQuadValues;
-// Words of the messages of a block's chunks, at most: those of 4,096 entries of 12 and 8 bits, or
-// of 64 times 64 of 6 and 8.
+// The most words in the messages of a block's chunks: 4,096 entries of 12 and 8 bits, or 64 chunks
+// with 64 entries of 6 and 8 bits.
 constexpr int kMostWords = 1 + 4096 * 12 / 32 + 4096 * 8 / 32;
 static_assert(kMostWords >= kMostChunks * (1 + 64 * 6 / 32 + 64 * 8 / 32));
 
-// What a block of threads shares. The groups' largest ranks are read before the first word of a
-// message is written.
+// The shared memory of a block of threads. The groups' largest ranks are read before the first word
+// of a message is written.
 struct Shared {
   Quad values[kBlockQuads];
   union {
     int32_t largest[kBlockQuads];
     uint32_t words[kMostWords];
   };
-  uint16_t candidates[kBlockValues];  // places in the block, each chunk's from its first place on
+  uint16_t candidates[kBlockValues];  // places in the block; each chunk's begin at its first place
   int32_t counts[kMostChunks];        // of candidates
   int32_t bounds[kMostChunks];        // the least rank of a candidate
   uint32_t masks[kMaskWords];         // which values are sent
-  int32_t before[kMaskWords];         // how many of the chunk are sent before those of a mask
+  int32_t before[kMaskWords];         // number of sent values in the chunk before those of a mask
 };
 
-// Values of a group, of which the largest rank is taken: those of a lane, or of a quad. 1 where
-// there would be fewer than two groups for each value that is sent: no ranks of groups are taken.
+// The number of values in a group with a common largest rank: those of a lane, or of a quad. 1 if
+// there would be fewer than two groups for each value that is sent; then groups are not used.
 __device__ int group_values(const Form& form) {
   constexpr int kLaneValues = kTileQuads * kQuadValues;
   if (form.chunk >= kTileValues && form.chunk >= 2 * kLaneValues * form.k) {
@@ -68,8 +69,8 @@ __device__ int64_t sum_of(int64_t value) {
   return value;
 }
 
-// The largest number, to within a tolerance below it, from which on count(number) is at least
-// `wanted`; low and high are bounds of it.
+// The largest number for which count(number) is at least `wanted`; the result may be up to
+// `tolerance` less. low and high are its bounds.
 template <typename Count>
 __device__ int32_t find_least(int32_t wanted, int32_t low, int32_t high, int32_t tolerance,
                               const Count& count) {
@@ -89,11 +90,12 @@ __device__ int32_t find_least(int32_t wanted, int32_t low, int32_t high, int32_t
   return low;
 }
 
-// For a warp: a rank that as many groups reach as values are sent. groups: their largest ranks.
+// For a warp: a rank that at least as many groups reach as values are sent. groups: their largest
+// ranks.
 __device__ int32_t bound_of(const int32_t* groups, int count, int wanted, int lane) {
-  constexpr int32_t kTolerance = 1 << 16;  // of a rank that only has to be low enough
+  constexpr int32_t kTolerance = 1 << 16;  // the search may stop at a somewhat lower rank
   int32_t most = 0;
-  int32_t less = 0;  // the largest of how much less than all bits a rank has
+  int32_t less = 0;  // the largest difference between all bits and a rank
   constexpr int32_t kAll = 0x7fffffff;
 #pragma unroll 1
   for (int g = lane; g < count; g += kWarpSize) {
@@ -114,10 +116,10 @@ __device__ int32_t bound_of(const int32_t* groups, int count, int wanted, int la
   return max(bound, 1);
 }
 
-// A lane's share of a chunk's candidates: the first few stay in registers.
+// A lane's share of a chunk's candidates. The first few stay in registers.
 class OwnCandidates {
  public:
-  // candidates: places in the block.
+  // candidates: their places in the block.
   __device__ OwnCandidates(const Shared& shared, const uint16_t* candidates, int count, int lane)
       : values_(reinterpret_cast<const float*>(shared.values)),
         candidates_(candidates),
@@ -130,7 +132,7 @@ class OwnCandidates {
     }
   }
 
-  // How many of the warp's meet a condition of rank and place.
+  // The number of the warp's candidates whose rank and place meet a condition.
   template <typename Condition>
   __device__ int32_t count(const Condition& condition) const {
     int32_t found = 0;
@@ -141,7 +143,8 @@ class OwnCandidates {
     return found;
   }
 
-  // Calls visit(is there, rank, number) for each that a lane may have, together with all lanes.
+  // Calls visit(is there, rank, number) for each candidate that a lane may have, on all lanes
+  // together.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
 #pragma unroll
@@ -167,7 +170,7 @@ class OwnCandidates {
   int32_t ranks_[kKept];
 };
 
-// What is sent: all above a rank, and of that rank those up to a place of the block.
+// Sent are all values above a rank, and those of that rank up to a place in the block.
 struct Threshold {
   int32_t rank;
   int last_place;
@@ -191,7 +194,7 @@ __device__ Threshold threshold_of(const OwnCandidates& own, int count, int wante
   if (equal == ties) {
     return {rank, kBlockValues};
   }
-  // The least place up to which there are so many: a search for the largest in -place.
+  // The least place up to which there are enough ties: searches for the largest negated place.
   const int32_t last = -find_least(ties, -(kBlockValues - 1), 0, 0, [&](int32_t middle) {
     return own.count(
         [&](int32_t each, int number) { return each == rank && own.place(number) <= -middle; });
@@ -199,7 +202,7 @@ __device__ Threshold threshold_of(const OwnCandidates& own, int count, int wante
   return {rank, last};
 }
 
-// Adds a field to words that were zeros.
+// Adds a field to words that contain zeros there.
 __device__ void put(uint32_t* words, int bit, uint32_t field) {
   const uint64_t both = uint64_t{field} << (bit % 32);
   atomicOr(words + bit / 32, static_cast<uint32_t>(both));
@@ -208,7 +211,8 @@ __device__ void put(uint32_t* words, int bit, uint32_t field) {
   }
 }
 
-// The levels of what a warp's lanes send. visit(add): calls add(rank) for those of this lane.
+// The levels for the values that a warp's lanes send. visit(add) calls add(rank) for each of this
+// lane's values.
 template <typename Visit>
 __device__ uint32_t levels_of(int count, int bits, const Visit& visit) {
   if (count == 0) {
@@ -253,14 +257,14 @@ __device__ uint32_t levels_of(int count, int bits, const Visit& visit) {
   return chunk_topk::mean_levels(means, exponent);
 }
 
-// One chunk of a block, which a warp encodes.
+// A chunk of a block, which one warp encodes.
 struct ChunkPlace {
   int first;      // of the block's values
   int count;      // values
   int64_t begin;  // of all values
 };
 
-// Writes the message of a chunk, and the error of what it sends.
+// Writes the message of a chunk, and the errors of the values that it sends.
 template <ErrorKind kKind>
 __device__ void write_chunk(Shared& shared, const Form& form, const ChunkPlace& chunk,
                             const Compensation& all, int number, uint32_t* message) {
@@ -350,10 +354,12 @@ __device__ void write_chunk(Shared& shared, const Form& form, const ChunkPlace& 
   }
 }
 
-// The least blocks of a multiprocessor. Without them the compiler spills to make room for one more.
+// The minimum number of blocks in a multiprocessor. Without it, the compiler spills registers to
+// make room for one more block.
 constexpr int kEncodeBlocks = 4;
 
-// Encodes the chunks of a block of threads each. first: of all values, the first of the table.
+// Each block of threads encodes its chunks. first: the table's first value, counted over all
+// values.
 template <int kCapacity, ErrorKind kKind>
 __global__ void __launch_bounds__(kThreads, kEncodeBlocks)
     encode_chunks_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
@@ -366,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks)
   }
   if (threadIdx.x < kMostChunks) {
     shared.counts[threadIdx.x] = 0;
-    shared.bounds[threadIdx.x] = 1;  // of values that are not zero
+    shared.bounds[threadIdx.x] = 1;  // the least rank of a nonzero value
   }
   TileQuads own{};
   const int group = group_values(form);
@@ -398,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks)
     shared.largest[threadIdx.x] = max(max(of_quads[0], of_quads[1]), max(of_quads[2], of_quads[3]));
   }
   __syncthreads();
-  const int64_t begin = int64_t{blockIdx.x} * kBlockValues;  // of the table
+  const int64_t begin = int64_t{blockIdx.x} * kBlockValues;  // counted in the table
   const int count = static_cast<int>(min(table.total - begin, int64_t{kBlockValues}));
   const int chunks = (count + form.chunk - 1) >> form.place_bits;
   if (group > 1) {
@@ -440,7 +446,7 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks)
 
 // ---- decoding ----------------------------------------------------------------------------------
 
-// A field of a message. A word must follow it.
+// A field of a message. Another word must follow its own.
 __device__ uint32_t field_at(const uint32_t* words, int bit, int bits) {
   const uint64_t both = uint64_t{words[bit / 32 + 1]} << 32 | words[bit / 32];
   return static_cast<uint32_t>(both >> (bit % 32)) & ((1u << bits) - 1);
@@ -448,11 +454,11 @@ __device__ uint32_t field_at(const uint32_t* words, int bit, int bits) {
 
 // An entry of a message.
 struct Entry {
-  int place;  // of the block's values; -1 for none
+  int place;  // among the block's values; -1 for none
   float value;
 };
 
-// The entry `number` of those of a block's chunks. message: of the first of these.
+// The entry `number` of a block's chunks. message: that of the first of these chunks.
 __device__ Entry entry_at(const uint32_t* message, const Form& form, int chunks, int count,
                           int number) {
   const int chunk = number / form.k;
@@ -473,7 +479,7 @@ __device__ Entry entry_at(const uint32_t* message, const Form& form, int chunks,
   return {first + static_cast<int>(place), chunk_topk::value_of(code, words[0], form.bits)};
 }
 
-// Writes the sums of the values that messages hold, times a scale. words: of a message.
+// Writes the sums of the messages' values, times a scale. words: the words of a message.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     decode_chunks_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, int64_t first,
@@ -481,7 +487,7 @@ __global__ void __launch_bounds__(kThreads)
                          int64_t words, float scale) {
   __shared__ Quad quads[kBlockQuads];
   auto* const values = reinterpret_cast<float*>(quads);
-  const int64_t begin = int64_t{blockIdx.x} * kBlockValues;  // of the table
+  const int64_t begin = int64_t{blockIdx.x} * kBlockValues;  // counted in the table
   const int count = static_cast<int>(min(table.total - begin, int64_t{kBlockValues}));
   const int chunks = (count + form.chunk - 1) >> form.place_bits;
   const int entries = chunks * form.k;
@@ -506,16 +512,16 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     message += words;
-    if (m + 1 < count_of_messages) {  // before others have added theirs
+    if (m + 1 < count_of_messages) {  // before other lanes add the next message's values
       next = entry_at(message, form, chunks, count, static_cast<int>(threadIdx.x));
     }
   }
   __syncthreads();
   if (scale != 1.0f) {
-    // Scaled here, since a run is scaled in float64 where it is of such.
+    // Scaled here: unflatten_run would scale a float64 tensor in float64.
 #pragma unroll
     for (int k = 0; k < kTileQuads; ++k) {
-      Quad quad = quads[k * kThreads + threadIdx.x];  // at once
+      Quad quad = quads[k * kThreads + threadIdx.x];  // loaded at once
 #pragma unroll
       for (float& value : quad.values) {
         value = value * scale;
@@ -580,8 +586,8 @@ void write_sum_of_messages(const char* op, const at::Tensor& messages, at::Tenso
   destinations.finish();
 }
 
-// Entries whose place is none of a value are left out: to tell of them, the host would have to wait
-// for the device.
+// Skips entries whose place is beyond the values: to report them, the host would have to wait for
+// the device.
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t k, int64_t chunk,
             int64_t bits) {

@@ -1,4 +1,4 @@
-// p = values * scale + error in one pass, for codecs that look at p more than once: flattens,
+// Computes p = values * scale + error in one pass, for codecs that read p more than once: flattens,
 // scales, adds the error, and writes p and the new error.
 #pragma once
 
@@ -19,8 +19,8 @@ namespace commhook::cuda {
 
 enum class ErrorKind { kNone, kFloat, kBFloat16 };
 
-// A warp moves the values through shared memory a tile at a time. Tensors begin anywhere; in the
-// tile, in p and in an error that is aligned, values lie four in 16 bytes.
+// A warp moves the values through shared memory one tile at a time. Tensors begin at any address.
+// In the tile, in p and in an aligned error, four values are moved in 16 bytes.
 constexpr int kTileQuads = 4;  // of a lane
 constexpr int kTileValues = kTileQuads * kQuadValues * kWarpSize;
 constexpr int kBlockTileQuads = kTileQuads * kThreads;
@@ -30,16 +30,16 @@ struct TileQuads {
   Quad quads[kTileQuads];
 };
 
-// Flat memory of `numel` values. With an error of float32, p is the error itself.
+// Flat memory for `numel` values. With a float32 error, p is the error itself.
 struct Compensation {
   float* p;
   uint16_t* narrow_error;   // null unless the error is bfloat16
-  const int64_t* rounding;  // seed and step; null rounds an error to the nearest
+  const int64_t* rounding;  // seed and step; null rounds the error to the nearest
   int64_t numel;
   float scale;
 };
 
-// The part of it that one launch does: `tiles` of each warp, of the values from `first` on.
+// The part of one launch: `tiles` for each warp, from value `first` on.
 struct CompensationPart {
   Compensation all;
   int64_t first;
@@ -55,8 +55,8 @@ struct alignas(8) NarrowQuad {
   uint16_t values[kQuadValues];
 };
 
-// What a warp does with its tiles. kWritesP: whether p is needed beside the tile; it is written
-// anyway where it is the error.
+// The work of a warp on its tiles. kWritesP: whether later kernels read p. If p is the error, it is
+// written anyway.
 template <ErrorKind kKind, bool kKeepsNonfinite, bool kWritesP>
 class TileWork {
   static constexpr bool kWrites = kWritesP || kKind == ErrorKind::kFloat;
@@ -71,7 +71,7 @@ class TileWork {
     }
   }
 
-  // Writes p for the tile's values, which belong at `place`, and returns it; zeros past the end.
+  // Writes p for the tile's values at `place`, and returns it; zeros past the end.
   __device__ TileQuads compensate(int64_t place) const {
     if (is_aligned_ && place + kTileValues <= all_.numel) {
       return compensate_quads(place);
@@ -119,7 +119,7 @@ class TileWork {
     TileQuads lost;
     NarrowQuad narrow_lost[kTileQuads];
 #pragma unroll
-    for (int k = 0; k < kTileQuads; ++k) {  // all loads come before the first use
+    for (int k = 0; k < kTileQuads; ++k) {  // all loads precede the first use
       const int own = k * kWarpSize + lane_;
       if constexpr (kKind == ErrorKind::kFloat) {
         lost.quads[k] = to[own];
@@ -185,17 +185,17 @@ __device__ void for_each_compensated_tile(const Table& table, const Compensation
                 meter);
     __syncwarp();
     visit(part.first + first, work.compensate(part.first + first));
-    __syncwarp();  // before the tile is written anew
+    __syncwarp();  // before the tile is overwritten
   }
 }
 
-// ---- the host's side ---------------------------------------------------------------------------
+// ---- host --------------------------------------------------------------------------------------
 
 // The memory of one encoding: the error of any kind, and p.
 class CompensatedMemory {
  public:
-  // error, rounding: checked, or none. p is the error, if that is of float32. Else it is a tensor
-  // of its own, or, where it need not be written, none.
+  // error, rounding: checked, or none. p is the error if that is float32. Otherwise p is a separate
+  // tensor, or none if it need not be written.
   CompensatedMemory(const char* op, int64_t numel, double scale,
                     const std::optional<at::Tensor>& error,
                     const std::optional<at::Tensor>& rounding, const at::TensorOptions& options,
@@ -219,10 +219,10 @@ class CompensatedMemory {
   }
 
   const Compensation& work() const { return work_; }
-  // Null unless the error is of float32.
+  // Null unless the error is float32.
   float* error() const { return kind_ == ErrorKind::kFloat ? work_.p : nullptr; }
 
-  // Calls visit(kind), a constant for templates.
+  // Calls visit(kind) with a compile-time constant.
   template <typename Visit>
   void with_kind(const Visit& visit) const {
     switch (kind_) {
@@ -243,9 +243,9 @@ class CompensatedMemory {
 
 inline int64_t tiles_of(int64_t numel) { return (numel + kTileValues - 1) / kTileValues; }
 
-// Calls launch(table, kind, first) for the fewest tables that hold the tensors. kind: the error's,
-// a constant for templates; first: the position of the table's first element. unit: values that no
-// table parts, whole tiles.
+// Calls launch(table, kind, first) for as few tables as possible. kind: the error's, a compile-time
+// constant. first: the position of the table's first element. unit: whole tiles of values, which no
+// table splits.
 template <typename Launch>
 void launch_compensated(const char* op, at::TensorList tensors, const CompensatedMemory& memory,
                         const Launch& launch, int64_t unit = kTileValues) {
@@ -259,8 +259,8 @@ void launch_compensated(const char* op, at::TensorList tensors, const Compensate
   });
 }
 
-// Blocks of kThreads for `count` pieces of work, of one warp each: at most a wave. `each` of them
-// fall to a warp.
+// Blocks of kThreads for `count` pieces of work, one warp each: at most one wave. Each warp takes
+// `each` pieces.
 struct WarpGrid {
   unsigned blocks;
   int64_t each;

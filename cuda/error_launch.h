@@ -1,4 +1,4 @@
-// Errors of 16 bits, which the kernels of codecs take as float32.
+// Errors of 16 bits. The kernels of codecs read and write them as float32.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,13 +10,13 @@
 
 namespace commhook::cuda {
 
-// Rounds float32 values to `error`, bfloat16 and of as many. rounding: seed and step on the device,
-// from which random numbers follow; null is to the nearest. Takes the current stream of the current
-// device, launches nothing for no elements, and never waits for the device.
+// Rounds float32 values to `error`, bfloat16 with as many elements. rounding: seed and step of the
+// random numbers, on the device; null rounds to the nearest. Uses the current stream of the current
+// device, launches nothing if there are no elements, and never waits for the device.
 void launch_narrow_error(const at::Tensor& values, const int64_t* rounding,
                          const at::Tensor& error);
 
-// An error as float32: where it lies, or a copy.
+// An error as float32: the error itself, or a copy.
 class WideError {
  public:
   // error: checked by check_error, on the current device.
@@ -28,10 +28,10 @@ class WideError {
     }
   }
 
-  // Null where there is none.
+  // Null if there is no error.
   float* data() const { return wide_.defined() ? wide_.mutable_data_ptr<float>() : nullptr; }
 
-  // Brings a copy back, after the kernels that write it.
+  // Writes a copy back, after the kernels that change it.
   void finish(const int64_t* rounding = nullptr) const {
     if (wide_.defined() && error_.scalar_type() != at::kFloat) {
       launch_narrow_error(wide_, rounding, error_);

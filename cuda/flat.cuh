@@ -1,4 +1,4 @@
-// All values of tensors in one, flat and float32, for codecs that look at them more than once.
+// All values of tensors in one flat float32 tensor, for codecs that read them more than once.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,11 +14,11 @@
 
 namespace commhook::cuda {
 
-// Writes flat values, times a scale, into tensors.
+// Writes flat values, scaled, into tensors.
 inline void give_flat(const char* op, const at::Tensor& flat, at::TensorList tensors,
                       float scale = 1.0f) {
   const Destinations destinations(op, tensors);
-  // A float64 tensor, too, takes the product of float32.
+  // A float64 tensor also receives the product in float32.
   const bool takes_product = std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
     return tensor.scalar_type() == at::kDouble;
   });

@@ -18,7 +18,7 @@ __device__ Partial add(const Partial& a, const Partial& b) {
   return {a.sum_of_squares + b.sum_of_squares, a.nonfinite_count + b.nonfinite_count};
 }
 
-// The sum over the block, in an order that never changes; only thread 0 has it.
+// The sum over the block, always in the same order; only thread 0 has it.
 __device__ Partial sum_of_block(Partial partial) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -40,8 +40,8 @@ __device__ Partial sum_of_block(Partial partial) {
   return partial;
 }
 
-// Writes one partial for each block. Adding them up with atomics instead would make the last bits
-// depend on which block ends first.
+// Writes one partial for each block. With atomics, the last bits of the sum would depend on which
+// block ends first.
 template <typename To, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     flatten_stats_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A single block: adds the partials of one launch, and those of the launches before it.
+// Runs in a single block: adds the partials of one launch to those of earlier launches.
 __global__ void __launch_bounds__(kThreads)
     flatten_stats_sum_kernel(const Partial* partials, int count, bool is_first,
                              double* sum_of_squares, int64_t* nonfinite_count) {
@@ -90,8 +90,8 @@ void launch_flatten_stats(c10::ArrayRef<Segment<const void>> segments, double sc
         for_each_table(segments, [&](const auto& table, int64_t offset) {
           constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
           const auto grid = grid_of(flatten_stats_kernel<scalar_t, kCapacity>, table.total);
-          // From the caching allocator, so that it is safe in a CUDA graph; once freed, it can only
-          // go to work that follows on this stream.
+          // From the caching allocator, so that it is safe in a CUDA graph. Once freed, only later
+          // work on this stream can receive it.
           const auto workspace = at::empty({static_cast<int64_t>(grid.blocks * sizeof(Partial))},
                                            buffer.options().dtype(at::kByte));
           auto* partials = static_cast<Partial*>(workspace.mutable_data_ptr());

@@ -1,4 +1,4 @@
-// What fp8 does with a block, for cuda/block_tile.cuh.
+// fp8 for a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "blockwise_block.h"
@@ -38,7 +38,7 @@ struct Fp8Block {
     return code;
   }
 
-  // As BlockwiseBlock has them.
+  // Like those of BlockwiseBlock.
   template <bool>
   COMMHOOK_HOST_DEVICE uint32_t codes(Quad& values, const float (&)[kQuadValues],
                                       const Quantizer& quantizer) const {

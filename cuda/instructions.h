@@ -1,4 +1,4 @@
-// Single instructions of the card, and what the host has in their place.
+// Single instructions of the GPU, and their equivalents on the host.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace commhook::cuda {
 
-// Byte i of the result is the one of `high:low` that digit i of the selector names.
+// Byte i of the result is the byte of `high:low` that digit i of the selector names.
 COMMHOOK_HOST_DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 #ifdef __CUDA_ARCH__
   return __byte_perm(low, high, selector);
@@ -24,7 +24,7 @@ COMMHOOK_HOST_DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t se
 #endif
 }
 
-// Four words to an aligned address of 16 bytes. The compiler takes structs and even vectors apart
+// Stores four words at an aligned address of 16 bytes. The compiler splits structs and even vectors
 // into stores of a word each, but not this.
 template <bool kShared>
 COMMHOOK_HOST_DEVICE void store_vector(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -48,7 +48,7 @@ COMMHOOK_HOST_DEVICE void store_vector(void* to, uint32_t a, uint32_t b, uint32_
 #endif
 }
 
-// A NaN where either value is one. Which of two zeros is the larger is left open.
+// A NaN if either value is NaN. Of two zeros, either may be the result.
 COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #ifdef __CUDA_ARCH__
   float result;
@@ -59,15 +59,15 @@ COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #endif
 }
 
-// Hides where a value comes from, so that the compiler computes again what follows from it. It
-// would keep a result for each of a lane's values, for which there are too few registers.
+// Hides the origin of a value, so that the compiler recomputes its results. Otherwise it would keep
+// a result for each of a lane's values, and registers would run out.
 COMMHOOK_HOST_DEVICE void forget([[maybe_unused]] float& value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+f"(value));
 #endif
 }
 
-// The nearest to a number of the values from -most to most.
+// The number in [-most, most] that is nearest to `value`.
 COMMHOOK_HOST_DEVICE float clamped(float value, float most) {
 #ifdef __CUDA_ARCH__
   return fminf(fmaxf(value, -most), most);
@@ -77,7 +77,7 @@ COMMHOOK_HOST_DEVICE float clamped(float value, float most) {
 #endif
 }
 
-// Two 8-bit floats in 16 bits, rounded as fp8::round_to does; values beyond the largest become it.
+// Two 8-bit floats in 16 bits, rounded as in fp8::round_to; larger values become the largest one.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint32_t pair_of_fp8(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -99,10 +99,10 @@ COMMHOOK_HOST_DEVICE uint32_t pair_of_fp8(float low, float high) {
 #endif
 }
 
-// The value of an 8-bit float that is the word's highest byte, for all codes as fp8::value_of has
-// it. The card's own conversion would give another for those that are no number. Here the code's
-// exponent becomes a float32's, too small by a constant, and the product with a power of two is
-// exact for subnormal codes, too.
+// The value of an 8-bit float in the word's highest byte, as fp8::value_of gives it for all codes.
+// The GPU's own conversion gives other NaNs. Here the code's exponent becomes a float32's, too
+// small by a constant. The product with a power of two corrects it, also exactly for subnormal
+// codes.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE float value_of_fp8(uint32_t word) {
   using T = fp8::Traits<kE5M2>;

@@ -1,5 +1,5 @@
-// What the launchers share: tables of tensors in the kernel arguments, as many launches as that
-// takes, and the shape of a launch.
+// Shared by the launchers: tables of tensors in kernel arguments, several launches if a table is
+// full, and the shape of a launch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,14 +15,14 @@
 
 namespace commhook::cuda {
 
-// Capacities: the arguments of a kernel are copied whole at each launch, so that a short list
-// should not pay for a long one. Beyond 4 KB they need CUDA 12.1, in the toolkit and in the driver.
+// Capacities of tables. Each launch copies all of a kernel's arguments, so a short list should not
+// pay for a long table. More than 4 KB need CUDA 12.1, in the toolkit and in the driver.
 constexpr int kShortTable = 216;
 constexpr int kMediumTable = 896;
 constexpr int kLongTable = 1880;
 constexpr int kArgumentBytes = 4096;
 constexpr int kLargeArgumentBytes = 32764;
-constexpr int kOtherArgumentBytes = 192;  // more than any kernel's other arguments take
+constexpr int kOtherArgumentBytes = 192;  // more than the other arguments of any kernel
 
 #if CUDART_VERSION >= 12010
 inline bool has_large_arguments() {
@@ -38,10 +38,10 @@ inline bool has_large_arguments() {
 // The shape of one launch over a table.
 struct Grid {
   unsigned blocks;
-  int run;  // elements of a warp
+  int run;  // elements for a warp
 };
 
-// kernel: takes `total` elements in runs, by blocks of kThreads.
+// kernel: processes `total` elements in runs, with blocks of kThreads.
 template <typename... Arguments>
 Grid grid_of(void (*kernel)(Arguments...), int64_t total) {
   const int run = run_length(total, warps_of_a_wave(kernel, kThreads));
@@ -52,7 +52,7 @@ Grid grid_of(void (*kernel)(Arguments...), int64_t total) {
   return {static_cast<unsigned>(blocks), run};
 }
 
-// Blocks for `count` pieces of work, of which each block does `each`.
+// The number of blocks for `count` pieces of work; each block takes `each`.
 inline unsigned blocks_for(int64_t count, int64_t each) {
   return static_cast<unsigned>((count + each - 1) / each);
 }
@@ -71,8 +71,8 @@ void for_each_table_of(c10::ArrayRef<Segment<Data>> segments, const Launch& laun
   }
 }
 
-// Calls launch(table, offset) for the fewest tables that hold the segments. offset: position
-// of the table's first element in the bucket.
+// Calls launch(table, offset) for as few tables as possible. offset: the position of the table's
+// first element in the bucket.
 template <typename Data, typename Launch>
 void for_each_table(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {
 #if CUDART_VERSION >= 12010
@@ -87,7 +87,7 @@ void for_each_table(c10::ArrayRef<Segment<Data>> segments, const Launch& launch)
 }
 
 // Calls launch(table, first tile) for tables of whole tiles, of `values` each, that together hold
-// all segments. False, and nothing is launched, where a tile has more tensors than a table.
+// all segments. If a tile has more tensors than a table, launches nothing and returns false.
 template <int kCapacity, typename Data, typename Launch>
 bool with_tables_of(c10::ArrayRef<Segment<Data>> segments, int64_t values, const Launch& launch) {
   TensorTable<Data, kCapacity> table;
@@ -104,7 +104,7 @@ bool with_tables_of(c10::ArrayRef<Segment<Data>> segments, int64_t values, const
   return !windows.empty();
 }
 
-// The same for the fewest tables. Where none will do, the elements are moved through one flat
+// The same, with tables as small as possible. If no table fits, moves the elements through a flat
 // tensor, with `options`.
 template <typename Data, typename Launch>
 void with_tables(c10::ArrayRef<Segment<Data>> segments, int64_t values,

@@ -1,4 +1,4 @@
-// How many warps of a kernel the device has room for at once.
+// The number of warps of a kernel that fit on the device at once.
 #pragma once
 
 #include <ATen/cuda/CUDAContext.h>
@@ -16,9 +16,9 @@
 
 namespace commhook::cuda {
 
-// Warps of a kernel that the device has room for at once, in blocks of `threads` that ask for
-// `shared_bytes` at the launch. The answer is kept for each device and kernel, since the driver
-// computes it anew.
+// The number of warps of a kernel that fit on the device at once, in blocks of `threads` with
+// `shared_bytes` at the launch. Cached for each device and kernel, since the driver computes it
+// each time.
 inline int64_t warps_of_a_wave(const void* kernel, int threads, size_t shared_bytes = 0) {
   using Key = std::tuple<c10::DeviceIndex, const void*, int, size_t>;
   static std::mutex mutex;
@@ -27,7 +27,7 @@ inline int64_t warps_of_a_wave(const void* kernel, int threads, size_t shared_by
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = known.find(key);
   if (found == known.end()) {
-    int blocks = 0;  // of a multiprocessor
+    int blocks = 0;  // in a multiprocessor
     C10_CUDA_CHECK(
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
     const int64_t all =

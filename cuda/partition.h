@@ -1,5 +1,5 @@
-// Who moves what: the runs of the warps of one launch, and the parts of a row that a warp moves in
-// vectors. Plain index arithmetic for host and device, so that a test can try it without a GPU.
+// Assigns work to lanes: the runs of a launch's warps, and the vectors of a row. Plain index
+// arithmetic for host and device, so that a test needs no GPU.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ constexpr int kWarpSize = 32;
 constexpr int kThreads = 256;  // of a block
 constexpr int kWarpsPerBlock = kThreads / kWarpSize;
 
-// A run is what one warp moves: a power of two of elements, so that every run begins as well
-// aligned as the bucket itself. The shortest lets 1000 tensors of 64 elements reach every
-// multiprocessor, the longest repays a warp's search for its first tensor many times over.
+// A run is the work of one warp: a power of two of elements, so that every run is aligned as well
+// as the bucket. The shortest run lets 1000 tensors of 64 elements use every multiprocessor. The
+// longest repays a warp's search for its first tensor many times over.
 constexpr int kMinRun = 64;
 constexpr int kMaxRun = 4096;
 
-// The shortest run with which so many warps, one wave of them, move `total` elements, within the
-// bounds.
+// The shortest run, within the bounds, with which `warps` warps, a single wave, move `total`
+// elements.
 inline int run_length(int64_t total, int64_t warps) {
   int run = kMinRun;
   while (run < kMaxRun && total > warps * run) {
@@ -33,7 +33,7 @@ inline int64_t block_count(int64_t total, int run) {
   return (runs + kWarpsPerBlock - 1) / kWarpsPerBlock;
 }
 
-// The run of one warp, [begin, end), empty past the last run.
+// The run of one warp, [begin, end), empty for warps past the last run.
 struct Run {
   int64_t begin;
   int64_t end;
@@ -45,16 +45,16 @@ COMMHOOK_HOST_DEVICE Run run_of(int64_t block, int warp, int run, int64_t total)
   return {begin, end < total ? end : total};
 }
 
-// A row, split at the addresses that are aligned for vectors: `head` elements before the first,
+// A row, split at addresses that are aligned for vectors: `head` elements before the first,
 // `vectors`, and `tail` elements after the last. The head is shorter than a vector, and so is the
-// tail, if no vector was left to it.
+// tail, unless a vector was moved into it.
 struct RowSplit {
   int head;
   int vectors;
   int tail;
 };
 
-// misaligned: how many elements the row's first one lies past an address aligned for vectors.
+// misaligned: the distance, in elements, of the row's first one from the last aligned address.
 template <int kWidth>
 COMMHOOK_HOST_DEVICE RowSplit split_row(int misaligned, int count) {
   int head = misaligned == 0 ? 0 : kWidth - misaligned;
@@ -63,8 +63,8 @@ COMMHOOK_HOST_DEVICE RowSplit split_row(int misaligned, int count) {
   return {head, vectors, count - head - vectors * kWidth};
 }
 
-// The same, but with the last vector in the tail where more elements are read past it than the tail
-// has: `beyond` of them.
+// The same, but moves the last vector into the tail if a vector load would read more elements past
+// the last vector, `beyond`, than the tail has.
 template <int kWidth>
 COMMHOOK_HOST_DEVICE RowSplit without_overread(const RowSplit& split, int beyond) {
   if (split.vectors == 0 || beyond <= split.tail) {
@@ -73,12 +73,12 @@ COMMHOOK_HOST_DEVICE RowSplit without_overread(const RowSplit& split, int beyond
   return {split.head, split.vectors - 1, split.tail + kWidth};
 }
 
-// The element of head or tail that a lane moves, -1 for none. Both edges take a single step of the
-// warp: the head its first half, the tail its second.
+// The element of head or tail that a lane moves, -1 for none. One step of the warp moves both
+// edges: its first half the head, its second half the tail.
 template <int kWidth>
 COMMHOOK_HOST_DEVICE int edge_element(const RowSplit& split, int lane) {
   constexpr int kHalf = kWarpSize / 2;
-  static_assert(2 * kWidth <= kHalf);  // of which the tail has one less at most
+  static_assert(2 * kWidth <= kHalf);  // the tail has at most 2 * kWidth - 1 elements
   if (lane < split.head) {
     return lane;
   }
@@ -88,7 +88,7 @@ COMMHOOK_HOST_DEVICE int edge_element(const RowSplit& split, int lane) {
   return -1;
 }
 
-// A vector's bytes where it lies at no aligned address: two aligned neighbours hold them.
+// The size of a vector at an aligned address. A vector at another address lies in two of these.
 template <int kWords>
 struct __attribute__((__aligned__(4 * kWords), __may_alias__)) Granule {
   uint32_t words[kWords];
@@ -102,9 +102,8 @@ COMMHOOK_HOST_DEVICE uint32_t funnel_shift(uint32_t low, uint32_t high, int bits
 #endif
 }
 
-// The bytes from `shift` on, counted from the first byte of `first`; shift is below the size of a
-// granule, and a multiple of kElement bytes. Every index is a constant: arrays then stay in
-// registers.
+// The bytes from `shift` on, counted from the first byte of `first`. shift is less than a granule,
+// and a multiple of kElement bytes. All indices are constants, so that arrays stay in registers.
 template <int kElement, int kWords>
 COMMHOOK_HOST_DEVICE Granule<kWords> realign(const Granule<kWords>& first,
                                              const Granule<kWords>& second, int shift) {

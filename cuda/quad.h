@@ -1,4 +1,4 @@
-// Four float32 values at once, in 16 bytes, for host and device.
+// Four float32 values in 16 bytes, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ COMMHOOK_HOST_DEVICE void store_quad(const Quad& quad, float* to, bool is_aligne
   }
 }
 
-// Those of values[first] and the three after it that are before `end`; zeros for the others.
+// values[first] and the three after it, with zeros for those from `end` on.
 COMMHOOK_HOST_DEVICE Quad quad_at(const float* values, int64_t first, int64_t end,
                                   bool is_aligned) {
   if (first + kQuadValues <= end) {

@@ -1,5 +1,5 @@
-// Values at random places, on CUDA: a pass over all values, which writes the error and looks for
-// values that are not finite, then one over the entries of the message.
+// Values at random places, on CUDA: one pass over all values, which writes the error and searches
+// for values that are not finite; then a pass over the entries of the message.
 #include <torch/library.h>
 
 #include "compensate.cuh"
@@ -11,7 +11,7 @@
 namespace commhook::cuda {
 namespace {
 
-// Writes p, and notes whether a value is not finite, which becomes 0 in the error.
+// Writes p, and notes whether a value is not finite; such a value becomes 0 in the error.
 template <int kCapacity, ErrorKind kKind>
 __global__ void __launch_bounds__(kThreads)
     compensate_finite_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
@@ -28,11 +28,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   });
   if (!is_finite) {
-    atomicExch(has_nonfinite, 1);  // a plain write would race with those of other threads
+    atomicExch(has_nonfinite, 1);  // a plain store would race with those of other threads
   }
 }
 
-// What the indices follow from, the same for all threads of a block.
+// The random numbers that give the indices; computed once for all threads of a block.
 __device__ randomk::Draw drawn(const int64_t* rounding, int64_t numel) {
   __shared__ randomk::Draw draw;
   if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// The kernels that keep values in registers (register_tile.cuh), and what a warp does with a tile
-// that it cannot load or store so.
+// The kernels that keep values in registers (register_tile.cuh), and the work on tiles that
+// registers cannot load or store.
 #pragma once
 
 #include "register_tile.cuh"
@@ -8,12 +8,12 @@
 
 namespace commhook::cuda {
 
-// Of a block of threads: few, since each has many registers.
+// Threads of a block: few, since each needs many registers.
 constexpr int kRegisterThreads = 128;
 
-// The least blocks of a multiprocessor for kernels that encode. On sm_100 the compiler takes
-// registers for fewer where it may, and a step that fits the values takes some more beside an
-// error.
+// The minimum number of blocks in a multiprocessor for kernels that encode. On sm_100 the compiler
+// would otherwise use registers for fewer blocks. A fitted step together with an error needs a few
+// more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <typename Codec, bool kRandom, bool kError>
 constexpr int kEncodeBlocks = kRandom         ? 4
@@ -24,14 +24,14 @@ template <typename Codec, bool kRandom, bool kError>
 constexpr int kEncodeBlocks = 4;
 #endif
 
-// Where a tile's values are, if they are aligned float32 in a single tensor. Data: of the table.
+// The place of a tile's values if they are aligned float32 in a single tensor. Data: the table's.
 template <typename Data>
 struct RowCursor {
-  Data* data = nullptr;  // of the tensor; null where its values cannot be moved as they are
-  int64_t start = 0;     // of the tensor, in the table
+  Data* data = nullptr;  // of the tensor; null if its values cannot be moved as vectors
+  int64_t start = 0;     // the tensor's position in the table
   int64_t end = 0;
 
-  // begin: a multiple of a tile's values, none before an earlier one.
+  // begin: a multiple of a tile's values, never before an earlier one.
   template <typename Table>
   COMMHOOK_HOST_DEVICE bool find(const Table& table, int64_t begin) {
     if (begin >= end) {
@@ -53,7 +53,7 @@ struct RowCursor {
   }
 };
 
-// The place of a lane's block, which moves on from tile to tile.
+// The place of a lane's block; it advances from tile to tile.
 template <typename Codec>
 struct LanePlace {
   static constexpr int kParameterBytes = Codec::kParameters * static_cast<int>(sizeof(float));
@@ -76,7 +76,7 @@ struct LanePlace {
   }
 };
 
-// The number of this thread's warp in the launch.
+// The index of this thread's warp in the launch.
 __device__ inline uint32_t warp_of_launch() {
   return blockIdx.x * (blockDim.x / kWarpSize) + static_cast<uint32_t>(warp_of_block());
 }
@@ -86,9 +86,10 @@ COMMHOOK_HOST_DEVICE uint32_t blocks_of_tile(const RegisterWork& work) {
 }
 
 // Calls whole(begin, position) for the full tiles of this thread's warp, or rest(block, run,
-// position) for one of the blocks that fill no tile. begin counts from the launch's first value, of
-// `total`, and position from the message's first. Blocks that fill no tile take plain loops, which
-// are slower: the first warps have them, and the tiles of the others hide that time.
+// position) for one of the blocks that fill no tile. begin counts from the first of the launch's
+// `total` values, position from the message's first value. Blocks that fill no tile run in plain
+// loops, which are slow. So the first warps take these blocks, while the other warps take the
+// tiles.
 template <typename Whole, typename Rest>
 __device__ void for_each_register_tile(const RegisterWork& work, int64_t total, const Whole& whole,
                                        const Rest& rest) {
@@ -107,7 +108,7 @@ __device__ void for_each_register_tile(const RegisterWork& work, int64_t total, 
   }
 }
 
-// Where a lane's first tile has its block; of a warp that has tiles.
+// The place of a lane's block in the first tile. Only for a warp that has tiles.
 template <typename Codec>
 __device__ LanePlace<Codec> first_place(const RegisterWork& work, int lane) {
   const uint32_t tile = (warp_of_launch() - work.last_blocks) * static_cast<uint32_t>(work.tiles);
@@ -122,8 +123,8 @@ __device__ PlaceInShard place_of_block(const RegisterWork& work, uint32_t block)
 
 COMMHOOK_HOST_DEVICE int length_of(const Run& run) { return static_cast<int>(run.end - run.begin); }
 
-// Writes zeros where a shard has nothing: behind the codes and behind the parameters of its last
-// block. code_bytes, parameter_bytes: of that block.
+// Zeroes a shard's padding, after the codes and after the parameters of its last block. code_bytes,
+// parameter_bytes: of that block.
 __device__ inline void fill_shard(const ShardPlaces& places, uint32_t block,
                                   const PlaceInShard& place, int code_bytes, int parameter_bytes,
                                   uint8_t* message, int lane, int lanes) {
@@ -138,13 +139,13 @@ __device__ inline void fill_shard(const ShardPlaces& places, uint32_t block,
   }
 }
 
-// block: of all messages, with which this one begins.
+// block: the first block of this message, counted over all messages.
 __device__ inline DitherKey key_of(const int64_t* rounding, int64_t block) {
   const auto seed = seed_of(rounding);
   return {true, seed.low, seed.high, seed.step, block};
 }
 
-// p = value * scale + error, of a lane's values.
+// Computes p = value * scale + error for a lane's values.
 template <bool kError>
 __device__ void compensate_quads(const RegisterWork& work, int step, const float* error,
                                  Quad (&quads)[kEighths]) {
@@ -168,7 +169,7 @@ __device__ void compensate_quads(const RegisterWork& work, int step, const float
   }
 }
 
-// Encodes the values of a full tile, which are in `quads` and not yet compensated.
+// Encodes the values of a full tile. They are in `quads`, without the error.
 template <typename Codec, bool kRandom, bool kError>
 __device__ void encode_full_tile(const RegisterWork& work, const LaneInTile& at, int lane,
                                  const DitherKey& key, LanePlace<Codec>& own, int64_t position,
@@ -189,7 +190,7 @@ __device__ void encode_full_tile(const RegisterWork& work, const LaneInTile& at,
   own.move_on(work);
 }
 
-// Encodes a block of `count` values, which are in shared memory. position: of its first value.
+// Encodes a block of `count` values in shared memory. position: of its first value.
 template <typename Codec, bool kRandom, bool kError>
 __device__ void encode_last_block(const RegisterWork& work, int lane, const DitherKey& key,
                                   uint32_t block, int64_t position, int count, float* values,
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
         if (kMany) {
 #pragma unroll 1
           for (int i = lane; i < length_of(run); i += kWarpSize) {
-            shared[i] *= work.scale;  // which this lane has decoded
+            shared[i] *= work.scale;  // this lane has decoded it
           }
         }
         __syncwarp();
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
       [&](uint32_t block, const Run& run, int64_t position) {
         decode_last_block(codec, work, block, length_of(run), messages, count, stride, shared,
                           lane);
-        // No barrier: each lane compensates the values that it has decoded.
+        // Needs no barrier: each lane compensates the values that it has decoded.
         encode_last_block<Codec, kRandom, kError>(work, lane, key, block, position, length_of(run),
                                                   shared, error, message);
       });

@@ -1,10 +1,10 @@
-// How a warp encodes and decodes 1,024 values at once in its registers: whole blocks of 128, 256,
-// 512 or 1,024 values. What a codec must have for it stands in blockwise_block.h.
+// A warp encodes and decodes 1,024 values at once in its registers: whole blocks of 128, 256, 512
+// or 1,024 values. blockwise_block.h shows what a codec must define for this.
 //
-// Each of a block's lanes has an eighth of its values in four neighbours from each eighth of the
-// block. So the random numbers of one counter are of one lane's values, and so are the codes of one
-// byte. The words of codes of four lanes then change places, so that each has 16 bytes; of two bits
-// those of two lanes, so that each has 8.
+// Each of a block's lanes has four neighbouring values from each eighth of the block. So the eight
+// random numbers of a counter belong to one lane's values, and so do the codes of a byte. Four
+// lanes then exchange words of codes, so that each has 16 consecutive bytes. With two bits, two
+// lanes exchange words, so that each has 8.
 #pragma once
 
 #include "block_codes.h"
@@ -17,41 +17,41 @@
 namespace commhook::cuda {
 
 constexpr int kTileValues = 1024;
-constexpr int kEighths = 8;  // of a block, and so quads of a lane
+constexpr int kEighths = 8;  // eighths of a block, and so quads of a lane
 constexpr int kLeastInRegisters = 128;
 constexpr int kTileBytes = kTileValues * static_cast<int>(sizeof(float));  // of shared memory
 
-// Whether codes of so many bits are kept in registers. Codes of a bit are not: their sums of
-// magnitudes are added in an order that other lanes would have to know.
+// Whether the values of a codec stay in registers. Values with a code of one bit do not: their sum
+// of magnitudes has an order that would need other lanes' values.
 template <typename Codec>
 constexpr bool kStaysInRegisters = Codec::kBits >= 2;
 
-// Whether blocks are whole tiles' and their codes whole words of each lane.
+// Whether tiles consist of whole blocks, and each lane's codes of whole words.
 inline bool fits_registers(int64_t block_size) {
   return block_size >= kLeastInRegisters && block_size <= kTileValues &&
          kTileValues % block_size == 0;
 }
 
-// Of one launch.
+// The work of one launch.
 struct RegisterWork {
   ShardPlaces places;
-  int64_t numel;   // of all launches
-  int64_t block;   // of all messages, with which this one begins
-  uint32_t first;  // block of the launch
+  int64_t numel;   // values of all launches
+  int64_t block;   // the first block of this message, counted over all messages
+  uint32_t first;  // the launch's first block
   int block_size;
-  int lanes;  // of a block, 2^lane_bits
+  int lanes;  // lanes of a block, 2^lane_bits
   int lane_bits;
   int tiles;             // of a warp, one after the other
-  uint32_t last_blocks;  // that fill no tile; each has a warp of its own
+  uint32_t last_blocks;  // blocks that fill no tile; each has its own warp
   float scale;
-  bool is_aligned;  // whether the error is, for 16 bytes
+  bool is_aligned;  // whether the error is aligned to 16 bytes
 };
 
-// Where in its tile a lane's values begin.
+// The place of a lane's values in its tile.
 struct LaneInTile {
   int block;
   int index;  // among the block's lanes
-  int first;  // value of the tile
+  int first;  // its first value, counted in the tile
   int step;   // from one of its quads to the next, in values
 };
 
@@ -65,11 +65,11 @@ COMMHOOK_HOST_DEVICE LaneInTile lane_in_tile(const RegisterWork& work, int lane)
 template <typename Codec>
 constexpr int kWordsOfLane = kEighths * Codec::kBits / 8;
 
-// Words of codes that a lane moves at once: 16 bytes, or 8 where it has no more.
+// Words of codes that a lane moves at once: 16 bytes, or 8 if it has no more.
 template <int kWords>
 constexpr int kWordsAtOnce = kWords < kQuadWords ? kWords : kQuadWords;
 
-// A lane's quads, from aligned memory or from any.
+// Loads a lane's quads from aligned or unaligned memory.
 COMMHOOK_HOST_DEVICE void load_quads(const float* from, int step, bool is_aligned,
                                      Quad (&quads)[kEighths]) {
   if (is_aligned) {
@@ -85,7 +85,7 @@ COMMHOOK_HOST_DEVICE void load_quads(const float* from, int step, bool is_aligne
   }
 }
 
-// kShared: whether it is shared memory.
+// kShared: whether `to` is in shared memory.
 template <bool kShared>
 COMMHOOK_HOST_DEVICE void store_quads(const Quad (&quads)[kEighths], float* to, int step,
                                       bool is_aligned) {
@@ -104,8 +104,7 @@ COMMHOOK_HOST_DEVICE void store_quads(const Quad (&quads)[kEighths], float* to, 
   }
 }
 
-// Where the words of codes are that the lane moves at once, the vector `index` of those that it
-// has.
+// The place of the lane's vector `index`, the words of codes that it moves at once.
 template <int kWords>
 COMMHOOK_HOST_DEVICE int place_of_vector(const LaneInTile& at, int index) {
   constexpr int kAtOnce = kWordsAtOnce<kWords>;
@@ -122,8 +121,8 @@ COMMHOOK_HOST_DEVICE bool is_aligned_for_vectors(const uint8_t* codes) {
   return reinterpret_cast<uintptr_t>(codes) % (4 * kWordsAtOnce<kWords>) == 0;
 }
 
-// Moves the codes in words where their memory is not aligned for vectors: in a loop, since what is
-// merely predicated takes its time from all.
+// Moves the codes in words if their memory is not aligned for vectors. A loop, since predicated
+// instructions would cost time in the aligned case too.
 template <int kWords>
 COMMHOOK_HOST_DEVICE void store_codes(uint32_t (&words)[kWords], const LaneInTile& at,
                                       uint8_t* codes) {
@@ -176,8 +175,8 @@ COMMHOOK_HOST_DEVICE void load_codes(uint32_t (&words)[kWords], const LaneInTile
   }
 }
 
-// Of the words that lanes move at once, word i of a lane becomes the word that its neighbour i, of
-// as many, had for it. Twice is as not at all.
+// Transposes the words that lanes move at once: word i of a lane becomes the word that its
+// neighbour i had for it. Calling this twice changes nothing.
 template <int kWords>
 __device__ void transpose(uint32_t (&words)[kWords], int lane) {
 #pragma unroll
@@ -197,7 +196,7 @@ __device__ void transpose(uint32_t (&words)[kWords], int lane) {
   }
 }
 
-// Random words of a lane's values: value j of quad k has half k % 2 of words[j][k / 2].
+// Random words for a lane's values: value j of quad k uses half k % 2 of words[j][k / 2].
 COMMHOOK_HOST_DEVICE void draw_words(const DitherKey& key, int64_t block, int index,
                                      uint32_t (&words)[kQuadValues][4]) {
 #pragma unroll
@@ -210,8 +209,9 @@ COMMHOOK_HOST_DEVICE void draw_words(const DitherKey& key, int64_t block, int in
   }
 }
 
-// Turns a tile's values, of which `quads` are the lane's, into codes and parameters, and `quads`
-// into what is lost. False where the lane's block cannot be sent. codes, parameters: the block's.
+// Converts a tile's values, with this lane's in `quads`, into codes and parameters, and `quads`
+// into the errors. Returns false if the lane's block cannot be sent. codes, parameters: the
+// block's.
 template <typename Codec, bool kRandom>
 __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const LaneInTile& at,
                              int lane, const DitherKey& key, uint32_t block,
@@ -289,7 +289,7 @@ __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const
   return is_sent;
 }
 
-// What a lane reads of one message for its tile.
+// The codes and parameters of one message that a lane reads for its tile.
 template <typename Codec>
 struct TileCodes {
   uint32_t words[kWordsOfLane<Codec>];
@@ -301,7 +301,7 @@ struct TileCodes {
   }
 };
 
-// Adds the values of a tile's codes, or begins with them.
+// Adds the values of a tile's codes, or stores them if they are the first.
 template <typename Codec, bool kFirst>
 __device__ void add_codes(const Codec& codec, TileCodes<Codec>& tile, int lane,
                           Quad (&quads)[kEighths]) {
@@ -322,8 +322,8 @@ __device__ void add_codes(const Codec& codec, TileCodes<Codec>& tile, int lane,
   }
 }
 
-// The sum of the tile's values of all messages, each `stride` bytes past the one before. The next
-// message's codes are on their way while one's are added.
+// Sums the tile's values over all messages, which are `stride` bytes apart. Loads the next
+// message's codes while it adds one's values.
 template <typename Codec, bool kMany>
 __device__ void decode_quads(const Codec& codec, const LaneInTile& at, int lane,
                              const uint8_t* codes, const float* parameters, int64_t messages,
@@ -335,7 +335,7 @@ __device__ void decode_quads(const Codec& codec, const LaneInTile& at, int lane,
   } else {
 #pragma unroll
     for (Quad& quad : quads) {
-      quad = {-0.0f, -0.0f, -0.0f, -0.0f};  // to which each value is added as it is
+      quad = {-0.0f, -0.0f, -0.0f, -0.0f};  // the neutral element, also for -0
     }
 #pragma unroll 1
     for (int64_t m = 1; m <= messages; ++m) {
@@ -382,7 +382,7 @@ COMMHOOK_HOST_DEVICE uint32_t message_byte(const Codec& codec, float* p, int cou
   return byte;
 }
 
-// A block of any size, by all lanes of the warp. p: its values, in shared memory. error: null where
+// All lanes of the warp encode a block of any size. p: its values, in shared memory. error: null if
 // there is none.
 template <typename Codec, bool kRandom>
 __device__ void encode_block(const Codec& codec, int count, float scale, const DitherKey& key,
@@ -412,7 +412,7 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
     }
     step.take(kWarpSize, measured);
   }
-  // Otherwise a lane has the same values throughout.
+  // Otherwise a lane has the same values all the time.
   constexpr bool kIsShared = kValuesPerByte<Codec> > 1;
   if constexpr (kIsShared) {
     __syncwarp();
@@ -445,12 +445,12 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
   }
 }
 
-// The sum of the block's values of all messages, in their order.
+// Sums the block's values over all messages, in their order.
 template <typename Codec>
 __device__ void decode_block(const Codec& codec, int count, const uint8_t* codes,
                              const float* parameters, int64_t messages, int64_t stride,
                              float* values, int lane) {
-  constexpr int kValues = 8;  // of a lane at once, whose codes are on their way together
+  constexpr int kValues = 8;  // of a lane at once; their codes are loaded together
   const int width = width_of<Codec>(count);
 #pragma unroll 1
   for (int begin = lane; begin < count; begin += kValues * kWarpSize) {
@@ -462,7 +462,7 @@ __device__ void decode_block(const Codec& codec, int count, const uint8_t* codes
       const int i = min(begin + v * kWarpSize, count - 1);
       places[v] = i % width;
       shifts[v] = i / width * Codec::kBits;
-      sums[v] = -0.0f;  // to which each value is added as it is
+      sums[v] = -0.0f;  // the neutral element, also for -0
     }
 #pragma unroll 1
     for (int64_t m = 0; m < messages; ++m) {

@@ -1,4 +1,4 @@
-// Random numbers of a message, and how an error of bfloat16 is rounded.
+// Random numbers of a message, and the rounding of a bfloat16 error.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace commhook::cuda {
 
-// rounding: seed and step, as operators take them.
+// rounding: seed and step, as operators receive them.
 struct Seed {
   uint32_t low;
   uint32_t high;
@@ -24,7 +24,7 @@ struct NarrowRounding {
   bool is_random;
   uint32_t key;
 
-  // place: of the value in the error.
+  // place: that of the value in the error.
   __device__ uint16_t operator()(float value, int64_t place) const {
     return is_random ? codecs::rounded_at_random(value, static_cast<uint32_t>(place), key)
                      : codecs::nearest(value);

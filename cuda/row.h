@@ -1,5 +1,5 @@
-// How a warp moves one contiguous row: convert, scale, measure, check. No lane needs another one,
-// so that a test can play all lanes of all warps on the host.
+// A warp's work on one contiguous row: convert, scale, measure, check. Lanes are independent, so
+// that a test can run all lanes of all warps on the host.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -13,7 +13,7 @@
 
 namespace commhook::cuda {
 
-// Scaling is done in float64 where a side is float64, else in float32.
+// Values are scaled in float64 if either side is float64, else in float32.
 template <typename From, typename To>
 using Scaling =
     std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
@@ -37,7 +37,7 @@ COMMHOOK_HOST_DEVICE bool is_finite(c10::BFloat16 value) {
   return is_finite(static_cast<float>(value));
 }
 
-// What a lane notices about the elements that pass: scaled, and written.
+// A lane's record of the elements that it converts: scaled, and written.
 struct NoMeasure {
   template <typename Value, typename To>
   COMMHOOK_HOST_DEVICE void add(Value, To) {}
@@ -70,8 +70,8 @@ COMMHOOK_HOST_DEVICE To convert(From source, Scaling<From, To> scale, Meter& met
   return written;
 }
 
-// kIsSame: the elements stay as they are, scale is 1; else it is not, where the dtypes are the
-// same.
+// kIsSame: the dtypes are equal and the scale is 1, so the elements stay as they are. Otherwise,
+// with equal dtypes, the scale is not 1.
 template <bool kIsSame, typename To, typename From, int kWidth, typename Meter>
 COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert_pack(const Pack<From, kWidth>& source,
                                                    Scaling<From, To> scale, Meter& meter) {
@@ -90,7 +90,7 @@ COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert_pack(const Pack<From, kWidth>& sou
   return written;
 }
 
-// What the vectors of a row share: `shift` bytes from an aligned address of the source on.
+// Shared by the vectors of a row. The source begins `shift` bytes after an aligned address.
 template <typename From, typename To>
 struct RowCopy {
   const From* source;
@@ -101,12 +101,12 @@ struct RowCopy {
 };
 
 template <bool kShifted>
-constexpr int kUnroll = kShifted ? 2 : 4;  // shifted takes two loads for each
+constexpr int kUnroll = kShifted ? 2 : 4;  // a shifted vector takes two loads
 
-// A step of one lane. All loads come before the first use. They are kept as words, since 16-bit
-// values would each take a register, and start as zeros, since what a branch leaves undefined stays
-// alive around all loops, for each pair of dtypes in registers of its own. kIsWhole: no vector of
-// the step is past the row's end.
+// A step of one lane. All loads precede the first use. They are kept as words, since each 16-bit
+// value would take a register. They start as zeros: a value that a branch leaves undefined stays
+// alive around all loops, in separate registers for each pair of dtypes. kIsWhole: no vector of the
+// step is past the row's end.
 template <bool kIsWhole, bool kShifted, bool kIsSame, int kWidth, typename From, typename To,
           typename Meter>
 COMMHOOK_HOST_DEVICE void copy_step(const RowCopy<From, To>& row, int first, Meter& meter) {
@@ -141,8 +141,8 @@ COMMHOOK_HOST_DEVICE void copy_step(const RowCopy<From, To>& row, int first, Met
   }
 }
 
-// One lane's part of the vectors of a row: elements of `destination` from an address on that is
-// aligned for them, from a source that is, too, or lies `shift` bytes past such an address.
+// One lane's part of the vectors of a row. The destination is aligned for vectors. The source is
+// too, or begins `shift` bytes after such an address.
 template <bool kShifted, bool kIsSame, int kWidth, typename From, typename To, typename Meter>
 COMMHOOK_HOST_DEVICE void copy_vectors(const RowCopy<From, To>& row, int lane, Meter& meter) {
   constexpr int kStep = kUnroll<kShifted> * kWarpSize;
@@ -165,11 +165,11 @@ COMMHOOK_HOST_DEVICE void copy_vectors(const RowCopy<From, To>& row, int lane, M
   }
 }
 
-// One lane's part of destination[i] = source[i] * scale. Vectors are of 16 bytes on the side of the
-// wider dtype and of as many elements on the other. Those of the destination are aligned; where the
-// source's then are not, each is put together from two aligned ones. The first may reach over the
-// row's beginning, within the aligned 16 bytes around its first element; none reaches over its end,
-// where the memory may end, too.
+// One lane's part of destination[i] = source[i] * scale. Vectors have 16 bytes on the side of the
+// wider dtype, and as many elements on the other side. Those of the destination are aligned. If the
+// source's are not, each is assembled from two aligned ones. The first may begin before the row,
+// within the aligned 16 bytes around its first element. None reaches past the row's end, where the
+// memory may end.
 template <typename From, typename To, typename Meter>
 COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int count, double scale,
                                    int lane, Meter& meter) {
@@ -261,8 +261,8 @@ COMMHOOK_HOST_DEVICE void unflatten_run(const Table& table, const From* buffer, 
       });
 }
 
-// One lane's part of counting a row's elements that are not finite. Vectors are of 16 bytes, all
-// loads of a step come before the first use.
+// One lane's count of a row's elements that are not finite. Vectors have 16 bytes; all loads of a
+// step precede the first use.
 template <typename T>
 COMMHOOK_HOST_DEVICE int count_nonfinite_of_row(const T* source, int count, int lane) {
   constexpr int kWidth = 16 / sizeof(T);
@@ -274,7 +274,7 @@ COMMHOOK_HOST_DEVICE int count_nonfinite_of_row(const T* source, int count, int 
   const auto* vectors = reinterpret_cast<const Granule<4>*>(source + split.head);
 #pragma unroll 1
   for (int first = lane; first < split.vectors; first += kUnroll * kWarpSize) {
-    Granule<4> loaded[kUnroll] = {};  // zeros are finite
+    Granule<4> loaded[kUnroll] = {};  // zeros count as finite
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int v = first + k * kWarpSize;

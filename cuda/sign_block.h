@@ -1,4 +1,4 @@
-// What sign does with a block, for cuda/block_tile.cuh.
+// sign for a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "block_codes.h"

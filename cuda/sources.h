@@ -1,4 +1,4 @@
-// Tensors as the launchers take them.
+// Prepares tensors for the launchers.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -22,12 +22,12 @@ inline Dtype dtype_of(const at::Tensor& tensor) {
     case at::kHalf:
       return Dtype::kHalf;
     default:
-      return Dtype::kBFloat16;  // the checks let no other pass
+      return Dtype::kBFloat16;  // the checks refuse all others
   }
 }
 
-// No processor loads an element from an address that is not a multiple of its size, and the error
-// would make the device useless to the whole program. Only foreign memory can lie so.
+// A GPU cannot load an element from an address that is not a multiple of its size. The error would
+// make the device useless for the whole program. Only foreign memory can be misaligned.
 inline void check_aligned(const char* op, const char* argument, int64_t index,
                           const at::Tensor& tensor) {
   const auto size = static_cast<std::uintptr_t>(tensor.element_size());
@@ -38,7 +38,7 @@ inline void check_aligned(const char* op, const char* argument, int64_t index,
                     ", got one ", past, " bytes past such");
 }
 
-// The int64 values of an argument that may be left out; null then.
+// The int64 values of an optional argument; null if there is none.
 inline const int64_t* numbers_of(const char* op, const char* argument,
                                  const std::optional<at::Tensor>& tensor) {
   if (!codecs::is_there(tensor)) {
@@ -48,7 +48,7 @@ inline const int64_t* numbers_of(const char* op, const char* argument,
   return tensor->const_data_ptr<int64_t>();
 }
 
-// visit(tensor) for each tensor that holds elements.
+// Calls visit(tensor) for each tensor that holds elements.
 template <typename Visit>
 void visit_tensors(const char* op, at::TensorList tensors, const Visit& visit) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -59,9 +59,9 @@ void visit_tensors(const char* op, at::TensorList tensors, const Visit& visit) {
   }
 }
 
-// Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
-// more: a kernel that follows strides would be slow for all, and in a bucket's own layout
-// parameters of permuted memory, such as channels_last, are contiguous views.
+// Tensors to read. A tensor that is not contiguous is read through a contiguous copy, in one more
+// pass over memory: a kernel that follows strides would be slow for all tensors. In a bucket's own
+// layout, parameters of permuted memory, such as channels_last, are contiguous views.
 class Sources {
  public:
   Sources(const char* op, at::TensorList tensors) {
@@ -85,8 +85,8 @@ class Sources {
   std::vector<at::Tensor> copies_;
 };
 
-// Tensors to write. What is not contiguous is written through a contiguous tensor, see Sources;
-// finish() then copies from that.
+// Tensors to write. A tensor that is not contiguous is written through a contiguous one (see
+// Sources); finish() then copies that back.
 class Destinations {
  public:
   Destinations(const char* op, at::TensorList tensors) {

@@ -14,12 +14,12 @@ namespace {
 using symmetric::kMaxRanks;
 
 struct ControlTable {
-  int64_t* controls[kMaxRanks];  // of each rank
+  int64_t* controls[kMaxRanks];  // one for each rank
 };
 
-// One warp, a lane for each other rank. The kernels after it on the stream read what the ranks have
-// written before; a kernel that waited itself could take the multiprocessors from the stream of
-// another bucket for which other ranks wait.
+// One warp, with a lane for each other rank. Later kernels on the stream read what the ranks have
+// written before. If a larger kernel waited, it could occupy the multiprocessors that another
+// bucket's stream needs, and other ranks may wait for that bucket.
 __global__ void __launch_bounds__(kWarpSize)
     barrier_kernel(const __grid_constant__ ControlTable table, int ranks, int rank,
                    int64_t nanoseconds) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kWarpSize)
   if (is_other) {
     symmetric::send(to, symmetric::signal_of(number, had_failed));
   }
-  __syncwarp();  // all are told before any is waited for
+  __syncwarp();  // send to all ranks before waiting for any
   int missed = 0;
   if (is_other && !had_failed &&
       !symmetric::wait_for(symmetric::signal_from(own, lane), number, nanoseconds)) {

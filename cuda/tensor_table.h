@@ -1,5 +1,5 @@
-// The tensors of one launch, as its kernel gets them: by value, in its arguments. That needs no
-// copy to the device, no pinned memory and no synchronisation, and a CUDA graph keeps its own copy.
+// The tensors of one launch, in the kernel's arguments by value. This needs no copy to the device,
+// no pinned memory and no synchronisation, and a CUDA graph keeps its own copy.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace commhook::cuda {
 
 enum class Dtype : uint8_t { kDouble, kFloat, kHalf, kBFloat16 };
 
-// One contiguous tensor. Data is `const void` where the tensors are read, `void` where written.
+// One contiguous tensor. Data is `const void` for tensors that are read, `void` for those written.
 template <typename Data>
 struct Segment {
   Data* data;
@@ -38,9 +38,9 @@ struct TensorTable {
   Entry entries[kTensors];
   int64_t total;  // elements
   int count;      // tensors
-  // Positions in slices of 2^slice_shift: a search begins between the tensors that hold the first
-  // positions of a slice and of the next one. A whole binary search would be a chain of as many
-  // misses in the constant cache.
+  // Divides positions into slices of 2^slice_shift. A search begins between the tensors at the
+  // first positions of a slice and of the next one. A binary search over the whole table would be a
+  // chain of as many misses in the constant cache.
   int slice_shift;
   uint16_t slice_first[kSlices + 1];
   Dtype dtypes[kTensors];
@@ -77,16 +77,16 @@ inline int64_t bytes_of(Dtype dtype) {
   return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// Segments of which one table holds the elements from `first` on.
+// Segments for one table, with the elements from `first` on.
 template <typename Data>
 struct Window {
   int64_t first;
   std::vector<Segment<Data>> segments;
 };
 
-// All segments, none of them empty, in windows of at most `capacity`. The elements of each but the
-// last are a multiple of `multiple`: the segment at its end is cut. None where so many segments
-// have fewer.
+// Splits all segments, none of them empty, into windows of at most `capacity` segments. The
+// elements of each window but the last are a multiple of `multiple`, so the segment at its end is
+// cut. Returns none if `capacity` segments have fewer than `multiple` elements.
 template <typename Data>
 std::vector<Window<Data>> windows_of(const Segment<Data>* segments, size_t count, size_t capacity,
                                      int64_t multiple) {
@@ -112,7 +112,7 @@ std::vector<Window<Data>> windows_of(const Segment<Data>* segments, size_t count
       auto* const data = static_cast<Byte*>(whole.data) + (from - start) * bytes_of(whole.dtype);
       window.segments.push_back({data, to - from, whole.dtype});
       if (to < start + whole.numel) {
-        break;  // the rest is the next window's
+        break;  // the next window takes the rest
       }
       start += whole.numel;
       ++i;
@@ -154,8 +154,8 @@ COMMHOOK_HOST_DEVICE Cursor cursor_at(const Table& table, int64_t position) {
 }
 
 // Calls visit(data, dtype, offset, position, count) for each tensor's part of the run, in order:
-// `count` elements that begin at `offset` in the tensor and at `position` in the table. The run
-// begins at the cursor's tensor, which moves to that of the next run.
+// `count` elements from `offset` in the tensor and `position` in the table on. The run begins at
+// the cursor's tensor; the cursor moves to the next run's.
 template <typename Table, typename Visit>
 COMMHOOK_HOST_DEVICE void for_each_piece(const Table& table, Run run, Cursor& cursor,
                                          const Visit& visit) {

@@ -1,6 +1,6 @@
 // The values of largest magnitude, on CUDA. One pass over the tensors computes p = values * scale +
-// error, and counts. Two more over p load only groups of values that may be sent: one counts, one
-// writes the message.
+// error, and counts. Two more passes over p load only groups with values that may be sent: one
+// counts, the other writes the message.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -17,21 +17,21 @@ constexpr int kTileGroups = kTileValues / kGroupValues;
 static_assert(kTileGroups == kWarpSize);
 constexpr int64_t kPartValues = int64_t{kTileValues} * kWarpsPerBlock;
 
-// What the passes tell each other. All but the groups begins with zeros.
+// The memory that the passes share. All but the groups begins with zeros.
 struct Selection {
   int32_t* high;      // counts by the upper bits of ranks, kHighBins
   int32_t* middle;    // of the lower bits, kMiddleBins
   int32_t* low;       // kLowBins
-  int32_t* finished;  // blocks of each of the two passes that count
-  int32_t* taken;     // parts of the third
+  int32_t* finished;  // finished blocks of each of the two passes that count
+  int32_t* taken;     // parts that the third pass has taken
   RankState* upper;   // the upper bits of the least rank that is sent
-  RankState* least;   // all
-  uint64_t* parts;    // the state of each
+  RankState* least;   // all bits of that rank
+  uint64_t* parts;    // the state of each part
   uint16_t* groups;   // the largest rank of each kGroupValues values, in whole tiles
 };
 
-// The largest rank of each group of a tile. Four lanes have a group's values in each quad k: each
-// lane keeps one quad's, and gives the others away.
+// Writes the largest rank of each group of a tile. Four lanes have a group's values in each quad k;
+// each lane keeps one quad's values, and gives the others away.
 __device__ void write_groups(const int32_t (&largest)[kTileQuads], uint16_t* groups) {
   const int lane = lane_of_warp();
   int32_t pair[2];
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
           for (int i = 0; i < kQuadValues; ++i) {
             const int32_t rank = topk::rank_of(p.quads[k].values[i]);
             largest[k] = max(largest[k], rank);
-            if (rank > kLowMask) {  // bin 0 has the rest, zeros among them
+            if (rank > kLowMask) {  // bin 0 has the rest, including zeros
               atomicAdd(own + (rank >> kLowBits), 1);
             }
           }
@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(kThreads)
       atomicAdd(selection.high + i, own[i]);
     }
   }
-  const bool is_last = part.first + table.total == part.all.numel;  // of the launches
+  // Whether this is the last launch.
+  const bool is_last = part.first + table.total == part.all.numel;
   if (is_last && is_last_block(selection.finished)) {
     const auto upper = find_bin<kHighBins>(selection.high, wanted);
     if (threadIdx.x == 0) {
@@ -92,13 +93,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of a lane's group: which values have a rank above `least`, and which have that rank.
+// For a lane's group: the values with a rank above `least`, and those of that rank.
 struct GroupMasks {
   uint32_t above;
   uint32_t equal;
 };
 
-// shift: lower bits that are left out of the comparison.
+// shift: lower bits that the comparison ignores.
 __device__ GroupMasks masks_of(const float* p, int64_t first, int64_t numel, bool is_aligned,
                                int32_t least, int shift) {
   GroupMasks masks{0, 0};
@@ -118,8 +119,8 @@ __device__ GroupMasks masks_of(const float* p, int64_t first, int64_t numel, boo
   return {masks.above & own, masks.equal & own};
 }
 
-// Counts the ranks of a warp's lanes by their lower bits. Many values may be the same: those of the
-// first lane's rank are counted together. Of lower bits that are all 0 no count is needed.
+// Counts the ranks of a warp's lanes by their lower bits. Many values may be equal, so those with
+// the first lane's rank are counted together. Lower bits that are all 0 are not counted.
 __device__ void count_low(int32_t rank, bool is_counted, const Selection& selection) {
   const uint32_t lanes = __ballot_sync(kWholeWarp, is_counted);
   if (lanes == 0) {
@@ -137,7 +138,7 @@ __device__ void count_low(int32_t rank, bool is_counted, const Selection& select
   }
 }
 
-// The second pass, `tiles` of each warp.
+// The second pass; each warp takes `tiles` tiles.
 __global__ void __launch_bounds__(kThreads)
     count_low_kernel(const float* p, int64_t numel, int64_t tiles, Selection selection) {
   const RankState upper = *selection.upper;
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const auto message = part_of_message(of_parts, least.wanted);
   RankCounts passed{static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
-  // What is not finite is above the least rank, or has it.
+  // A value that is not finite has the least rank or one above it.
   for (uint32_t left = masks.above | masks.equal; left != 0; left &= left - 1) {
     const int i = __ffs(static_cast<int>(left)) - 1;
     const float value = p[first + i];
@@ -237,8 +238,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds a message's values to `flat`, which holds those of the messages before it. `is_only`: of
-// all.
+// Adds a message's values to `flat`, the sum of the messages before it. `is_only`: whether this is
+// the only message.
 __global__ void __launch_bounds__(kThreads)
     add_entries_kernel(const int32_t* indices, const float* values, int64_t count, bool is_only,
                        float* flat, int64_t numel) {
@@ -335,8 +336,8 @@ void write_sum_of_messages(const char* op, const at::Tensor& messages, at::Tenso
   give_flat(op, flat, tensors, static_cast<float>(scale));
 }
 
-// Entries of indices that are none of a value are left out: to tell of them, the host would have to
-// wait for the device.
+// Skips entries with an index beyond the values: to report them, the host would have to wait for
+// the device.
 
 void decode(const at::Tensor& message, at::TensorList tensors) {
   topk::check_decode(message, tensors);

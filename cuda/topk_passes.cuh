@@ -1,5 +1,5 @@
-// What the passes of topk share: the end of a launch, the search in counts, and what is known of
-// parts before one's own.
+// Shared by the passes of topk: the end of a launch, the search in counts, and the counts of the
+// parts before a part.
 #pragma once
 
 #include "launch.cuh"
@@ -8,19 +8,20 @@
 
 namespace commhook::cuda {
 
-// As other blocks of the launch have written it.
+// Loads a value that other blocks of the launch may have written.
 template <typename T>
 __device__ T load_now(const T* from) {
   return *static_cast<const volatile T*>(from);
 }
 
-// Whether all other blocks of the launch have come here: what they wrote before can then be read.
-// All threads of the block must call it. count: 0 at first.
+// Whether all other blocks of the launch have come here; then their earlier writes can be read. All
+// threads of the block must call it. count: 0 at first.
 __device__ inline bool is_last_block(int32_t* count) {
   __shared__ int32_t before;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // after the barrier: it then releases what all threads of the block wrote
+    // After the barrier, so that it releases the writes of all threads of the block.
+    __threadfence();
     before = atomicAdd(count, 1);
     __threadfence();
   }
@@ -28,8 +29,9 @@ __device__ inline bool is_last_block(int32_t* count) {
   return before == static_cast<int32_t>(gridDim.x) - 1;
 }
 
-// For all threads of a block: the bin in which a count from the top comes to what is wanted, and
-// how many of that bin are wanted. No count of bin 0 is taken: it has what the others have not.
+// For all threads of a block: the bin in which a count from the top reaches `wanted`, and how many
+// values of that bin are wanted. Ignores the count of bin 0, which has all that the others do not
+// have.
 template <int kBins>
 __device__ RankState find_bin(const int32_t* counts, int32_t wanted) {
   constexpr int kEach = kBins / kThreads;
@@ -45,7 +47,7 @@ __device__ RankState find_bin(const int32_t* counts, int32_t wanted) {
     own[i] = top - i > 0 ? load_now(counts + top - i) : 0;
     sum += own[i];
   }
-  int32_t up_to = sum_up_to(sum);  // below also of the warps before this one
+  int32_t up_to = sum_up_to(sum);  // below, also of the warps before this one
   if (lane == kWarpSize - 1) {
     of_warp[warp] = up_to;
   }
@@ -72,8 +74,8 @@ __device__ RankState find_bin(const int32_t* counts, int32_t wanted) {
   return found;
 }
 
-// Takes the next part of all. Parts are taken in order, by blocks that run: each of those before it
-// is finished or under way. All threads of the block must call it.
+// Takes the next part. Blocks that run take parts in order, so all earlier parts are finished or in
+// progress. All threads of the block must call it.
 __device__ inline int64_t take_part(int32_t* taken) {
   __shared__ int32_t part;
   if (threadIdx.x == 0) {
@@ -83,9 +85,9 @@ __device__ inline int64_t take_part(int32_t* taken) {
   return part;
 }
 
-// For all lanes of one warp: the counts of all parts before this one, for which it says what its
-// own are. It reads the states of 32 parts at a time, back to one that knows all before it (Merrill
-// and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016).
+// For all lanes of one warp: publishes the counts of this part, and returns the sum of those of all
+// parts before it. Reads the states of 32 parts at a time, back to one that includes all before it
+// (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016).
 __device__ inline RankCounts counts_before(uint64_t* states, int64_t part, const RankCounts& own) {
   const int lane = lane_of_warp();
   uint64_t before = 0;
@@ -107,7 +109,7 @@ __device__ inline RankCounts counts_before(uint64_t* states, int64_t part, const
       }
       const uint32_t complete = __ballot_sync(kWholeWarp, known_of(state) == Known::kAllBefore);
       is_complete = complete != 0;
-      // Of lanes up to the first that knows all before it.
+      // Counts lanes up to the first state that includes all before it.
       const bool is_counted = (complete & ((1u << lane) - 1)) == 0;
       uint64_t sum = is_counted ? counts_word(state) : 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together, and the memory that a warp has to itself.
+// Operations of a warp's lanes together, and the warp's own memory.
 #pragma once
 
 #include "instructions.h"
@@ -9,18 +9,18 @@ namespace commhook::cuda {
 
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// Of this thread.
+// The index of this thread's lane, and of its warp.
 __device__ inline int lane_of_warp() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 __device__ inline int warp_of_block() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 
-// This warp's part of the shared memory for which the launch asked: `bytes` for each warp.
+// This warp's part of the launch's shared memory: `bytes` for each warp.
 __device__ inline float* shared_values(int bytes) {
   extern __shared__ Quad memory[];
   return reinterpret_cast<float*>(memory) +
          warp_of_block() * (bytes / static_cast<int>(sizeof(float)));
 }
 
-// The sum over this lane and those before it.
+// The sum over this lane and the lanes before it.
 template <typename T>
 __device__ T sum_up_to(T own) {
   const int lane = lane_of_warp();
@@ -32,7 +32,7 @@ __device__ T sum_up_to(T own) {
   return own;
 }
 
-// Gives each lane the largest words of all lanes of its block, of which there are `lanes`.
+// Gives each lane the largest words of its block's `lanes` lanes.
 template <typename Measure>
 __device__ void take_largest(int lanes, Measure& measure) {
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ void take_largest(int lanes, Measure& measure) {
   }
 }
 
-// The sum over all lanes of a block, of which there are `lanes`, for each of these.
+// For each block, the sum over its `lanes` lanes.
 __device__ inline uint32_t add_up(int lanes, uint32_t own) {
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {

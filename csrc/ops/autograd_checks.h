@@ -1,4 +1,4 @@
-// What the operators' autograd kernels refuse.
+// Checks of the operators' autograd kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,12 +11,12 @@
 
 namespace commhook {
 
-// "tensors[3]", or "out" where there is no index.
+// "tensors[3]", or "out" without an index.
 inline std::string argument_name(const char* argument, int64_t index) {
   return index < 0 ? std::string(argument) : c10::str(argument, "[", index, "]");
 }
 
-// A tensor that must not be part of a graph that is being recorded.
+// Refuses a tensor that is part of a graph that is being recorded.
 inline void check_not_recorded(const char* op, const char* argument, int64_t index,
                                const at::Tensor& tensor, const char* remedy) {
   if (!tensor.defined() || !tensor.requires_grad() || !at::GradMode::is_enabled()) {
@@ -37,7 +37,7 @@ inline void check_not_recorded(const char* op, const char* argument, at::TensorL
   }
 }
 
-// The operators have no forward-mode derivatives, which would otherwise be lost without a word.
+// The operators have no forward-mode derivatives. Without this check these would be lost silently.
 inline void check_no_forward_gradient(const char* op, const char* argument, int64_t index,
                                       const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -49,7 +49,7 @@ inline void check_no_forward_gradient(const char* op, const char* argument, int6
 
 inline void check_no_forward_gradient(const char* op, const char* argument,
                                       at::TensorList tensors) {
-  // Outside of torch.autograd.forward_ad no tensor has one, and none needs to be asked.
+  // Outside of torch.autograd.forward_ad no tensor has one, so no tensor needs a check.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) == nullptr) {
     return;
   }
@@ -58,7 +58,7 @@ inline void check_no_forward_gradient(const char* op, const char* argument,
   }
 }
 
-// A tensor made in inference mode has no version to count. Asked before anything is written.
+// A tensor made in inference mode has no version counter. Call this before anything is written.
 inline void check_has_version(const char* op, const char* argument, int64_t index,
                               const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": ",

@@ -1,10 +1,10 @@
-// What the library was compiled for.
+// The versions and features that the library was compiled for.
 #include <torch/library.h>
 
 #include <string>
 
-// Python looks for this text in the file before it loads it, since a library of another torch may
-// not load at all. Kept whole, though nothing here reads it.
+// Python searches the file for this text before it loads the library, since a library for another
+// torch may fail to load. The attribute keeps the text although no code reads it.
 extern "C" __attribute__((used, visibility("default"))) const char commhook_built_for_torch[] =
     "commhook built for torch " COMMHOOK_TORCH_VERSION;
 

@@ -1,4 +1,4 @@
-// Arithmetic that CPU kernels and CUDA kernels share.
+// Marks arithmetic that CPU kernels and CUDA kernels share.
 #pragma once
 
 #ifdef __CUDACC__

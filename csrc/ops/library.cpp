@@ -1,6 +1,6 @@
-// Every operator of the library, by subject. The kernels register themselves where they stand:
+// All operators of the library, by subject. Kernels register themselves in their own files:
 // reference kernels (plain ATen, every device), CPU kernels in csrc/ops/cpu, CUDA kernels in cuda.
-// The fakes stand beside the Python declarations, in the modules that are named here.
+// The fakes are in the Python modules named here.
 #include <torch/library.h>
 
 namespace {
@@ -24,27 +24,27 @@ TORCH_LIBRARY(commhook, m) {
   // ---- Bucket: many tensors <-> one flat buffer, in logical (row-major) order. Values are scaled
   // ---- in float32 (float64 where either side is float64) before the cast.
 
-  // One-dimensional concatenation. dtype defaults to that of the tensors.
+  // Concatenates into one dimension. dtype defaults to that of the tensors.
   m.def("flatten(Tensor[] tensors, *, float scale=1.0, ScalarType? dtype=None) -> Tensor",
         compliant);
-  // The same into a caller's contiguous buffer, whose dtype decides.
+  // The same into a caller's contiguous buffer, with its dtype.
   m.def("flatten.out(Tensor[] tensors, *, float scale=1.0, Tensor(a!) out) -> Tensor(a!)",
         {at::Tag::pt2_compliant_tag, out_tag<at::Tag>(0)});
-  // The same, with the sum of the squares of the scaled values (before the cast, accumulated in
-  // float64) and the number of non-finite values in the buffer (int64), both 0-dimensional.
+  // The same; also returns the sum of the squares of the scaled values (before the cast, in
+  // float64) and the number of non-finite values in the buffer (int64). Both are 0-dimensional.
   m.def(
       "flatten_stats(Tensor[] tensors, *, float scale=1.0, ScalarType? dtype=None) -> "
       "(Tensor buffer, Tensor sum_of_squares, Tensor nonfinite_count)",
       compliant);
-  // New tensors with the shapes, strides and dtypes of `like`, filled from the buffer.
+  // Returns new tensors with the shapes, strides and dtypes of `like`, filled from the buffer.
   m.def("unflatten(Tensor buffer, Tensor[] like, *, float scale=1.0) -> Tensor[]", compliant);
   // The same into existing tensors.
   m.def("unflatten_into(Tensor buffer, Tensor(a!)[] tensors, *, float scale=1.0) -> ()", compliant);
 
-  // ---- Build: what the library was compiled for and what it runs on.
+  // ---- Build: the versions and features of the library.
 
   // The instruction set of the CPU kernels: reference, default, avx2 or avx512. With `limit`, the
-  // kernels use at most that from here on (for tests and measurements).
+  // kernels use at most that from then on (for tests and measurements).
   m.def("cpu_capability(str? limit=None) -> str");
   // The torch version that the library was built against.
   m.def("built_for_torch() -> str");
@@ -56,11 +56,11 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.native.check_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // ---- Checks of a hook. The first writes nothing and returns nothing: it is registered as
-  // ---- effectful in torch_commhook/native/check_ops.py, or compilers would leave it out.
+  // ---- Checks of a hook. The first writes nothing and returns nothing: without the registration
+  // as ---- effectful in torch_commhook/native/check_ops.py, compilers would leave it out.
 
-  // Raises where `result`, which the hook of that name gave for `value`, has another dtype, layout,
-  // device or size.
+  // Raises an error if `result`, which the named hook returned for `value`, differs in dtype,
+  // layout, device or size.
   m.def("check_hook_result(Tensor result, Tensor value, str hook) -> ()", compliant);
   // Adds the number of infinities and NaNs in the tensors to `count`, one int64 on their device.
   m.def("check_finite(Tensor[] tensors, Tensor(a!) count) -> ()", compliant);
@@ -69,10 +69,9 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.process_group.broadcast");
 
-  // ---- Process groups, which are given by their names. The kernels stand in csrc/runtime.
+  // ---- Process groups, given by their names. The kernels are in csrc/runtime.
 
-  // Writes the contents that the tensors have on one rank into those of all ranks, in buckets of at
-  // most so many bytes.
+  // Copies one rank's tensors to all ranks, in buckets of at most `buffer_size` bytes.
   m.def(
       "broadcast_coalesced(Tensor(a!)[] tensors, int buffer_size, int rank, str group_name) -> ()",
       {at::Tag::pt2_compliant_tag});

@@ -1,4 +1,4 @@
-// Whether a tensor's memory is there.
+// Checks that a tensor has memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace commhook {
 
-// What is read or written must be there: a storage can be resized under its tensors.
+// A storage can be resized under its tensors, so that memory to read or write may be missing.
 inline void check_memory(const char* op, const char* argument, int64_t index,
                          const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage()) {

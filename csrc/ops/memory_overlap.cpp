@@ -6,7 +6,7 @@
 namespace commhook {
 namespace {
 
-// Dimensions of more than one element, in bytes.
+// A dimension of more than one element, in bytes.
 struct Dim {
   int64_t stride;
   int64_t size;
@@ -22,7 +22,7 @@ std::vector<Dim> dims_of(const at::Tensor& tensor) {
   return dims;
 }
 
-// How many bytes a tensor spans, apart from the dimensions that step by multiples of `period`.
+// The bytes that a tensor spans, without the dimensions that step by multiples of `period`.
 int64_t span_within(const std::vector<Dim>& dims, int64_t item, int64_t period) {
   int64_t span = item;
   for (const auto& dim : dims) {
@@ -31,9 +31,9 @@ int64_t span_within(const std::vector<Dim>& dims, int64_t item, int64_t period) 
   return span;
 }
 
-// Whether two tensors are apart for a reason that is quick to see: modulo one of their strides, or
-// the divisor common to all, they lie in intervals of their own. So it is for every n-th element
-// of one memory, and for columns of a matrix.
+// A quick test that proves that two tensors do not overlap: modulo one of their strides, or the
+// divisor of all strides, they occupy disjoint intervals. This covers tensors of every n-th element
+// of one memory, and columns of a matrix.
 bool surely_apart(const at::Tensor& a, const at::Tensor& b, int64_t distance) {
   const auto a_dims = dims_of(a);
   const auto b_dims = dims_of(b);
@@ -54,7 +54,7 @@ bool surely_apart(const at::Tensor& a, const at::Tensor& b, int64_t distance) {
   });
 }
 
-// Marks the cells of memory that tensors reach, and tells when one is reached twice.
+// Marks the cells of memory that tensors reach; detects a cell that is reached twice.
 class Cells {
  public:
   Cells(const Extent& whole, const std::vector<const at::Tensor*>& tensors) : begin_(whole.begin) {
@@ -65,7 +65,7 @@ class Cells {
     marked_.resize((static_cast<int64_t>(whole.end - whole.begin) + granule_ - 1) / granule_);
   }
 
-  // False where the tensor reaches a cell that is marked already.
+  // Returns false if the tensor reaches a marked cell.
   bool mark(const at::Tensor& tensor) {
     return mark(dims_of(tensor), 0, start_of(tensor), tensor.element_size());
   }
@@ -106,10 +106,10 @@ bool share_a_cell(const at::Tensor& a, const at::Tensor& b, const Extent& whole)
 
 using Pair = std::optional<std::pair<int64_t, int64_t>>;
 
-// Tensors whose extents form one chain.
+// Searches among tensors with a chain of overlapping extents.
 Pair find_overlap_in(const std::vector<Extent>& chain, const Extent& whole,
                      at::TensorList tensors) {
-  // Comparing all pairs pays for a few tensors only.
+  // Comparing all pairs pays only for a few tensors.
   constexpr size_t kFew = 16;
   bool undecided = chain.size() > kFew;
   for (size_t i = 0; i < chain.size() && !undecided; ++i) {
@@ -168,7 +168,7 @@ bool overlaps_itself(const at::Tensor& tensor) {
   if (tensor.numel() <= 1 || tensor.is_non_overlapping_and_dense()) {
     return false;
   }
-  // By growing stride; each must step over all that lies below it.
+  // Sorts by stride. Each dimension must step over everything that the smaller strides reach.
   auto dims = dims_of(tensor);
   std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) {
     return std::pair(a.stride, a.size) < std::pair(b.stride, b.size);

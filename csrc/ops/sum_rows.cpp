@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix, in float32 and in their order. Each row holds one rank's values
-// of 16 bits, of which an all-reduce would round every partial sum.
+// Sums over the rows of a matrix, in float32 and in order. Each row holds one rank's 16-bit values;
+// an all-reduce would round every partial sum of these.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -18,9 +18,9 @@ namespace commhook {
 namespace {
 
 constexpr const char* kName = "sum_rows";
-// Below this a thread costs more to wake than it saves.
+// With fewer elements, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
-// Columns that are added up at once: their sums and one row's values stay in the first-level cache.
+// Columns that are added at once: their sums and one row's values stay in the first-level cache.
 constexpr int64_t kColumns = 2048;
 
 void check_dense(const char* argument, const at::Tensor& tensor) {
@@ -89,7 +89,7 @@ void sum_rows(const at::Tensor& rows, const at::Tensor& out) {
   if (cpu::serve(rows.device())) {
     return sum_on_cpu(rows, out);
   }
-  if (!rows.is_cpu()) {  // in one pass, where the order is the device's own
+  if (!rows.is_cpu()) {  // in one call; the device chooses the order
     out.copy_(at::sum(rows, {0}, /*keepdim=*/false, at::kFloat));
     return;
   }
@@ -103,7 +103,7 @@ void sum_rows(const at::Tensor& rows, const at::Tensor& out) {
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.collectives.sum_rows");
 
-  // out = the sum of the rows, added up in float32 in their order and rounded once.
+  // out = the sum of the rows, in float32 and in their order, rounded once.
   m.def("sum_rows(Tensor rows, Tensor(a!) out) -> ()", {at::Tag::pt2_compliant_tag});
 }
 

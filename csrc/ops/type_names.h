@@ -1,4 +1,4 @@
-// How errors name dtypes and layouts, as Python prints them.
+// The names of dtypes and layouts in errors, as Python prints them.
 #pragma once
 
 #include <c10/core/Layout.h>
@@ -10,7 +10,7 @@
 
 namespace commhook {
 
-// "torch.float32". Operators take a dtype as a number, which may be none.
+// For example "torch.float32". Operators receive a dtype as a number, which may be no dtype.
 inline std::string dtype_name(c10::ScalarType dtype) {
   const auto number = static_cast<int>(dtype);
   if (number < 0 || number >= static_cast<int>(c10::ScalarType::Undefined)) {
@@ -19,7 +19,7 @@ inline std::string dtype_name(c10::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
 }
 
-// "torch.sparse_csr" for kSparseCsr.
+// For example "torch.sparse_csr" for kSparseCsr.
 inline std::string layout_name(c10::Layout layout) {
   std::string name;
   for (const char letter : c10::str(layout)) {

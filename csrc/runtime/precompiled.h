@@ -1,5 +1,5 @@
-// What most of the runtime includes of PyTorch, parsed once (see build_support.py). Nothing relies
-// on it: each file includes what it needs itself.
+// The PyTorch headers of most of the runtime, parsed once (see build_support.py). No file relies on
+// it: each includes the headers that it needs.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
-// Hooks of the autograd engine in C++: functions that run without the GIL, and what they return is
-// checked as for hooks in Python.
+// Hooks of the autograd engine in C++. These functions run without the GIL. Their results are
+// checked like those of hooks in Python.
 //
 //   commhook::TensorHook clip(double limit) {
 //     return [limit](const at::Tensor& grad) { return grad.clamp(-limit, limit); };

@@ -1,4 +1,4 @@
-// What an autograd hook in C++ is.
+// The function types of autograd hooks in C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +9,17 @@
 
 namespace commhook {
 
-// Gradients that are missing are undefined tensors. An undefined tensor in a result drops that
-// gradient. Any thread may call, several at once.
+// A missing gradient is an undefined tensor. An undefined tensor in a result drops that gradient.
+// Several threads may call one hook at once.
 
-// A tensor's gradient -> the gradient from here on.
+// Takes a tensor's gradient; returns the gradient that replaces it.
 using TensorHook = std::function<at::Tensor(const at::Tensor& grad)>;
-// A node's grad_outputs, before it runs -> as many.
+// Takes a node's grad_outputs before the node runs; returns as many gradients.
 using PreHook = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& grad_outputs)>;
-// A node's grad_inputs, when it has run -> as many.
+// Takes a node's grad_inputs after the node has run; returns as many gradients.
 using PostHook = std::function<std::vector<at::Tensor>(
     const std::vector<at::Tensor>& grad_inputs, const std::vector<at::Tensor>& grad_outputs)>;
-// A parameter whose gradient has been accumulated.
+// Takes a parameter after its gradient has been accumulated.
 using PostAccumulateHook = std::function<void(const at::Tensor& parameter)>;
 
 using AutogradHookFunction = std::variant<TensorHook, PreHook, PostHook, PostAccumulateHook>;

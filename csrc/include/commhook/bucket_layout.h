@@ -1,4 +1,4 @@
-// Where the gradients of a list of parameters lie in one flat buffer.
+// The layout of a list of parameters' gradients in one flat buffer.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,9 +10,9 @@
 
 namespace commhook {
 
-// Gradients lie one after another, without gaps, in the order of the parameters. A gradient has its
-// parameter's strides where these are dense (channels_last, a transposed weight), so that its
-// memory is copied as it lies, and row-major strides where they are not.
+// Gradients follow each other without gaps, in the order of the parameters. A gradient takes its
+// parameter's strides if the parameter is dense (channels_last, a transposed weight), so that
+// memory is copied in its own order. Otherwise its strides are row-major.
 class BucketLayout {
  public:
   explicit BucketLayout(const std::vector<at::Tensor>& parameters) {
@@ -57,14 +57,14 @@ class BucketLayout {
     return gradients;
   }
 
-  // The same for one gradient, of which there is no layout at hand.
+  // The same for one gradient, without a layout.
   static at::Tensor in_memory_order(const at::Tensor& gradient, const at::Tensor& parameter) {
     const auto order = memory_order(parameter);
     return order.empty() ? gradient : gradient.permute(order);
   }
 
  private:
-  // The permutation that makes a dense but permuted tensor contiguous; empty for all others.
+  // The permutation that makes a dense, permuted tensor contiguous; empty for all other tensors.
   static std::vector<int64_t> memory_order(const at::Tensor& tensor) {
     if (tensor.is_contiguous()) {
       return {};

@@ -1,4 +1,4 @@
-// Collectives for hooks in C++, which count what they put on the wire.
+// Collectives for hooks in C++. They count the bytes that they send.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,7 +12,7 @@
 
 namespace commhook {
 
-// A Future that is complete.
+// A completed Future.
 inline c10::intrusive_ptr<c10::ivalue::Future> completedFuture(at::Tensor tensor) {
   std::vector<at::Device> devices;
   if (tensor.device().has_index()) {
@@ -23,9 +23,9 @@ inline c10::intrusive_ptr<c10::ivalue::Future> completedFuture(at::Tensor tensor
   return future;
 }
 
-// Sums a contiguous tensor, or a sparse one where the backend can, over the bucket's ranks, in
-// place. The Future holds it, or a list of it. Counts the bytes of a ring: 2 (W - 1) / W times the
-// tensor's.
+// Sums a tensor over the bucket's ranks in place. The tensor is contiguous, or sparse if the
+// backend supports that. The Future holds the tensor, or a list with it. Counts the bytes of a
+// ring: 2 (W - 1) / W times the tensor's.
 inline c10::intrusive_ptr<c10::ivalue::Future> allReduce(GradBucket& bucket, at::Tensor tensor) {
   const auto& group = bucket.getProcessGroup();
   const double ranks = group->getSize();
@@ -44,8 +44,8 @@ inline c10::intrusive_ptr<c10::ivalue::Future> allReduce(GradBucket& bucket, at:
   auto future = work->getFuture();
   TORCH_CHECK(future, "allReduce: the process group's Work gave no Future");
   if (!tensor.device().is_cpu() && future->devices().empty()) {
-    // A group that knows nothing of devices, such as Gloo's, tells when the host has done its part,
-    // perhaps before copies to the device have ended. wait() has streams wait for these.
+    // A group without device support, such as Gloo, completes when the host has done its part,
+    // perhaps before copies to the device have ended. wait() makes streams wait for these copies.
     work->wait();
     return completedFuture(std::move(tensor));
   }
@@ -54,7 +54,7 @@ inline c10::intrusive_ptr<c10::ivalue::Future> allReduce(GradBucket& bucket, at:
   }
   return future->then(
       [tensor = std::move(tensor)](c10::ivalue::Future& done) {
-        done.value();  // which throws what failed
+        done.value();  // throws the error of a failed collective
         return c10::IValue(tensor);
       },
       c10::TensorType::get());

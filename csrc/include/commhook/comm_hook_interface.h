@@ -1,4 +1,4 @@
-// What a communication hook in C++ is, and hooks that were written for PyTorch's interface.
+// The interface of a communication hook in C++, and an adapter for hooks of PyTorch's interface.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -13,29 +13,29 @@
 
 namespace commhook {
 
-// Runs without the GIL, outside of autograd, on the thread that runs backward: a model's buckets
-// come one after another, in order. One object serves all steps, of all models that the hook in
-// Python is attached to; models that train in several threads at once call it at once.
+// The thread of the backward pass calls this without the GIL and outside of autograd, for a model's
+// buckets one after another, in order. One object serves all steps of all models that the Python
+// hook is attached to. Models that train in several threads may call it at once.
 class COMMHOOK_EXPORT CommHookInterface {
  public:
   virtual ~CommHookInterface() = default;
 
-  // Starts averaging a bucket over the ranks. Gives a Future of a tensor with as many elements, or
-  // of a list of one. Nothing may wait in here, or the buckets come one by one. What it throws
-  // comes out of backward(), named.
+  // Starts averaging a bucket over the ranks. Returns a Future of a tensor with as many elements,
+  // or of a list with one such tensor. Must not wait, or the buckets are sent one by one.
+  // backward() raises the errors that this throws, with the hook's name.
   virtual c10::intrusive_ptr<c10::ivalue::Future> runHook(GradBucket& bucket) = 0;
 
-  // Makes a tensor of what the Future holds.
+  // Extracts a tensor from the Future's value.
   virtual at::Tensor parseHookResult(const c10::IValue& result) {
     return parseCppCommHookResult(result);
   }
 
-  // The dtype of that tensor. Where it is another floating-point dtype than the bucket's, whoever
-  // takes the result casts it on its way into the gradients, which saves a pass over memory.
+  // The dtype of the result. It may be another floating-point dtype than the bucket's: the caller
+  // casts the result while copying it into the gradients, which saves a pass over memory.
   virtual at::ScalarType resultDtype(const GradBucket& bucket) const { return bucket.dtype(); }
 };
 
-// A hook that was written against c10d/comm.hpp.
+// Runs a hook that was written against c10d/comm.hpp.
 class TorchCommHook : public CommHookInterface {
  public:
   explicit TorchCommHook(std::unique_ptr<c10d::CommHookInterface> hook) : hook_(std::move(hook)) {}

@@ -1,4 +1,4 @@
-// A bucket of gradients, as a communication hook gets it.
+// The bucket of gradients that a communication hook receives.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,7 +18,7 @@ namespace commhook {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Gradients that are yet to be gathered into a bucket's buffer.
+// Gradients that have not been gathered into a bucket's buffer yet.
 class COMMHOOK_EXPORT GradientSource {
  public:
   virtual ~GradientSource() = default;
@@ -26,15 +26,15 @@ class COMMHOOK_EXPORT GradientSource {
   virtual const BucketLayout& layout() const = 0;
   // The gradients, permuted so that their row-major order is the buffer's.
   virtual std::vector<at::Tensor> ordered_gradients() const = 0;
-  // All of them in the bucket's own buffer, scaled.
+  // Copies all gradients into the bucket's own buffer, scaled.
   virtual at::Tensor gather(double scale) = 0;
 };
 
-// Has the methods of c10d::GradBucket, and some that it lacks. Lives as long as the call of a hook;
-// what its methods give may be kept. None of them needs the GIL.
+// Has the methods of c10d::GradBucket, and more. It lives as long as the hook's call; the hook may
+// keep the methods' results. No method needs the GIL.
 class COMMHOOK_EXPORT GradBucket {
  public:
-  // One whose buffer is there: flat and contiguous, or a sparse gradient.
+  // For an existing buffer: flat and contiguous, or a sparse gradient.
   GradBucket(size_t index, size_t count, std::vector<at::Tensor> parameters, at::Tensor buffer,
              ProcessGroupPtr group, std::optional<at::Tensor> sparse_grad_indices = std::nullopt)
       : index_(index),
@@ -44,7 +44,7 @@ class COMMHOOK_EXPORT GradBucket {
         group_(std::move(group)),
         sparse_grad_indices_(std::move(sparse_grad_indices)) {}
 
-  // One that gathers its gradients when it is asked for them. Keeps a reference to the source.
+  // Gathers its gradients on first use. Keeps a reference to the source.
   GradBucket(size_t index, size_t count, GradientSource& source, ProcessGroupPtr group)
       : index_(index),
         count_(count),
@@ -52,7 +52,7 @@ class COMMHOOK_EXPORT GradBucket {
         source_(&source),
         group_(std::move(group)) {}
 
-  // One over PyTorch's bucket, which it keeps a reference to.
+  // Wraps PyTorch's bucket and keeps a reference to it.
   GradBucket(c10d::GradBucket& bucket, size_t count, ProcessGroupPtr group)
       : GradBucket(bucket.getIndex(), count, bucket.getParameters(), bucket.getBuffer(),
                    std::move(group), bucket.getSparseGradIndices()) {
@@ -62,9 +62,9 @@ class COMMHOOK_EXPORT GradBucket {
   GradBucket(const GradBucket&) = delete;
   GradBucket& operator=(const GradBucket&) = delete;
 
-  // ---- what c10d::GradBucket has ----------------------------------------------------------------
+  // ---- methods of c10d::GradBucket --------------------------------------------------------------
 
-  // From 0 on. Buckets come in this order, and bucket 0 holds the last layers.
+  // Counts from 0. Buckets come in this order, and bucket 0 holds the last layers.
   size_t getIndex() const { return index_; }
 
   // All gradients, of shape [elements]; for a sparse bucket the gradient itself.
@@ -75,7 +75,7 @@ class COMMHOOK_EXPORT GradBucket {
     }
     return buffer_;
   }
-  // Throws ValueError for one that does not fit.
+  // Throws ValueError for a buffer that does not fit.
   void setBuffer(at::Tensor buffer) {
     TORCH_CHECK_VALUE(
         buffer.defined() && buffer.layout() == (isSparse() ? at::kSparse : at::kStrided) &&
@@ -95,7 +95,7 @@ class COMMHOOK_EXPORT GradBucket {
     if (isSparse()) {
       return {buffer};
     }
-    // DDP keeps complex gradients as pairs of real numbers.
+    // DDP stores complex gradients as pairs of real numbers.
     const bool pairs = parameters_.front().is_complex() && !buffer.is_complex();
     return layout().views(pairs ? at::view_as_complex(buffer.view({-1, 2})) : buffer);
   }
@@ -103,26 +103,25 @@ class COMMHOOK_EXPORT GradBucket {
   const std::vector<at::Tensor>& getParameters() const { return parameters_; }
   bool isLast() const { return index_ + 1 == count_; }
 
-  // The indices of a sparse gradient, where they are known beforehand.
+  // The indices of a sparse gradient, if they are known beforehand.
   std::optional<at::Tensor>& getSparseGradIndices() { return sparse_grad_indices_; }
 
-  // ---- what it lacks
-  // -----------------------------------------------------------------------------
+  // ---- further methods --------------------------------------------------------------------------
 
   size_t getBucketCount() const { return count_; }
 
-  // The ranks to average over, with connections of their own on Gloo. Not null.
+  // The ranks to average over, with Gloo connections of their own. Not null.
   const ProcessGroupPtr& getProcessGroup() const { return group_; }
 
-  // Of the buffer, which need not be gathered for these. DDP keeps complex gradients as pairs of
-  // real numbers.
+  // Properties of the buffer; these do not gather it. DDP stores complex gradients as pairs of real
+  // numbers.
   at::ScalarType dtype() const { return like().scalar_type(); }
   at::Device device() const { return like().device(); }
   int64_t numel() const { return buffer_.defined() ? buffer_.numel() : source().layout().numel(); }
   bool isSparse() const { return buffer_.defined() && buffer_.layout() != at::kStrided; }
 
-  // The buffer, multiplied by `scale` in place. Asked for before getBuffer(), it saves a pass over
-  // memory where the gradients are yet to be gathered.
+  // The buffer, multiplied by `scale` in place. A call before getBuffer() saves a pass over memory
+  // if the gradients have not been gathered.
   at::Tensor scaledBuffer(double scale) {
     if (!buffer_.defined()) {
       buffer_ = source().gather(scale);
@@ -133,22 +132,22 @@ class COMMHOOK_EXPORT GradBucket {
   }
 
   // The gradients in another flat tensor, scaled in float32 (float64 for float64) and then cast, in
-  // one pass over memory. The bucket's own buffer stays as it is. Dense and real buckets only.
+  // one pass over memory. The bucket's own buffer does not change. Only for dense and real buckets.
   at::Tensor flatten(double scale, at::ScalarType dtype) {
     return ops::flatten(gradientsInOrder(), scale, dtype);
   }
-  // The same into a flat tensor, whose dtype decides.
+  // The same into a flat tensor, with that tensor's dtype.
   at::Tensor& flattenInto(double scale, at::Tensor& out) {
     return ops::flatten_out(gradientsInOrder(), scale, out);
   }
 
-  // Notes what this rank puts on the wire for the bucket, for HookHandle.stats(). A hook that never
-  // calls it has unknown traffic. allReduce() does so by itself.
+  // Counts the bytes that this rank sends for the bucket, for HookHandle.stats(). The traffic of a
+  // hook that never calls this is unknown. allReduce() calls it.
   void addBytesSent(int64_t bytes) { bytes_sent_ = bytes_sent_.value_or(0) + bytes; }
   std::optional<int64_t> getBytesSent() const { return bytes_sent_; }
 
-  // PyTorch's bucket over this one: the same buffer and parameters. Its getGradients() knows no
-  // strides: those of permuted parameters come out permuted.
+  // A PyTorch bucket over the same buffer and parameters. Its getGradients() ignores strides, so it
+  // returns the gradients of permuted parameters permuted.
   c10d::GradBucket& torchBucket() {
     if (torch_bucket_ == nullptr) {
       made_ = std::make_unique<c10d::GradBucket>(makeTorchBucket());
@@ -186,7 +185,8 @@ class COMMHOOK_EXPORT GradBucket {
       offsets.assign(layout().offsets().begin(), layout().offsets().end());
       lengths.assign(layout().lengths().begin(), layout().lengths().end());
     }
-    // The bucket keeps the parameters, and these keep the sizes that it only refers to.
+    // PyTorch's bucket only refers to the sizes; the parameters own them, and the bucket keeps
+    // those.
     std::vector<c10::IntArrayRef> sizes;
     for (const auto& parameter : parameters_) {
       sizes.push_back(parameter.sizes());
@@ -199,7 +199,7 @@ class COMMHOOK_EXPORT GradBucket {
   const size_t count_;
   const std::vector<at::Tensor> parameters_;
   GradientSource* const source_ = nullptr;
-  at::Tensor buffer_;  // undefined where it has not been gathered
+  at::Tensor buffer_;  // undefined until the gradients are gathered
   const ProcessGroupPtr group_;
   std::optional<at::Tensor> sparse_grad_indices_;
   std::optional<BucketLayout> layout_;

@@ -1,4 +1,4 @@
-// From what a hook's Future holds to the tensor that goes into the gradients.
+// Extracts the gradients' tensor from the value of a hook's Future.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -9,8 +9,8 @@
 
 namespace commhook {
 
-// The tensor in a completed Future's value: a tensor, or a list or tuple of one. Throws TypeError
-// or ValueError for everything else, undefined tensors among them; `where` begins the message.
+// The tensor in a completed Future's value: a tensor, or a list or tuple with one. Throws TypeError
+// or ValueError for everything else, including undefined tensors; the message begins with `where`.
 inline at::Tensor parseCppCommHookResult(const c10::IValue& result, const std::string& where = "") {
   const std::string expected =
       where + (where.empty() ? "" : ": ") +

@@ -1,4 +1,4 @@
-// Huge pages for buffers that live long.
+// Huge pages for long-lived buffers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +14,9 @@
 
 namespace commhook {
 
-// Asks the system to hold a CPU tensor's memory in huge pages, also what has been touched already.
-// Streaming through memory in 4 KiB pages spends much of its time on address translation.
-// A hint: does nothing where the system has no huge pages, or none left, or the tensor is small.
+// Asks the system to hold a CPU tensor's memory in huge pages, including memory that was touched
+// before. With 4 KiB pages, streaming through memory spends much of its time on address
+// translation. A hint: it does nothing for small tensors or if the system has no huge pages left.
 inline void preferHugePages(const at::Tensor& tensor) {
 #ifdef __linux__
   constexpr std::uintptr_t huge_page = std::uintptr_t{2} << 20;

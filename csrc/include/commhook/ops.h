@@ -6,14 +6,14 @@
 
 namespace commhook::ops {
 
-// The operator of that name and signature. To be kept in a static variable: finding it is slow.
+// The operator with that name and signature. Keep it in a static variable: the lookup is slow.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name, const char* overload = "") {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).template typed<Signature>();
 }
 
-// Dense tensors of one device, one after another in row-major order, in a new flat tensor: scaled
-// in float32 (float64 where a side is float64), then cast. By default of the tensors' dtype.
+// Concatenates dense tensors of one device in row-major order into a new flat tensor: scaled in
+// float32 (float64 if either side is float64), then cast. The default dtype is that of the tensors.
 inline at::Tensor flatten(at::TensorList tensors, double scale = 1.0,
                           std::optional<at::ScalarType> dtype = std::nullopt) {
   static const auto op = find_op<at::Tensor(at::TensorList, double, std::optional<at::ScalarType>)>(
@@ -21,14 +21,14 @@ inline at::Tensor flatten(at::TensorList tensors, double scale = 1.0,
   return op.call(tensors, scale, dtype);
 }
 
-// The same into a contiguous tensor, whose dtype decides.
+// The same into a contiguous tensor, with that tensor's dtype.
 inline at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out) {
   static const auto op =
       find_op<at::Tensor&(at::TensorList, double, at::Tensor&)>("commhook::flatten", "out");
   return op.call(tensors, scale, out);
 }
 
-// A flat buffer's contents into existing tensors, scaled and cast on the way.
+// Copies a flat buffer into existing tensors, scaled and cast.
 inline void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale = 1.0) {
   static const auto op =
       find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");

@@ -1,4 +1,4 @@
-// Options of a registered hook: named, typed, checked before the hook is made.
+// Options of a registered hook: named, typed, and checked before the hook is constructed.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,22 +14,22 @@
 
 namespace commhook {
 
-// What Python's bool, int, float, str and torch.dtype become.
+// The C++ types of Python's bool, int, float, str and torch.dtype.
 using OptionValue = std::variant<bool, int64_t, double, std::string, at::ScalarType>;
 
 struct OptionSpec {
   struct Rule {
-    std::string contract;  // "at least 0"
+    std::string contract;  // for example "at least 0"
     std::function<bool(const OptionValue&)> holds;
   };
   std::string name;
-  size_t type;  // index into OptionValue
+  size_t type;  // index into the types of OptionValue
   std::optional<OptionValue> default_value;
   std::vector<Rule> rules;
 };
 
-// An option with a value of type T: bool, int64_t, double, std::string or at::ScalarType. Required,
-// unless it has a default.
+// An option with a value of type T: bool, int64_t, double, std::string or at::ScalarType. An option
+// without a default is required.
 //
 //   commhook::Option<double>("threshold", 1e-3).atLeast(0)
 template <typename T>
@@ -71,7 +71,7 @@ class Option {
       return false;
     });
   }
-  // Any other rule; `contract` ends the sentence "must be".
+  // Any other rule; `contract` completes the sentence "must be ...".
   Option where(std::string contract, std::function<bool(const T&)> holds) const {
     Option option = *this;
     option.spec_.rules.push_back(

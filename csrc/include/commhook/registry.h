@@ -1,4 +1,4 @@
-// The hooks that a library holds, by name, and the macros that put them there.
+// The registry of a library's hooks, by name, and the macros that fill it.
 #pragma once
 
 #include <torch/version.h>
@@ -21,9 +21,8 @@
 //   COMMHOOK_REGISTER_HOOK(Class, "name", options...);
 //
 // The class derives from commhook::CommHookInterface, or from c10d::CommHookInterface. Its
-// constructor takes the values of the options in their order; or the process group
-// (c10::intrusive_ptr<c10d::ProcessGroup>) and then these, and then there is one object for each
-// group.
+// constructor takes the values of the options in their order. If it takes the process group
+// (c10::intrusive_ptr<c10d::ProcessGroup>) before these, each group has its own object.
 #define COMMHOOK_REGISTER_HOOK(Class, ...) \
   COMMHOOK_REGISTER_(commhook::detail::addCommHook<Class>(__VA_ARGS__), __COUNTER__)
 
@@ -31,7 +30,7 @@
 //
 //   COMMHOOK_REGISTER_AUTOGRAD_HOOK(make, "name", options...);
 //
-// make(values of the options...) gives a commhook::TensorHook, PreHook, PostHook or
+// make(values of the options...) returns a commhook::TensorHook, PreHook, PostHook or
 // PostAccumulateHook.
 #define COMMHOOK_REGISTER_AUTOGRAD_HOOK(...) \
   COMMHOOK_REGISTER_(commhook::detail::addAutogradHook(__VA_ARGS__), __COUNTER__)
@@ -46,7 +45,7 @@ struct CommHookSpec {
   std::string name;
   std::vector<OptionSpec> options;
   bool takes_group;
-  // The group is null where takes_group is not set.
+  // The group is null if takes_group is false.
   std::function<std::shared_ptr<CommHookInterface>(const std::vector<OptionValue>& values,
                                                    const ProcessGroupPtr& group)>
       make;
@@ -63,15 +62,15 @@ struct HookRegistry {
   std::vector<AutogradHookSpec> autograd_hooks;
 };
 
-// What load_cpp_hooks() asks a library for. The first two members can be read whatever the library
-// was built with.
+// load_cpp_hooks() reads this from a library. The first two members have the same layout in all
+// versions of the headers.
 struct HookLibrary {
   uint32_t headers_version;
   const char* torch_version;
   HookRegistry* registry;
 };
 
-// Each library has one of its own.
+// Each library has its own registry.
 COMMHOOK_LOCAL inline HookRegistry& hookRegistry() {
   static HookRegistry registry;
   return registry;
@@ -134,7 +133,7 @@ bool addAutogradHook(Make make, const char* name, const Option<T>&... options) {
 }  // namespace detail
 }  // namespace commhook
 
-// Emitted by every library that includes this, with or without hooks in it.
+// Every library that includes this header exports the function, even without hooks.
 extern "C" COMMHOOK_EXPORT __attribute__((weak, used)) const commhook::HookLibrary*
 commhook_hook_library() {
   static const commhook::HookLibrary library{COMMHOOK_HEADERS_VERSION, TORCH_VERSION,

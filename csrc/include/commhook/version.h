@@ -1,9 +1,10 @@
-// What a library of hooks was built with; load_cpp_hooks() compares it before it reads anything.
+// The versions that a library of hooks was built with. load_cpp_hooks() compares them before it
+// reads anything else.
 #pragma once
 
-// Of the headers in this folder. Changes with what they declare.
+// The version of the headers in this folder. Increment it when their declarations change.
 #define COMMHOOK_HEADERS_VERSION 1
 
-// Symbols that other libraries may see. Most are built with -fvisibility=hidden.
+// Visibility of symbols to other libraries. Most libraries are built with -fvisibility=hidden.
 #define COMMHOOK_EXPORT __attribute__((visibility("default")))
 #define COMMHOOK_LOCAL __attribute__((visibility("hidden")))

@@ -14,14 +14,15 @@
 
 namespace commhook {
 
-// One flat buffer for each bucket that a hook has seen. DDP forms its buckets anew after the first
-// step, and one hook may serve several models, so that an index says little: a bucket is known by
-// its first parameter. Buffers go when their parameters are gone, or in another bucket.
+// One flat buffer for each bucket that a hook has seen. DDP rebuilds its buckets after the first
+// step, and one hook may serve several models, so an index does not identify a bucket: its first
+// parameter does. A buffer is freed when its parameters are gone, or belong to another bucket.
 class Workspaces {
  public:
-  // As long as the bucket, of `dtype`, on its device. Holds what the last step left, or anything.
+  // As long as the bucket, of `dtype`, on its device. Holds the last step's contents, or arbitrary
+  // values.
   at::Tensor get(const GradBucket& bucket, at::ScalarType dtype) {
-    const std::lock_guard lock(mutex_);  // two models may have one hook
+    const std::lock_guard lock(mutex_);  // two models may share one hook
     const auto& parameters = bucket.getParameters();
     auto found = buffers_.find(key(parameters[0]));
     if (found != buffers_.end() && found->second.fits(bucket, dtype)) {
@@ -33,7 +34,7 @@ class Workspaces {
     for (const auto& parameter : parameters) {
       buffers_.erase(key(parameter));
     }
-    const c10::InferenceMode outside(false);  // or no other step could write to it
+    const c10::InferenceMode outside(false);  // so that later steps can write to it
     at::Tensor buffer =
         at::empty({bucket.numel()}, at::TensorOptions().dtype(dtype).device(bucket.device()));
     preferHugePages(buffer);

@@ -1,5 +1,6 @@
-// What the bucket operators' kernels share: the checks of their arguments and the reference
-// kernels. Checks are exported, here and in codecs: kernels of a library of their own call them.
+// Shared by the bucket operators' kernels: the checks of their arguments, and the reference
+// kernels. The checks, here and in codecs, are exported because the kernels of a separate library
+// call them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +14,7 @@
 
 namespace commhook {
 
-// The dtype in which values are scaled on their way from one dtype to another.
+// The dtype in which values are scaled when they change from one dtype to another.
 inline at::ScalarType scaling_dtype(at::ScalarType from, at::ScalarType to) {
   return from == at::kDouble || to == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -23,9 +24,9 @@ C10_EXPORT int64_t total_numel(at::TensorList tensors);
 
 // Each check throws an error that names the operator, the argument, its contract and the value.
 
-// dtype: none, or one that buckets have.
+// dtype: none, or a bucket dtype.
 void check_buffer_dtype(const char* op, std::optional<at::ScalarType> dtype);
-// tensors: dense, of a bucket dtype, all on one device. Returns that of the buffer: `dtype`, or the
+// tensors: dense, of a bucket dtype, all on one device. Returns the buffer's dtype: `dtype`, or the
 // tensors' own.
 C10_EXPORT at::ScalarType check_flatten(const char* op, at::TensorList tensors,
                                         std::optional<at::ScalarType> dtype);
@@ -36,16 +37,17 @@ C10_EXPORT void check_flatten_out(const char* op, at::TensorList tensors, const 
 // dtypes, on the buffer's device, and of its length in total.
 C10_EXPORT void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
                                 const char* argument);
-// tensors, which are to be written: no element is reached twice, or lies in what is read.
+// Checks tensors that will be written: they reach no element twice, and share none with the source.
 void check_destinations(const char* op, const at::Tensor& source, const char* source_name,
                         at::TensorList tensors);
-// Both.
+// Both checks above.
 C10_EXPORT void check_unflatten_into(const char* op, const at::Tensor& buffer,
                                      at::TensorList tensors);
 
-// The reference kernels: plain ATen, every device. The first two can be differentiated through.
+// The reference kernels: plain ATen, for every device. The first two are differentiable.
 namespace reference {
-// One-dimensional, scaled, in the dtype in which values are scaled on their way to `to`.
+// Flattens and scales the tensor; the result has the dtype in which values are scaled on their way
+// to `to`.
 at::Tensor scaled(const at::Tensor& tensor, double scale, at::ScalarType to);
 at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tensors, double scale,
@@ -55,8 +57,8 @@ std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like,
 void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale);
 }  // namespace reference
 
-// Uninitialised tensors with the shapes, dtypes and device of `like`, and, where those are dense,
-// the strides.
+// Uninitialised tensors with the shapes, dtypes and device of `like`, and with its strides where
+// `like` is dense.
 C10_EXPORT std::vector<at::Tensor> empty_like(at::TensorList like);
 
 }  // namespace commhook

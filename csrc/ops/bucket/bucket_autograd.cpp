@@ -1,6 +1,6 @@
-// Derivatives of the bucket operators that return new tensors. In C++, so that a call that records
-// nothing costs no Python, and so that a number that is no dtype is refused before PyTorch makes a
-// Python object of it, which ends the process. (What was made in inference mode is not seen here.)
+// Derivatives of the bucket operators that return new tensors. C++ saves the cost of Python in a
+// call that records nothing. It also refuses a number that is no dtype before PyTorch makes a
+// Python object of it, which ends the process. (Tensors from inference mode do not get here.)
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -45,10 +45,10 @@ const auto& unflatten_op() {
   return op;
 }
 
-// ---- what the three share -----------------------------------------------------------------
+// ---- shared by the three -----------------------------------------------------------------------
 
-// Inside torch.func's transforms, which take no autograd::Function of C++, the operators are what
-// they consist of.
+// torch.func's transforms do not accept an autograd::Function of C++. Inside them, the operators
+// run as a composition of differentiable ones.
 bool in_functorch() {
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -61,7 +61,7 @@ bool is_recorded(at::TensorList tensors) {
                      [](const at::Tensor& tensor) { return tensor.requires_grad(); });
 }
 
-// Shapes, strides and dtypes of tensors, as values that autograd can keep: the tensors themselves
+// The shapes, strides and dtypes of tensors, as values that autograd can save. Saving the tensors
 // would keep their memory.
 void save_shapes(AutogradContext* ctx, at::TensorList tensors) {
   std::vector<c10::SymInt> shapes;
@@ -78,7 +78,7 @@ void save_shapes(AutogradContext* ctx, at::TensorList tensors) {
   ctx->saved_data["dims_and_dtypes"] = dims_and_dtypes;
 }
 
-// Tensors of these shapes, with nothing in them, on the device of `gradient`.
+// Empty tensors of these shapes, on the device of `gradient`.
 variable_list tensors_of_saved_shapes(AutogradContext* ctx, const at::Tensor& gradient) {
   const auto shapes = ctx->saved_data["shapes"].toSymIntVector();
   const auto dims_and_dtypes = ctx->saved_data["dims_and_dtypes"].toIntVector();
@@ -95,7 +95,7 @@ variable_list tensors_of_saved_shapes(AutogradContext* ctx, const at::Tensor& gr
   return tensors;
 }
 
-// One gradient for each input, with an undefined one for each argument that is no tensor.
+// One gradient for each input: undefined ones for the `others` arguments that are no tensors.
 variable_list padded(variable_list gradients, size_t others) {
   gradients.resize(gradients.size() + others);
   return gradients;
@@ -157,7 +157,7 @@ struct FlattenStats : Function<FlattenStats> {
       results = unflatten_op().call(gradients[0].contiguous(), tensors, scale);
     }
     if (gradients[1].defined()) {
-      // d(sum (scale x)^2)/dx = 2 scale^2 x, in float64 as the sum is.
+      // d(sum (scale x)^2)/dx = 2 scale^2 x, in float64 like the sum.
       const auto factor = gradients[1] * (2.0 * scale * scale);
       for (size_t i = 0; i < tensors.size(); ++i) {
         const auto own = tensors[i].to(at::kDouble) * factor;
@@ -188,7 +188,7 @@ Stats flatten_stats(c10::DispatchKeySet keys, at::TensorList tensors, double sca
 struct Unflatten : Function<Unflatten> {
   static constexpr bool is_traceable = true;
 
-  // In a type of its own, which autograd does not look into: `like` has no part in the graph.
+  // A separate type, which autograd does not look into: `like` is no part of the graph.
   struct Like {
     at::TensorList tensors;
   };
@@ -210,7 +210,7 @@ struct Unflatten : Function<Unflatten> {
   }
 };
 
-// Like reference::unflatten, without writing to tensors.
+// Computes like reference::unflatten, but does not write to tensors.
 variable_list composed_unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
   check_unflatten("unflatten", buffer, like, "like");
   const auto flat = buffer.reshape(-1);

@@ -1,4 +1,4 @@
-// The bucket operators on the CPU: one pass over memory, split over elements, not tensors.
+// The bucket operators on the CPU: one pass over memory. Threads share elements, not tensors.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -11,7 +11,7 @@
 namespace commhook::cpu {
 namespace {
 
-// Sums are taken over chunks of this size and then added up in order, so that they do not depend on
+// Sums are taken over chunks of this size and then added in order, so that they do not depend on
 // the number of threads.
 constexpr int64_t kChunkElements = 32 * 1024;
 
@@ -41,8 +41,8 @@ void flatten_range(const Segments& segments, int64_t begin, int64_t end, char* b
       });
 }
 
-// Elements [begin, end) of the bucket, from the buffer into the tensors. piece_kernels write what
-// is scattered from the first-level cache right away, so they must not stream.
+// Copies elements [begin, end) of the bucket from the buffer into the tensors. piece_kernels must
+// not stream: their output is scattered from the first-level cache immediately.
 void unflatten_range(const Segments& segments, int64_t begin, int64_t end, const char* buffer,
                      at::ScalarType from, double scale, const Table& kernels,
                      const Table& piece_kernels) {
@@ -122,7 +122,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tens
 
 void run_unflatten(const at::Tensor& buffer, at::TensorList tensors, double scale) {
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const Segments segments(tensors);
   const auto& all = row_kernels(capability());

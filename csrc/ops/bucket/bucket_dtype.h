@@ -1,4 +1,4 @@
-// Which dtypes buckets have.
+// The dtypes of buckets.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -1,6 +1,6 @@
-// Autograd's side of the operators that write to their arguments: destinations must not be part of
-// a graph that is being recorded, and their version counters move, so that autograd notices a saved
-// tensor that was overwritten. The functional operators' formulas are in bucket_autograd.cpp.
+// Autograd kernels of the operators that write to their arguments. Destinations must not be part of
+// a graph that is being recorded. Their version counters move, so that autograd notices an
+// overwritten saved tensor. The formulas of the functional operators are in bucket_autograd.cpp.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -25,8 +25,8 @@ const auto& unflatten_into_op() {
   return op;
 }
 
-// The keys that follow are the dispatcher's, less those that are done: reading them off the tensors
-// again would take as long as all checks.
+// The dispatch keys come from the dispatcher, less those that are done: reading them from the
+// tensors again would take as long as all checks.
 
 at::Tensor& check_flatten_out_grad(c10::DispatchKeySet keys, at::TensorList tensors, double scale,
                                    at::Tensor& out) {
@@ -48,7 +48,7 @@ void check_unflatten_into_grad(c10::DispatchKeySet keys, const at::Tensor& buffe
   unflatten_into_op().redispatch(keys & c10::after_autograd_keyset, buffer, tensors, scale);
 }
 
-// A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
+// A separate key, since inference mode excludes autograd's and can still write to normal tensors.
 at::Tensor& flatten_out_versioned(c10::DispatchKeySet keys, at::TensorList tensors, double scale,
                                   at::Tensor& out) {
   check_has_version("flatten", "out", -1, out);

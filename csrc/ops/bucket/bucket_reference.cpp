@@ -1,5 +1,5 @@
-// The bucket operators in plain ATen: what the fast kernels are tested against, and what serves
-// every device that has none.
+// The bucket operators in plain ATen: they serve every device without fast kernels, and tests
+// compare the fast kernels with them.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -20,7 +20,7 @@ namespace reference {
 
 at::Tensor scaled(const at::Tensor& tensor, double scale, at::ScalarType to) {
   if (scale == 1.0 && tensor.scalar_type() == to) {
-    return tensor.reshape(-1);  // bits as they are: a conversion there and back changes some NaN
+    return tensor.reshape(-1);  // bit for bit: a conversion there and back changes some NaNs
   }
   const auto flat = tensor.reshape(-1).to(scaling_dtype(tensor.scalar_type(), to));
   return scale == 1.0 ? flat : flat.mul(scale);

@@ -1,5 +1,5 @@
-// The checks of a hook as operators: their reference kernels (plain ATen, every device) and what
-// they are to autograd, which they have no derivative for since they return nothing.
+// The checks of a hook as operators: their reference kernels (plain ATen, every device) and their
+// autograd kernels. They return nothing, so they have no derivatives.
 #include "ops/check/check.h"
 
 #include <ATen/ATen.h>
@@ -85,8 +85,8 @@ void check_hook_result(const at::Tensor& result, const at::Tensor& value, std::s
   check_hook_value(value, result, [&] { return c10::str("hook '", hook, "'"); });
 }
 
-// The elements that a sparse tensor stores, each as often as it does: adding up those of one index
-// would make the host wait for their number.
+// The elements that a sparse tensor stores, duplicates included: adding up those of one index would
+// make the host wait for their number.
 at::Tensor stored_values(const at::Tensor& tensor, int64_t index) {
   switch (tensor.layout()) {
     case at::kStrided:
@@ -122,7 +122,7 @@ void check_finite_below_autograd(at::TensorList tensors, const at::Tensor& count
   check_finite_op().call(tensors, count);
 }
 
-// A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
+// A separate key, since inference mode excludes autograd's and can still write to normal tensors.
 void check_finite_versioned(at::TensorList tensors, const at::Tensor& count) {
   check_has_version("check_finite", "count", -1, count);
   {
@@ -144,7 +144,7 @@ TORCH_LIBRARY_IMPL(commhook, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(commhook, ADInplaceOrView, m) { m.impl("check_finite", check_finite_versioned); }
 
-// What is compared has nothing to do with the values: a conjugate need not be computed.
+// The check does not read values, so a conjugate need not be computed.
 TORCH_LIBRARY_IMPL(commhook, Conjugate, m) {
   m.impl("check_hook_result", torch::CppFunction::makeFallthrough());
 }

@@ -1,4 +1,4 @@
-// check_finite on the CPU: one pass over memory, split over elements, not tensors.
+// check_finite on the CPU: one pass over memory. Threads share elements, not tensors.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -40,7 +40,7 @@ void check_finite(at::TensorList tensors, const at::Tensor& count) {
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
     total += count_range(segments, begin, end, counters);
   });
-  // Hooks of several backward passes may share a count.
+  // Several backward passes may share a count.
   __atomic_fetch_add(count.mutable_data_ptr<int64_t>(), total.load(), __ATOMIC_RELAXED);
 }
 

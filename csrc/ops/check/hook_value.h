@@ -1,4 +1,4 @@
-// What a hook's result must have in common with the value that it takes the place of.
+// Compares a hook's result with the value that it replaces.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,13 +9,14 @@
 
 namespace commhook {
 
-// "torch.float32, torch.strided, cpu".
+// For example "torch.float32, torch.strided, cpu".
 inline std::string kind_of(const at::Tensor& tensor) {
   return dtype_name(tensor.scalar_type()) + ", " + layout_name(tensor.layout()) + ", " +
          tensor.device().str();
 }
 
-// Dtype, layout, device and exact size. where() gives the beginning of the message: "hook 'f'".
+// Compares dtype, layout, device and exact size. where() returns the beginning of the message, such
+// as "hook 'f'".
 template <typename Where>
 void check_hook_value(const at::Tensor& was, const at::Tensor& now, const Where& where) {
   TORCH_CHECK(was.scalar_type() == now.scalar_type() && was.layout() == now.layout() &&

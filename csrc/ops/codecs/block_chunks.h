@@ -1,4 +1,4 @@
-// Messages that follow each other in memory, each of a run of a bucket's values.
+// A bucket's runs of values, each with a message of its own; the messages are adjacent in memory.
 #pragma once
 
 #include <c10/util/OptionalArrayRef.h>
@@ -12,21 +12,21 @@ namespace commhook::codecs {
 
 struct Chunk {
   BlockLayout layout;
-  int64_t element;  // the first one, in the bucket
-  int64_t block;    // the first one, counted over all chunks: random numbers follow from it
-  int64_t offset;   // of its message, in bytes
+  int64_t element;  // the first element, counted in the bucket
+  int64_t block;    // the first block, counted over all chunks: it selects the random numbers
+  int64_t offset;   // of the message, in bytes
 
   int64_t end() const { return element + layout.numel(); }
 };
 
-// The chunks of a bucket, in order: at least one, some perhaps empty.
+// The chunks of a bucket, in order. There is at least one; some may be empty.
 class Chunks {
  public:
   // A single message, in shards.
   Chunks(const BlockForm& form, int64_t numel, int64_t shards)
       : chunks_{{{form, numel, shards}, 0, 0, 0}} {}
 
-  // A message in one shard for each of `sizes`, of which there is at least one.
+  // One message, in one shard, for each of `sizes`, which is not empty.
   Chunks(const BlockForm& form, c10::IntArrayRef sizes) {
     chunks_.reserve(sizes.size());
     Chunk next{{form, 0, 1}, 0, 0, 0};

@@ -46,14 +46,15 @@ void check_messages(const char* op, const at::Tensor& messages, const BlockLayou
   TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1, op,
                     ": messages must have two dimensions, one row for each message, got sizes ",
                     messages.sizes());
-  // There may be so many rows of no bytes that the product would overflow.
+  // With rows of no bytes there may be so many that the product would overflow.
   TORCH_CHECK_VALUE(messages.size(1) > 0 || layout.bytes() == 0, op, ": messages must hold ",
                     layout.bytes(), " bytes in each row, got sizes ", messages.sizes());
   check_message(op, "messages", messages, messages.size(0) * layout.bytes());
 }
 
 void check_numel(const char* op, int64_t numel) {
-  constexpr int64_t kMost = int64_t{1} << 60;  // of whose messages the bytes are an int64
+  // Beyond this, the bytes of a message may not fit in an int64.
+  constexpr int64_t kMost = int64_t{1} << 60;
   TORCH_CHECK_VALUE(numel >= 0 && numel <= kMost, op,
                     ": numel must be at least 0 and at most 2^60, got ", numel);
 }

@@ -1,5 +1,5 @@
-// Codecs that send values in blocks, a few bits for each value and a few float32 parameters for
-// each block: the checks of their operators.
+// Codecs that send values in blocks: a few bits for each value and a few float32 parameters for
+// each block. This file checks their operators' arguments.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,14 +18,13 @@ namespace commhook::codecs {
 
 // Each throws an error that names the operator, the argument, its contract and the value.
 
-// block_size: a multiple of `multiple`, of at most kMaxBlockSize.
+// block_size: a multiple of `multiple`, at most kMaxBlockSize.
 void check_block_size(const char* op, int64_t block_size, int64_t multiple);
 
-// tensors: as flatten takes them. message: contiguous bytes, as many as the chunks have. sizes: of
-// the chunks, as many elements in all as the tensors have; none is a single chunk, of `shards`
-// shards. error: flat float32 or bfloat16, as many as the tensors have; none is taken as well.
-// rounding: two int64, seed and step; none is to the nearest. All on one device, with no memory
-// shared.
+// tensors: as flatten takes them. message: contiguous, with the bytes of all chunks. sizes: the
+// elements of each chunk, as many in all as the tensors have; none means a single chunk of `shards`
+// shards. error: flat float32 or bfloat16 with the tensors' number of elements, or none. rounding:
+// two int64, seed and step; none rounds to the nearest. All are on one device and share no memory.
 C10_EXPORT Chunks check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
                                const BlockForm& form, int64_t shards, at::OptionalIntArrayRef sizes,
                                const std::optional<at::Tensor>& error,
@@ -34,29 +33,29 @@ C10_EXPORT Chunks check_encode(const char* op, at::TensorList tensors, const at:
 C10_EXPORT Chunks check_decode(const char* op, const at::Tensor& message, at::TensorList tensors,
                                const BlockForm& form, int64_t shards,
                                at::OptionalIntArrayRef sizes);
-// messages: [messages, bytes of one of the tensors' values in one shard].
+// messages: [messages, bytes of the tensors' values in one shard].
 C10_EXPORT BlockLayout check_decode_sum(const char* op, const at::Tensor& messages,
                                         at::TensorList tensors, const BlockForm& form);
-// messages: [messages, bytes of one of `numel` values in one shard]. message: one such.
+// messages: [messages, bytes of `numel` values in one shard]. message: one row of that.
 C10_EXPORT BlockLayout check_reduce(const char* op, const at::Tensor& messages,
                                     const at::Tensor& message, const BlockForm& form, int64_t numel,
                                     const std::optional<at::Tensor>& error,
                                     const std::optional<at::Tensor>& rounding);
-// messages: one tensor for each rank, 1 to kMaxRanks of them, with the bytes of `numel` values in
-// one shard each. message: one such. failed: see check_failed.
+// messages: one tensor for each rank, 1 to kMaxRanks of them, each with the bytes of `numel` values
+// in one shard. message: the same for one. failed: see check_failed.
 C10_EXPORT BlockLayout check_reduce_shards(const char* op, at::TensorList messages,
                                            const at::Tensor& message, const BlockForm& form,
                                            int64_t numel, const std::optional<at::Tensor>& error,
                                            const std::optional<at::Tensor>& rounding,
                                            const std::optional<at::Tensor>& failed);
 
-// Of shards in separate tensors what `reduce` writes for a matrix of them; nothing where the
-// exchange has failed.
+// Writes the same as `reduce` does for a matrix of the shards, which are in separate tensors.
+// Writes nothing if the exchange has failed.
 template <typename Reduce>
 void reduce_shards(at::TensorList messages, const std::optional<at::Tensor>& failed,
                    const Reduce& reduce) {
   if (symmetric::has_failed(failed)) {
-    return;  // other ranks may still read the sum before
+    return;  // other ranks may still be reading the previous sum
   }
   std::vector<at::Tensor> rows;
   for (const auto& each : messages) {

@@ -14,18 +14,18 @@ namespace {
 static_assert(kMaxBlockSize <= cpu::kMaxBlock);
 static_assert(kMaxBlockSize * static_cast<int64_t>(sizeof(float)) <= cpu::Stream::kMost);
 
-// Below this a thread costs more to wake than it saves.
+// With fewer elements, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
 
-// Where blocks of a message lie, asked in the order of the blocks.
+// Finds the places of a message's blocks; asks must come in the order of the blocks.
 class BlockCursor {
  public:
   BlockCursor(const BlockLayout& layout, int64_t block) : layout_(layout) {
     enter(layout.shard_of_block(block));
   }
 
-  // Calls visit(offset, elements, block, offset of codes, offset of parameters) for the parts of
-  // the elements [position, position + count), which begin with a block, that lie in one shard.
+  // Splits the elements [position, position + count), which begin with a block, by shard. Calls
+  // visit(offset, elements, block, offset of codes, offset of parameters) for each part.
   template <typename Visit>
   void visit(int64_t position, int64_t count, const Visit& visit) {
     const auto& form = layout_.form();
@@ -59,7 +59,8 @@ class BlockCursor {
   int64_t parameters_ = 0;
 };
 
-// Calls run(chunk, first block, first element, last element) on all threads, counted in the chunk.
+// Calls run(chunk, first block, first element, last element) on all threads. Positions count from
+// the chunk's beginning.
 template <typename Run>
 void for_each_range(const Chunks& chunks, const Run& run) {
   const int64_t size = chunks.form().block_size;
@@ -79,15 +80,15 @@ void for_each_range(const Chunks& chunks, const Run& run) {
       });
 }
 
-// That are collected before they go.
+// The number of bytes that are collected before they are streamed.
 constexpr int64_t kStreamedBytes = 4096;
 
-// The number of values, of whole blocks, whose `bits` fill about so many bytes.
+// The number of values, in whole blocks, that fill about `bytes` bytes at `bits` bits each.
 int64_t values_in(int64_t bytes, int64_t bits, int64_t block_size) {
   return std::max<int64_t>(1, bytes * 8 / bits / block_size) * block_size;
 }
 
-// Writes the bytes of a message that hold nothing.
+// Zeroes the padding of a message.
 void clear(uint8_t* message, const BlockLayout& layout) {
   for (int64_t shard = 0; shard < layout.shards(); ++shard) {
     for (const auto& fill : {layout.fill_of_codes(shard), layout.fill_of_parameters(shard)}) {
@@ -96,29 +97,29 @@ void clear(uint8_t* message, const BlockLayout& layout) {
   }
 }
 
-// The bytes of what describes the blocks of so many values.
+// The parameters' bytes for the blocks of so many values.
 int64_t parameter_bytes(const BlockForm& form, int64_t values) {
   return (values + form.block_size - 1) / form.block_size * form.parameters *
          static_cast<int64_t>(sizeof(float));
 }
 
-// The two parts of a message, on their way past the caches. Their end fences what kernels have
-// written past the caches themselves, too.
+// Streams a message's codes and parameters past the caches. The destructors' fence also covers the
+// stores that kernels stream themselves.
 struct MessageStreams {
   MessageStreams(const cpu::RowKernels& rows, const BlockForm& form)
       : piece(values_in(kStreamedBytes, form.bits, form.block_size)),
         codes(rows, std::max(kStreamedBytes, form.code_bytes(piece))),
         parameters(rows, std::max(kStreamedBytes, parameter_bytes(form, piece))) {}
 
-  const int64_t piece;  // so many values at once
+  const int64_t piece;  // values that are encoded at once
   cpu::Stream codes;
   cpu::Stream parameters;
 };
 
-// Fewer values, as of tensors that are converted first, come too often for a stream of parameters.
+// Shorter runs, such as those of converted tensors, come too often for a stream of parameters.
 constexpr int64_t kFewValues = 1024;
 
-// Encodes the values of blocks that follow each other, without errors, past the caches.
+// Encodes the values of consecutive blocks past the caches, without errors.
 void stream_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
                 int64_t count, Encoding encoding, int64_t block, uint8_t* codes, float* parameters,
                 MessageStreams& streams) {
@@ -130,7 +131,7 @@ void stream_run(const BlockKernels& kernels, const BlockForm& form, const float*
   }
   encoding.is_streamed = kernels.streams != nullptr && kernels.streams(size, encoding) &&
                          reinterpret_cast<uintptr_t>(codes) % kStreamedAlignment == 0;
-  // Of codes that go by themselves, pieces as large as their parameters allow.
+  // If the kernel streams the codes itself, a piece is as large as its parameters allow.
   const int64_t piece =
       encoding.is_streamed ? kStreamedBytes / parameter_bytes(form, 1) * size : streams.piece;
   for (int64_t i = 0; i < count; i += piece) {
@@ -169,8 +170,8 @@ void decode_run(const BlockKernels& kernels, const BlockForm& form, const uint8_
   }
 }
 
-// Writes what several messages of `bytes` each have from `codes` and `parameters` on, added up in
-// their order.
+// Decodes several messages of `bytes` bytes each, from `codes` and `parameters` on, and writes
+// their sum. Adds in the order of the messages.
 void add_up(const BlockKernels& kernels, const uint8_t* messages, int64_t count, int64_t bytes,
             int64_t codes, int64_t parameters, int64_t n, int64_t size, float* out) {
   for (int64_t i = 0; i < count; ++i) {
@@ -180,13 +181,14 @@ void add_up(const BlockKernels& kernels, const uint8_t* messages, int64_t count,
   }
 }
 
-// Values that stay in the first-level cache while messages are added up: whole blocks.
+// The number of values, in whole blocks, that stay in the first-level cache while messages are
+// added.
 int64_t values_at_once(int64_t size) { return kMaxBlockSize / size * size; }
 
-// Rounded to the nearest: a block leaves no error to grow for many steps.
+// Rounds to the nearest: a block's error does not grow over many steps.
 ErrorMemory memory_of(const std::optional<at::Tensor>& error) { return {error, Rounding{}}; }
 
-// Encodes the values of blocks that follow each other, with the errors from `position` on.
+// Encodes the values of consecutive blocks, with the errors from `position` on.
 void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
                 int64_t count, const Encoding& encoding, int64_t block, const ErrorMemory& error,
                 int64_t position, uint8_t* codes, float* parameters) {
@@ -222,7 +224,7 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
   }
   const auto lost = memory_of(error);
   const auto& rows = cpu::row_kernels(cpu::capability());
-  // With an error, which is read and written, it does not pay.
+  // Streaming does not pay with an error, which is read and written.
   const bool streamed = !lost.is_there() && chunks.bytes() >= cpu::streaming_bytes();
   for_each_range(chunks, [&](const Chunk& chunk, int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(chunk.layout, block);
@@ -252,7 +254,7 @@ void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::T
   const auto& form = chunks.form();
   const int64_t size = form.block_size;
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const cpu::Segments segments(tensors);
   const auto* const all = message.const_data_ptr<uint8_t>();
@@ -283,7 +285,7 @@ void decode_sum_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
   const int64_t size = layout.form().block_size;
   const auto factor = static_cast<float>(scale);
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const cpu::Segments segments(tensors);
   const auto* const from = messages.const_data_ptr<uint8_t>();

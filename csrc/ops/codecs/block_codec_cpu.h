@@ -1,5 +1,5 @@
-// How block codecs run on the CPU: one pass over memory, split over blocks, not tensors. What is
-// theirs is given as kernels of blocks.
+// Runs block codecs on the CPU: one pass over memory; threads share blocks, not tensors. Each codec
+// gives its own part as kernels for blocks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,17 +14,17 @@ namespace commhook::codecs {
 struct Encoding {
   float scale;
   Rounding rounding;
-  bool is_streamed = false;  // codes may go past the caches, and are fenced by the caller
+  bool is_streamed = false;  // codes may be streamed past the caches; the caller fences them
 };
 
-// For `count` values of blocks that follow each other, the last perhaps shorter.
-// encode: into codes and parameters, and what is lost into `error`, if there is one.
-// decode, add: over what is there, or added to it.
-// streams: whether encode writes codes past the caches by itself where it may, for blocks of such a
-// size and codes that are aligned to kStreamedAlignment; null if it never does.
-// decode_past_caches: the same for whole blocks of a multiple of kStreamedValues, to where a cache
-// line begins; false, and nothing done, where the instruction set does not; null if none does. The
-// caller fences.
+// Kernels for `count` values of consecutive blocks; the last block may be shorter.
+// encode: writes codes and parameters, and the new errors into `error` unless it is null.
+// decode, add: overwrites the values, or adds to them.
+// streams: whether encode can stream codes of such blocks itself, given codes aligned to
+// kStreamedAlignment. Null if it never does.
+// decode_past_caches: decodes whole blocks, of a multiple of kStreamedValues, to an address at
+// which a cache line begins. Returns false, and does nothing, if the instruction set has no such
+// kernel. Null if none has. The caller fences.
 struct BlockKernels {
   void (*encode)(const float* values, int64_t count, int64_t size, const Encoding& encoding,
                  int64_t block, float* error, uint8_t* codes, float* parameters);

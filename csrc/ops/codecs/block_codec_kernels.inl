@@ -1,8 +1,7 @@
-// What the kernels of block codecs begin with, for one instruction set: included by each of them.
-// Always inlined, so that a number of values that is known when they are compiled is known here.
+// Shared by the kernels of block codecs; each includes this file for one instruction set. Always
+// inlined, so that a caller's constant number of values is constant here.
 
-// p = value * scale + error for the values of a block: in `buffer`, or where they lie if there is
-// nothing to do.
+// Computes p = value * scale + error for a block. Returns `buffer`, or `values` if p equals them.
 inline __attribute__((always_inline)) const float* compensated(const float* values, int64_t n,
                                                                float scale, const float* error,
                                                                float* buffer) {
@@ -21,7 +20,7 @@ inline __attribute__((always_inline)) const float* compensated(const float* valu
   return values;
 }
 
-// Asks for n values that come up. They need not exist.
+// Prefetches n values. The addresses need not be valid.
 inline __attribute__((always_inline)) void prefetch(const float* values, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(float);
   for (int64_t i = 0; i < n; i += kLine) {
@@ -29,11 +28,11 @@ inline __attribute__((always_inline)) void prefetch(const float* values, int64_t
   }
 }
 
-// How far ahead of what it measures a run of blocks asks for values: 8 KiB, a quarter of a small
-// first-level cache. Processors by themselves look ahead only within a page.
+// A run of blocks prefetches this far ahead of the values that it measures: 8 KiB, a quarter of a
+// small first-level cache. The processor itself prefetches only within a page.
 constexpr int64_t kAheadOfRuns = 2048;
 
-// The bits of the largest magnitude: those of an infinity or more, if one is infinite or NaN.
+// The bits of the largest magnitude; at least an infinity's if a value is infinite or NaN.
 inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* p, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {

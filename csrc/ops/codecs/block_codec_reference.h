@@ -1,4 +1,4 @@
-// How block codecs run in plain ATen, on every device: what is theirs is given as functions of
+// Runs block codecs in plain ATen, on every device. Each codec gives its own part as functions of
 // whole blocks.
 #pragma once
 
@@ -14,13 +14,13 @@
 
 namespace commhook::codecs::reference {
 
-// Blocks of equally many values as a codec sends them.
+// Encoded blocks of one size.
 struct Blocks {
   at::Tensor codes;       // uint8, [blocks, bytes]
   at::Tensor parameters;  // float32, [blocks, parameters]
 };
 
-// Visits the whole blocks of each shard together, and the last one, if it is shorter:
+// Visits the whole blocks of each shard together, then the last block if it is shorter:
 // visit(shard, first block, first element, blocks, values of each)
 template <typename Visit>
 void for_each_part(const BlockLayout& layout, const Visit& visit) {
@@ -39,7 +39,7 @@ void for_each_part(const BlockLayout& layout, const Visit& visit) {
   }
 }
 
-// Where such a part lies in a message; the parameters as bytes.
+// The place of such a part in a message; parameters are seen as bytes.
 inline Blocks place_of(const at::Tensor& message, const BlockLayout& layout, int64_t shard,
                        int64_t block, int64_t blocks, int64_t n) {
   const auto& form = layout.form();
@@ -54,18 +54,18 @@ inline Blocks place_of(const at::Tensor& message, const BlockLayout& layout, int
               .view({blocks, each})};
 }
 
-// What step and factor of each block are multiplied by: see blockwise::quantizer.
+// The factor that narrows each block's step and factor: see blockwise::quantizer.
 inline at::Tensor narrowing(const at::Tensor& step, const at::Tensor& low, double levels) {
   const auto is_finite = (low + step * levels).isfinite();
   return at::where(is_finite, 1.0, static_cast<double>(blockwise::kNarrowing)).to(at::kFloat);
 }
 
-// quantize(values [blocks, n], first block, error) gives Blocks, and writes what is lost into
-// `error`, of the values' shape, where that is defined.
+// quantize(values [blocks, n], first block, error) returns Blocks. It writes the new error into
+// `error`, of the values' shape, if that is defined.
 template <typename Quantize>
 void encode_flat(const at::Tensor& p, const at::Tensor& message, const BlockLayout& layout,
                  const std::optional<at::Tensor>& error, const Quantize& quantize) {
-  message.zero_();  // what fills up
+  message.zero_();  // the padding
   for_each_part(layout, [&](int64_t shard, int64_t block, int64_t begin, int64_t blocks,
                             int64_t n) {
     const auto lost = is_there(error)
@@ -78,7 +78,7 @@ void encode_flat(const at::Tensor& p, const at::Tensor& message, const BlockLayo
   });
 }
 
-// restore(Blocks, n) gives the values, [blocks, n].
+// restore(Blocks, n) returns the values, [blocks, n].
 template <typename Restore>
 at::Tensor decode_flat(const at::Tensor& message, const BlockLayout& layout,
                        const Restore& restore) {
@@ -124,7 +124,7 @@ void decode(const at::Tensor& message, at::TensorList tensors, const Chunks& chu
   commhook::reference::unflatten_into(at::cat(flat), tensors, 1.0);
 }
 
-// Of several messages, added up in their order.
+// The sum of several messages' values, added in their order.
 template <typename Restore>
 at::Tensor sum_of(const at::Tensor& messages, const BlockLayout& layout, const Restore& restore) {
   at::Tensor sum;

@@ -1,4 +1,4 @@
-// The form of the messages of block codecs, for host and device.
+// The layout of block codecs' messages, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace commhook::codecs {
 
 constexpr int64_t kMaxBlockSize = 4096;
 
-// A message's shards, their codes and their parameters begin at multiples of so many bytes, so that
-// loads and stores of 16 bytes are aligned. Larger multiples are no faster on the CPU.
+// A message's shards, their codes and their parameters begin at multiples of this many bytes, so
+// that loads and stores of 16 bytes are aligned. Larger multiples are no faster on the CPU.
 constexpr int64_t kShardAlignment = 16;
 
 COMMHOOK_HOST_DEVICE constexpr int64_t filled_up(int64_t bytes) {
@@ -18,18 +18,17 @@ COMMHOOK_HOST_DEVICE constexpr int64_t filled_up(int64_t bytes) {
 }
 
 struct BlockForm {
-  int64_t block_size;  // with which a block's codes are a multiple of 4 bytes
+  int64_t block_size;  // a block's codes fill a multiple of 4 bytes
   int64_t bits;        // of a value: 1, 2, 4 or 8
   int64_t parameters;  // of a block
 
   COMMHOOK_HOST_DEVICE int64_t code_bytes(int64_t count) const { return (count * bits + 7) / 8; }
 };
 
-// Where a message has what. It consists of shards, each of whole blocks, about equally many:
-//   the codes of the shard's blocks, filled up with zeros; the blocks' parameters, after which the
-//   shard is filled up with zeros.
-// Both are filled up to a multiple of kShardAlignment bytes. The last block of all may be shorter
-// than the others; it is in the last shard. A shard without blocks has no bytes.
+// A message consists of shards, each of whole blocks, about equally many. A shard consists of the
+// codes of its blocks, then the blocks' parameters; zeros pad each to a multiple of kShardAlignment
+// bytes. The last block of all may be shorter than the others; it is in the last shard. A shard
+// without blocks has no bytes.
 class BlockLayout {
  public:
   COMMHOOK_HOST_DEVICE BlockLayout(const BlockForm& form, int64_t numel, int64_t shards)
@@ -51,7 +50,8 @@ class BlockLayout {
   }
 
   COMMHOOK_HOST_DEVICE int64_t shard_of_block(int64_t block) const {
-    return ((block + 1) * shards_ - 1) / blocks_;  // the last one that begins with it or before
+    // The last shard that begins at this block or before.
+    return ((block + 1) * shards_ - 1) / blocks_;
   }
 
   COMMHOOK_HOST_DEVICE int64_t first_block(int64_t shard) const {
@@ -63,8 +63,8 @@ class BlockLayout {
     return first < numel_ ? first : numel_;
   }
 
-  // Of a shard, not of the end of the last one. Of the shards before it, all of whole blocks, so
-  // many have one block more than the others as there are blocks more than the fewest.
+  // `shard` is at most the last one: the end of the last one has no offset. The shards before it
+  // hold whole blocks; `longer` of them have one block more than the others.
   COMMHOOK_HOST_DEVICE int64_t offset_of_shard(int64_t shard) const {
     const int64_t longer = first_block(shard) - shard * least_;
     return (shard - longer) * bytes_of_least_ + longer * bytes_of_most_;
@@ -74,12 +74,12 @@ class BlockLayout {
     return bytes_of(elements_of(shard), first_block(shard + 1) - first_block(shard));
   }
 
-  // From the beginning of the shard.
+  // Counted from the beginning of the shard.
   COMMHOOK_HOST_DEVICE int64_t offset_of_parameters(int64_t shard) const {
     return filled_up(form_.code_bytes(elements_of(shard)));
   }
 
-  // The bytes [begin, end) of the message that hold nothing.
+  // The bytes [begin, end) of the message's padding.
   struct Fill {
     int64_t begin;
     int64_t end;
@@ -101,7 +101,7 @@ class BlockLayout {
   COMMHOOK_HOST_DEVICE int64_t bytes_of_parameters(int64_t blocks) const {
     return blocks * form_.parameters * static_cast<int64_t>(sizeof(float));
   }
-  // Of a shard.
+  // The bytes of a shard.
   COMMHOOK_HOST_DEVICE int64_t bytes_of(int64_t elements, int64_t blocks) const {
     return filled_up(filled_up(form_.code_bytes(elements)) + bytes_of_parameters(blocks));
   }
@@ -110,7 +110,7 @@ class BlockLayout {
   int64_t numel_;
   int64_t shards_;
   int64_t blocks_;
-  int64_t least_;  // blocks of a shard; some have one more
+  int64_t least_;  // a shard's blocks; some shards have one more
   int64_t bytes_of_least_;
   int64_t bytes_of_most_;
 };

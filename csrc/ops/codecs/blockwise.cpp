@@ -1,5 +1,5 @@
-// Block quantisation: its operators, and their kernels in plain ATen, which serve every device and
-// give the bits that all others do. The codec stands in torch_commhook/codecs/blockwise.py.
+// Block quantisation: its operators, and their kernels in plain ATen. These serve every device; all
+// other kernels give the same bits. torch_commhook/codecs/blockwise.py has the codec.
 #include "ops/codecs/blockwise.h"
 
 #include <ATen/ATen.h>
@@ -47,8 +47,8 @@ const BlockKernels& kernels_for(const Format& format) {
 
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
-// [blocks, values] in bytes to [blocks, bytes]. Value k * width + c has its code in byte c, of
-// `width` bytes, at bit k * bits.
+// Packs [blocks, values] of one byte each into [blocks, bytes]. The code of value k * width + c is
+// in byte c, at bit k * bits; a block has `width` bytes.
 at::Tensor packed(const at::Tensor& codes, const Format& format) {
   const int64_t n = codes.size(1);
   const int64_t width = format.form().code_bytes(n);
@@ -77,10 +77,10 @@ at::Tensor unpacked(const at::Tensor& bytes, const Format& format, int64_t n) {
 }
 
 at::Tensor divided(const at::Tensor& numerator, const at::Tensor& denominator) {
-  return at::div(numerator, denominator);  // never by a plain number, which CUDA would invert
+  return at::div(numerator, denominator);  // CUDA would multiply by the inverse of a plain number
 }
 
-// As fitted_step() gives it, of finite p: [blocks, values] and [blocks, 1].
+// fitted_step() in ATen, for finite p: [blocks, values] and [blocks, 1].
 at::Tensor fitted(const at::Tensor& p, const at::Tensor& range) {
   const auto whole = static_cast<double>(kWhole);
   const auto units = [&](const at::Tensor& values) {
@@ -99,7 +99,7 @@ at::Tensor fitted(const at::Tensor& p, const at::Tensor& range) {
   return at::where(count.gt(0).logical_and(step.lt(range)), step, range);
 }
 
-// p: [blocks, values]. Writes what is lost into `error`, of the same shape, if that is defined.
+// p: [blocks, values]. Writes the new error into `error`, of the same shape, if that is defined.
 codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
                                     const at::Tensor& dithers, const at::Tensor& error) {
   const auto levels = static_cast<double>((1 << (format.bits - (format.is_symmetric ? 1 : 0))) - 1);
@@ -144,7 +144,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   return {packed(integers, format), parameters.to(at::kFloat)};
 }
 
-// The random numbers of the blocks [first, first + count), each of n values.
+// The random numbers of blocks [first, first + count), for n values each.
 at::Tensor dithers_of(const codecs::Rounding& rounding, int64_t first, int64_t count, int64_t n,
                       at::Device device) {
   if (!rounding.is_random) {
@@ -251,9 +251,9 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives:
-  // float32(value) * scale + error, quantised in blocks. Puts what is lost into `error`. Random
-  // where `rounding` holds a seed and a step.
+  // Writes the message of a bucket, or one message for each run of values that `sizes` gives:
+  // float32(value) * scale + error, quantised in blocks. Writes the new error into `error`. Rounds
+  // at random if `rounding` holds a seed and a step.
   m.def(
       "blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, "
       "bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? "
@@ -276,8 +276,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "int block_size, bool symmetric, float scale=1.0, Tensor(b!)? error=None, "
       "Tensor? rounding=None) -> ()",
       compliant);
-  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
-  // is not zero it reads and writes nothing.
+  // The same for messages in separate tensors, such as those that other ranks share. Reads and
+  // writes nothing if `failed` is not zero.
   m.def(
       "blockwise_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int bits, int "
       "block_size, bool symmetric, "

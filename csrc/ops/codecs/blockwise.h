@@ -1,17 +1,17 @@
-// Block quantisation: what the operators' kernels share.
+// Block quantisation: shared by the operators' kernels.
 #pragma once
 
 #include "ops/codecs/block_codec.h"
 
 namespace commhook::blockwise {
 
-// How values are quantised; see blockwise_math.h.
+// How to quantise values; see blockwise_math.h.
 struct Format {
   int64_t bits;
   int64_t block_size;
   bool is_symmetric;
 
-  // Whether a block's step is that of blockwise_math.h's Fit.
+  // Whether a block's step comes from Fit in blockwise_math.h.
   bool is_fitted(bool is_random) const { return bits == 2 && is_symmetric && !is_random; }
   codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
 };

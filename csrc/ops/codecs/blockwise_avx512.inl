@@ -1,14 +1,14 @@
 // Block quantisation with AVX-512: a part of blockwise_kernels.inl.
 //
-// Blocks of 64, 128 and 256 values, without random numbers and errors, are encoded in runs of 256.
-// While one is quantised, the next is described and the one after that is measured. So memory is
-// read without a pause, and nothing waits for the divisions.
+// Blocks of 64, 128 and 256 values, without random numbers and errors, are encoded in runs of 256
+// values. While one run is quantised, the next is described and the one after that is measured. So
+// the loop reads memory without a pause, and nothing waits for the divisions.
 
 constexpr int kRun = 256;
 constexpr int kPart = kRun / 4;
 
-// What a shuffle of four elements takes, two bits for each: of one vector, or the first two of one
-// and the last two of another.
+// Controls of a shuffle of four elements, two bits for each element. The elements come from one
+// vector, or the first two from one and the last two from another.
 constexpr int kLowHalves = 0x44;       // 0 1 | 0 1
 constexpr int kHighHalves = 0xee;      // 2 3 | 2 3
 constexpr int kEven = 0x88;            // 0 2 | 0 2
@@ -21,10 +21,10 @@ inline __attribute__((always_inline)) __m512 extreme(const __m512& a, const __m5
   return kLargest ? _mm512_max_ps(a, b) : _mm512_min_ps(a, b);
 }
 
-// What is left of four parts is that of the blocks that they are in, once for each part.
+// Reduces four parts. A block that has several parts appears once for each of them.
 template <bool kLargest, int kSize>
 inline __attribute__((always_inline)) __m128 extremes_of_blocks(const __m512* parts) {
-  // Of the 16 lanes of a part 8 are left, then 4, 2 and one.
+  // Each step halves the lanes of a part: from 16 to 8, 4, 2 and 1.
   __m512 pairs[2];
   for (int i = 0; i < 2; ++i) {
     const __m512& a = parts[2 * i];
@@ -59,7 +59,7 @@ struct Extremes {
   __mmask16 is_nan;
 };
 
-// Of symmetric blocks, too: their largest magnitude alone would take no less time.
+// Symmetric blocks use this too: measuring only their largest magnitude would take as long.
 template <bool kScaled>
 inline __attribute__((always_inline)) void measure_part(const float* p, float scale,
                                                         Extremes& extremes, int part) {
@@ -73,7 +73,7 @@ inline __attribute__((always_inline)) void measure_part(const float* p, float sc
   extremes.is_nan |= _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
 }
 
-// As quantize() does it, of 16 values.
+// quantize() for 16 values.
 template <bool kSymmetric, bool kScaled>
 inline __attribute__((always_inline)) __m512i quantize_lanes(const float* p, float scale,
                                                              const __m512& low,
@@ -91,8 +91,8 @@ inline __attribute__((always_inline)) __m512i low_halves(const __m512i& a, const
   return _mm512_permutex2var_epi16(a, _mm512_load_si512(kLow), b);
 }
 
-// A quarter of a run's codes. Of four bits, those of 32 values of a block's first half and of as
-// many of its second.
+// A quarter of a run's codes. With four bits, these are codes of 32 values of a block's first half
+// and of 32 of its second.
 template <int kBits, bool kSymmetric, bool kScaled, int kSize>
 inline __attribute__((always_inline)) void quantize_part(const float* run, float scale, int part,
                                                          const __m512& low, const __m512& factor,
@@ -101,14 +101,14 @@ inline __attribute__((always_inline)) void quantize_part(const float* run, float
   constexpr int kHalf = kSize / 2;
   const float* const p =
       run + (kBits == 8 ? part * kPart : part / kParts * kSize + part % kParts * (kPart / 2));
-  // Of 32 values, whose codes are the low bytes.
+  // The codes of 32 values, in the low bytes.
   const auto quantized = [&](const float* from) __attribute__((always_inline)) {
     return low_halves(quantize_lanes<kSymmetric, kScaled>(from, scale, low, factor),
                       quantize_lanes<kSymmetric, kScaled>(from + 16, scale, low, factor));
   };
   const auto write = [&](const __m512i& halves, uint8_t* to) __attribute__((always_inline)) {
     const __m256i bytes = _mm512_cvtepi16_epi8(halves);
-    if (is_streamed) {  // by 16, as messages are aligned; 32 at once are no faster
+    if (is_streamed) {  // in units of 16, as messages are aligned; 32 at once are no faster
       auto* const lanes = reinterpret_cast<__m128i*>(to);
       _mm_stream_si128(lanes, _mm256_castsi256_si128(bytes));
       _mm_stream_si128(lanes + 1, _mm256_extracti128_si256(bytes, 1));
@@ -127,14 +127,14 @@ inline __attribute__((always_inline)) void quantize_part(const float* run, float
   }
 }
 
-// Of a run's parts, each what is sent of the block that it is in, and its factor.
+// For each of a run's parts: the parameters of its block, and the block's factor.
 struct Described {
   alignas(16) float lows[4];
   alignas(16) float steps[4];
   alignas(16) float factors[4];
 };
 
-// False where a block needs more care, as its values are infinite, NaN, very large or very small.
+// Returns false if a block needs more care: its values are infinite, NaN, very large or very small.
 template <int kBits, bool kSymmetric, int kSize>
 inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
                                                     Described& described) {
@@ -146,17 +146,18 @@ inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
   const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
                                   : _mm_add_ps(_mm_sub_ps(most, low), zero);
   const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
-  // Below this, no q comes back as an infinity.
+  // Below this, no q is restored as an infinity.
   const auto is_moderate =
       _mm_cmp_ps_mask(_mm_max_ps(range, most), _mm_set1_ps(0x1p127f), _CMP_LT_OQ);
   const auto is_plain = (is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ)) & is_moderate;
   _mm_store_ps(described.lows, low);
   _mm_store_ps(described.steps, _mm_div_ps(range, count));
-  _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one
+  // 0 where all values are equal.
+  _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));
   return extremes.is_nan == 0 && is_plain == 15;
 }
 
-// Runs up to the first with a block that needs more care. Returns how many.
+// Encodes runs up to the first with a block that needs more care. Returns their number.
 template <int kBits, bool kSymmetric, bool kScaled, int kSize>
 inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
                            uint8_t* codes, float* parameters) {
@@ -185,7 +186,7 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
         *parameters++ = own.lows[part];
       }
     }
-    ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
+    ahead += run + 2 < runs ? kRun : 0;  // the last run is measured again, without use
     for (int part = 0; part < 4; ++part) {
       prefetch(ahead + part * kPart + kAheadOfRuns, kPart);
       measure_at(ahead, part);
@@ -202,9 +203,9 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
   return runs;
 }
 
-// ---- two bits, symmetric, rounded to the nearest ------------------------------------------------
+// ---- two bits, symmetric, rounded to the nearest -----------------------------------------------
 //
-// A block's step takes three reductions, one after the other. So four blocks take them together.
+// A block's step takes three reductions, one after the other. So four blocks share them.
 
 constexpr int kFour = 4;
 
@@ -213,7 +214,7 @@ inline __attribute__((always_inline)) __m512i combined(const __m512i& a, const _
   return kSum ? _mm512_add_epi32(a, b) : _mm512_max_epi32(a, b);
 }
 
-// Of each of four vectors the sum, or the largest.
+// The sum, or the largest value, of each of four vectors.
 template <bool kSum>
 inline __attribute__((always_inline)) __m128i reduced(const __m512i* rows) {
   __m512i pairs[2];
@@ -235,20 +236,20 @@ inline __attribute__((always_inline)) __m512 magnitudes(const float* p) {
   return _mm512_abs_ps(_mm512_loadu_ps(p));
 }
 
-// In units, as in_units() counts them.
+// in_units() for 16 values.
 inline __attribute__((always_inline)) __m512i units(const float* p, const __m512& factor) {
   return _mm512_cvtps_epi32(_mm512_mul_ps(magnitudes(p), factor));
 }
 
-// Of four blocks what is sent, and what their values are multiplied by.
+// The steps of four blocks, and the factors for their values.
 struct FittedSteps {
   alignas(16) float steps[kFour];
   alignas(16) float factors[kFour];
 };
 
-// As fitted_step() and quantizer() give it. False where a block needs more care, as its values are
-// infinite, NaN or very small.
-// values: where p comes from; those that follow are asked for.
+// fitted_step() and quantizer() for four blocks. Returns false if a block needs more care: its
+// values are infinite, NaN or very small.
+// values: the source of p; the values after them are prefetched.
 template <int kSize>
 inline __attribute__((always_inline)) bool fit_four(const float* p, const float* values,
                                                     int64_t size_of_block, FittedSteps& fitted) {
@@ -263,7 +264,7 @@ inline __attribute__((always_inline)) bool fit_four(const float* p, const float*
   const __m128 range = _mm_castsi128_ps(reduced<false>(rows));
   const __m128 zero = _mm_setzero_ps();
   const auto is_zero = _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
-  // A step is at least some thousandth of it.
+  // Then the step is normal: it is at least some thousandth of the range.
   const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-80f), _CMP_GE_OQ) &
                        _mm_cmp_ps_mask(range, _mm_set1_ps(kLargestFinite), _CMP_LE_OQ);
   if ((is_zero | is_wide) != 15) {
@@ -300,14 +301,14 @@ inline __attribute__((always_inline)) bool fit_four(const float* p, const float*
   const __m128 larger = _mm_cvtepi32_ps(reduced<true>(rows));
   const __m128 count = _mm_cvtepi32_ps(reduced<true>(counts));
   const __m128 of_range = _mm_mul_ps(_mm_div_ps(larger, count), _mm_set1_ps(1.0f / kUnits));
-  // The range where the other is NaN.
+  // The minimum is the range if the other operand is NaN.
   const __m128 step = _mm_min_ps(_mm_mul_ps(range, of_range), range);
   _mm_store_ps(fitted.steps, step);
   _mm_store_ps(fitted.factors, _mm_maskz_div_ps(is_wide, _mm_set1_ps(1.0f), step));
   return true;
 }
 
-// As quantize() does it, of 16 values.
+// quantize() for 16 values.
 template <bool kError>
 inline __attribute__((always_inline)) __m512i quantize_fitted(const float* p, const __m512& step,
                                                               const __m512& factor, float* error) {
@@ -349,7 +350,7 @@ inline __attribute__((always_inline)) void quantize_fitted_block(const float* p,
 // Whether four blocks of this size are encoded together.
 inline bool fits_four(int64_t size) { return size % 64 == 0 && kFour * size <= kMaxBlockSize; }
 
-// Four blocks; false, and nothing done, where one needs more care.
+// Encodes four blocks. Returns false, and does nothing, if one needs more care.
 template <int kSize>
 COMMHOOK_ONCE bool encode_four(const float* values, int64_t size_of_block, float scale,
                                float* error, uint8_t* codes, float* parameters) {
@@ -375,7 +376,7 @@ COMMHOOK_ONCE bool encode_four(const float* values, int64_t size_of_block, float
   return true;
 }
 
-// Whole blocks, of a multiple of 32 values, past the caches to where a cache line begins.
+// Streams whole blocks, of a multiple of 32 values, to an address at which a cache line begins.
 template <int kBits, bool kSymmetric>
 bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
                         float* out) {

@@ -1,11 +1,11 @@
 // The kernels of block quantisation for one instruction set: see cpu/for_each_instruction_set.h.
-// Plain loops, which compilers turn into vectors: maxima and minima are taken of the bits as
-// integers, since those of floats may not be reordered.
+// Plain loops, which compilers vectorise. Maxima and minima compare the bits as integers, since
+// compilers may not reorder comparisons of floats.
 #include "ops/codecs/block_codec_kernels.inl"
 
-// The least and the largest value, as floats are ordered, a NaN beyond the infinity of its sign.
-// Of the bits taken as integers: signed ones are ordered as the floats that are not negative, and
-// unsigned ones against the order of those that are, which they place above the others.
+// The least and the largest value in the order of floats; a NaN lies beyond the infinity of its
+// sign. Compares bits as integers. Signed integers have the order of non-negative floats. Unsigned
+// integers have the reverse order of negative floats, and place these above the others.
 inline __attribute__((always_inline)) void extremes(const float* p, int64_t n, float& least,
                                                     float& most) {
   int32_t most_signed = -0x7fffffff - 1;
@@ -24,8 +24,8 @@ inline __attribute__((always_inline)) void extremes(const float* p, int64_t n, f
   most = float_of(has_positive ? static_cast<uint32_t>(most_signed) : least_unsigned);
 }
 
-// Random numbers of 16 bits for the values of a block: eight from a counter, at equal distances, so
-// that vectors of counters give vectors of them.
+// Random numbers of 16 bits for the values of a block. Each counter gives eight of them, for values
+// at equal distances, so that vectors of counters give vectors of numbers.
 inline void draw_dither(const Rounding& rounding, int64_t block, int64_t n, float* dithers) {
   constexpr int32_t kMost = kMaxBlockSize / 8;
   alignas(64) uint32_t words[4][kMost];
@@ -56,11 +56,11 @@ inline void draw_dither(const Rounding& rounding, int64_t block, int64_t n, floa
   }
 }
 
-// Whether a block's step is less than its largest value over the levels: that of Fit.
+// Whether a block's step comes from Fit, so that it is less than the largest value over the levels.
 template <int kBits, bool kSymmetric, bool kDithered>
 constexpr bool kFitted = kBits == 2 && kSymmetric && !kDithered;
 
-// The integer of the value at i, in its low bits.
+// The integer for the value at i, in the low bits.
 template <bool kClamped, bool kSymmetric, bool kDithered, bool kError>
 inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict p, int64_t i,
                                                         const Quantizer& quantizer, float low,
@@ -70,9 +70,9 @@ inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict 
   float t = kSymmetric ? p[i] * quantizer.factor : (p[i] - low) * quantizer.factor;
   if constexpr (kDithered) {
     t = t + dithers[i];
-    t = t > levels ? levels : t;  // what is added may have been rounded up
+    t = t > levels ? levels : t;  // the sum may have been rounded up
   }
-  if constexpr (kClamped) {  // the magnitude: of two comparisons GCC makes branches
+  if constexpr (kClamped) {  // clamps the magnitude: GCC would branch for two comparisons
     const uint32_t bits = bits_of(t);
     float magnitude = float_of(bits & kAbsolute);
     magnitude = magnitude > levels ? levels : magnitude;
@@ -86,13 +86,14 @@ inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict 
   return bits_of(rounded);
 }
 
-// The codes of n values. Of four bits, two are in a byte: that of the first half of the block in
-// the low bits, that of the second half in the high ones. Of two bits, those of its quarters.
+// The codes of n values. With four bits, a byte holds two codes: one of the block's first half in
+// the low bits, one of the second half in the high bits. With two bits, it holds one of each
+// quarter.
 template <int kBits, bool kSymmetric, bool kDithered, bool kError>
 inline __attribute__((always_inline)) void quantize_all(
     const float* __restrict p, int64_t n, const Quantizer& all, float low, float levels,
     const float* __restrict dithers, float* __restrict error, uint8_t* __restrict codes) {
-  const Quantizer quantizer = all;  // that nothing written here may change
+  const Quantizer quantizer = all;  // a copy, which no store here can change
   const auto code = [&](int64_t i) __attribute__((always_inline)) {
     return quantize<kFitted<kBits, kSymmetric, kDithered>, kSymmetric, kDithered, kError>(
         p, i, quantizer, low, levels, dithers, error);
@@ -118,7 +119,7 @@ inline __attribute__((always_inline)) void quantize_all(
   } else {
     const int64_t half = (n + 1) / 2;
     if (__builtin_constant_p(n) && n == 64) {
-      // In words first: of so few bytes, GCC would make vectors half as wide.
+      // Words first: from bytes, GCC would make vectors half as wide.
       uint32_t words[32];
       for (int64_t i = 0; i < 32; ++i) {
         words[i] = (code(i) & 15u) | (code(32 + i) << 4);
@@ -137,7 +138,8 @@ inline __attribute__((always_inline)) void quantize_all(
   }
 }
 
-// The same for values so small that they must be lifted first; rare, and as slow as it likes.
+// The same for values so small that they must be lifted first. This is rare, so speed does not
+// matter.
 template <int kBits, bool kSymmetric>
 inline void quantize_lifted(const float* p, int64_t n, const Quantizer& quantizer, float low,
                             float levels, const float* dithers, float* error, uint8_t* codes) {
@@ -187,23 +189,23 @@ inline __attribute__((always_inline)) void quantize_any(const float* p, int64_t 
   }
 }
 
-// Small blocks are encoded in groups, step by step, so that none waits for the reduction and
-// division of another. Larger groups would read memory in bursts, which is slower.
+// Small blocks are encoded in groups, step by step, so that no block waits for another's reduction
+// and division. Larger groups would read memory in bursts, which is slower.
 constexpr int64_t kGroupValues = 256;
 constexpr int64_t kGroup = 32;
 
-// Fitted steps take three reductions, for which more blocks at once are faster.
+// A fitted step takes three reductions, so larger groups are faster.
 template <int kBits, bool kSymmetric>
 constexpr int64_t kValuesAtOnce = kBits == 2 && kSymmetric ? 4 * kGroupValues : kGroupValues;
 
-// How far ahead values are asked for. Measured: half and twice that are slower.
+// The prefetch distance in values. Half and twice this were slower.
 constexpr int64_t kAhead = 512;
 
 struct Workspace {
   alignas(64) float compensated[kMaxBlockSize];
   alignas(64) float dithers[kMaxBlockSize + 8];
   float range[kGroup] = {};
-  float fitted[kGroup] = {};  // the range that the step is made of
+  float fitted[kGroup] = {};  // the range that gives the step
   float low[kGroup] = {};
   float step[kGroup];
   float lifted_low[kGroup];
@@ -216,7 +218,7 @@ constexpr float levels() {
   return kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 }
 
-// Compiled once for all callers: a copy for each of them, as GCC makes, is slower with errors.
+// Compiled once for all callers. GCC would make a copy for each, which is slower with errors.
 #ifdef __clang__
 #define COMMHOOK_ONCE __attribute__((noinline))
 #else
@@ -227,8 +229,8 @@ constexpr float levels() {
 #include "ops/codecs/blockwise_avx512.inl"
 #endif
 
-// What is sent of a block's extremes: low, of which no zero has a sign, and the range, which is
-// infinite or NaN where a value is.
+// Computes what is sent of a block's extremes: low, which is never -0, and the range, which is
+// infinite or NaN if a value is.
 template <bool kSymmetric>
 inline __attribute__((always_inline)) void measure(const float* p, int64_t n, float& low,
                                                    float& range) {
@@ -243,7 +245,7 @@ inline __attribute__((always_inline)) void measure(const float* p, int64_t n, fl
   }
 }
 
-// The step of a block with the largest magnitude `range`, as blockwise_math.h's Fit describes it.
+// The step of a block whose largest magnitude is `range`, as Fit in blockwise_math.h describes it.
 inline __attribute__((always_inline)) float fitted_step_of(const float* __restrict p, int64_t n,
                                                            float range) {
   const Fit fit = fit_to(range);
@@ -264,7 +266,7 @@ inline __attribute__((always_inline)) float fitted_step_of(const float* __restri
   return fitted_step(fit, range, larger, count);
 }
 
-// The blocks of n values, at most kGroup of them, all of `size` values but the last of all.
+// Encodes the blocks of n values, at most kGroup blocks. All have `size` values, except the last.
 template <int kBits, bool kSymmetric, int kSize>
 inline __attribute__((always_inline)) void encode_group(const float* values, int64_t n,
                                                         int64_t size, const Encoding& encoding,
@@ -294,7 +296,7 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
       ranges = workspace.fitted;
     }
   }
-  // Of all of a group, so that their number is known and their divisions are one.
+  // Computes all of a group, so that the number is constant and the divisions are vectorised.
   constexpr int64_t kBlocks = kSize > 0 ? kValuesAtOnce<kBits, kSymmetric> / kSize : 0;
   for (int64_t b = 0; b < (kBlocks > 1 ? kBlocks : blocks); ++b) {
     const Quantizer quantizer =
@@ -305,7 +307,7 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
     workspace.factor[b] = quantizer.factor;
   }
   const auto encode_block = [&](int64_t b, int64_t count) __attribute__((always_inline)) {
-    if (error == nullptr) {  // else memory is as busy as it can be
+    if (error == nullptr) {  // with an error, memory has no bandwidth left
       prefetch(values + b * size + kAhead, size);
     }
     uint8_t* const to = codes + b * (size * kBits / 8);
@@ -315,7 +317,7 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
         described[i] = float_of(kNaN);
       }
       __builtin_memset(to, 0, (count * kBits + 7) / 8);
-      return;  // with the error as it was
+      return;  // the error stays as it was
     }
     const Quantizer quantizer = {workspace.step[b], workspace.lifted_low[b], workspace.lift[b],
                                  workspace.factor[b]};
@@ -370,7 +372,7 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
 }
 
 #if COMMHOOK_VECTOR_BYTES != 64
-// Whole blocks past the caches: this instruction set does not do so.
+// This instruction set has no kernel that decodes past the caches.
 template <int kBits, bool kSymmetric>
 bool decode_past_caches(const uint8_t*, const float*, int64_t, int64_t, float*) {
   return false;
@@ -409,7 +411,7 @@ void encode_any(const float* values, int64_t count, int64_t size, const Encoding
                 int64_t block, float* error, uint8_t* codes, float* parameters) {
 #if COMMHOOK_VECTOR_BYTES == 64
   if constexpr (kSize > 0 && kBits >= 4) {
-    // Short ones, as of tensors that are converted first, are not worth the beginning.
+    // Short runs, such as those of converted tensors, do not repay the start.
     if (error == nullptr && streams(size, encoding) && count >= 4 * kRun) {
       const auto encode_plain = encoding.scale == 1.0f
                                     ? encode_runs<kBits, kSymmetric, false, kSize>
@@ -426,7 +428,7 @@ void encode_any(const float* values, int64_t count, int64_t size, const Encoding
           rest -= n;
         };
         advance(done * kRun);
-        if (rest > 0) {  // a run with a block that needs care, or part of one
+        if (rest > 0) {  // a run with a block that needs more care, or an incomplete run
           const int64_t n = rest < kRun ? rest : kRun;
           encode_blocks<kBits, kSymmetric, kSize>(values, n, size, encoding, 0, nullptr, codes,
                                                   parameters);
@@ -449,7 +451,7 @@ void encode_any(const float* values, int64_t count, int64_t size, const Encoding
         codes += step / 4;
         parameters += kFour;
       }
-      block = 0;  // of which only random numbers depend
+      block = 0;  // only random numbers depend on it
     }
   }
 #endif

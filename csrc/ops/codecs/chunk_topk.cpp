@@ -1,10 +1,10 @@
-// The largest values of each chunk in few bits: the operators, and their kernels in plain ATen,
-// which serve every device and give the bits that all others do. The form of a message stands in
-// chunk_topk_math.h, the codec in torch_commhook/codecs/chunk_topk.py.
+// The largest values of each chunk in few bits: the operators, and their kernels in plain ATen.
+// These serve every device; all other kernels give the same bits. chunk_topk_math.h describes a
+// message, torch_commhook/codecs/chunk_topk.py has the codec.
 //
-// Of values of one magnitude those of the lowest places are sent; zeros are not. What is lost of
-// the values that are sent stays in the error. If a chunk has an infinity or a NaN, all that it
-// sends is NaN, and its finite values stay in the error whole.
+// Of values of equal magnitude, those at the lowest places are sent; zeros are not sent. The error
+// keeps the rounding error of the values that are sent. If a chunk has an infinity or a NaN, all
+// values that it sends are NaN, and the error keeps its finite values whole.
 #include "ops/codecs/chunk_topk.h"
 
 #include <ATen/ATen.h>
@@ -46,7 +46,7 @@ Form check_form(const char* op, int64_t k, int64_t chunk, int64_t bits) {
           static_cast<int>(bits)};
 }
 
-// bytes: of a message of `numel` values.
+// bytes: the bytes of a message of `numel` values.
 void check_bytes(const char* op, const char* argument, int64_t bytes, const Form& form,
                  int64_t numel) {
   TORCH_CHECK_VALUE(bytes == form.bytes(numel), op, ": ", argument, " must hold ",
@@ -103,9 +103,9 @@ namespace {
 
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
-// Of chunks of one length, [chunks, entries].
+// The entries of chunks of one length, [chunks, entries].
 struct Entries {
-  at::Tensor places;  // the last one again where there is none
+  at::Tensor places;  // repeats the last place if there are fewer
   at::Tensor codes;
   at::Tensor are_there;
 };
@@ -118,7 +118,7 @@ at::Tensor shifted_right(const at::Tensor& words, int64_t by) {
   return words.bitwise_right_shift(at::full_like(words, by));
 }
 
-// Fields of so many bits, [chunks, fields], as words.
+// Packs fields of `bits` bits, [chunks, fields], into words.
 at::Tensor packed(const at::Tensor& fields, int64_t bits) {
   const auto begin = at::arange(fields.size(1), fields.options()) * bits;
   const int64_t words = (fields.size(1) * bits + 31) / 32;
@@ -134,7 +134,8 @@ at::Tensor unpacked(const at::Tensor& words, int64_t fields, int64_t bits) {
   const auto begin = at::arange(fields, words.options()) * bits;
   const auto word = begin.floor_divide(32);
   const auto padded = at::cat({words, at::zeros({words.size(0), 1}, words.options())}, 1);
-  const auto above = padded.index_select(1, word + 1).bitwise_and(0xffff);  // enough for a field
+  // Enough bits for a field.
+  const auto above = padded.index_select(1, word + 1).bitwise_and(0xffff);
   const auto pair = padded.index_select(1, word) + above * (1LL << 32);
   const auto by = begin.remainder(32).expand_as(pair);
   return pair.bitwise_right_shift(by).bitwise_and((1LL << bits) - 1);
@@ -161,12 +162,12 @@ at::Tensor long_of(const at::Tensor& values) {
   return values.contiguous().view(at::kInt).to(at::kLong).bitwise_and(0xffffffffLL);
 }
 
-// The upper half of a finite number that is not negative, rounded.
+// Rounds a finite, non-negative number to its upper half.
 at::Tensor half_of(const at::Tensor& values) {
   return codecs::reference::narrowed(values, std::nullopt).view(at::kShort).to(at::kLong);
 }
 
-// ranks, are_there: [chunks, entries]; at least one is there in each chunk, or its rank is 0.
+// ranks, are_there: [chunks, entries]. Each chunk has at least one entry, or its rank is 0.
 at::Tensor levels_of(const at::Tensor& ranks, const at::Tensor& are_there, const Form& form) {
   const auto largest = ranks.amax(1, true);
   const auto least = at::where(are_there, ranks, largest).amin(1, true);
@@ -220,8 +221,8 @@ at::Tensor codes_of(const at::Tensor& values, const at::Tensor& word, const Form
   return sign + at::where(span.eq(0), at::zeros_like(number), number.clamp_max(steps));
 }
 
-// Encodes chunks of one length: p [chunks, values], whose messages go to [chunks, bytes]. Returns
-// what is lost.
+// Encodes chunks of one length, p [chunks, values], into messages [chunks, bytes]. Returns the
+// errors.
 at::Tensor encode_rows(const at::Tensor& p, const at::Tensor& message, const Form& form) {
   const int64_t entries = form.entries(p.size(1));
   const auto ranks = p.contiguous()
@@ -249,7 +250,7 @@ at::Tensor encode_rows(const at::Tensor& p, const at::Tensor& message, const For
 }
 
 // Calls visit(begin, chunks, values of each, first byte, bytes of each) for the whole chunks, and
-// for the one at the end.
+// for the shorter one at the end.
 template <typename Visit>
 void for_each_length(const Form& form, int64_t numel, const Visit& visit) {
   const int64_t whole = numel / form.chunk;
@@ -356,14 +357,14 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.chunk_topk");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket: of each `chunk` values of float32(value) * scale + error the k
-  // of largest magnitude, in `bits` bits each. Puts what is lost into `error`, which is rounded at
-  // random, if it is bfloat16, where `rounding` holds a seed and a step.
+  // Writes the message of a bucket: the k values of largest magnitude of each `chunk` values of
+  // float32(value) * scale + error, with `bits` bits each. Writes the new error into `error`. A
+  // bfloat16 error is rounded at random if `rounding` holds a seed and a step.
   m.def(
       "chunk_topk_encode(Tensor[] tensors, Tensor(a!) message, *, int k, int chunk, int bits, "
       "float scale=1.0, Tensor(b!)? error=None, Tensor? rounding=None) -> ()",
       compliant);
-  // Writes a message's values into tensors, and zeros beside them.
+  // Writes a message's values into tensors, and zeros elsewhere.
   m.def(
       "chunk_topk_decode(Tensor message, Tensor(a!)[] tensors, *, int k, int chunk, int bits) -> "
       "()",

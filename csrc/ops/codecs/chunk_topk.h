@@ -1,4 +1,4 @@
-// The largest values of each chunk: what the operators' kernels share.
+// The largest values of each chunk: shared by the operators' kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ C10_EXPORT Form check_decode(const at::Tensor& message, at::TensorList tensors, 
 // messages: [messages, bytes].
 C10_EXPORT Form check_decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t k,
                                  int64_t chunk, int64_t bits);
-// Throws where a message's places are not ascending, or one is none of a value.
+// Throws if a message's places do not ascend, or a place is beyond the chunk.
 void check_places(const char* op, bool are_good);
 
 void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Form& form,

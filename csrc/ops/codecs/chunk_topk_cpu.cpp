@@ -1,6 +1,6 @@
 // The largest values of each chunk, on the CPU. A chunk stays in the first-level cache while a
-// kernel selects from it: the largest values of groups give a rank that enough values reach, and
-// what is sent is found among those that do.
+// kernel selects from it. The maxima of groups of values give a rank that enough values reach; the
+// kernel then selects among the values that reach it.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -20,14 +20,14 @@ namespace {
 
 static_assert(kLargestChunk <= cpu::kMaxBlock);
 
-// Of one chunk of n values.
+// Kernels for one chunk of n values.
 struct Kernels {
-  // error: null, or replaced by what is lost.
+  // error: null, or overwritten with the new error.
   void (*encode)(const float* values, int64_t n, const Form& form, float scale, float* error,
                  uint32_t* words);
-  // Whether the places are ascending, and those of values.
+  // Whether the places ascend and lie in the chunk.
   bool (*are_good)(const uint32_t* words, const Form& form, int64_t n);
-  // Writes values over what is there, or adds them.
+  // Overwrites `values`, or adds to them.
   void (*decode)(const uint32_t* words, const Form& form, int64_t n, float* values);
   void (*add)(const uint32_t* words, const Form& form, int64_t n, float* values);
 };
@@ -39,9 +39,9 @@ const Kernels& kernels_of(const Form& form) {
   return COMMHOOK_CHOOSE(kKernels)[__builtin_ctz(static_cast<unsigned>(form.bits))];
 }
 
-constexpr int64_t kGrainElements = 64 * 1024;  // below this a thread costs more than it saves
+constexpr int64_t kGrainElements = 64 * 1024;  // with fewer, a thread costs more than it saves
 
-// Calls visit(begin, end) for elements that begin at a chunk of the largest size, on all threads.
+// Calls visit(begin, end) on all threads, for ranges that begin at multiples of the largest chunk.
 template <typename Visit>
 void for_each_part(int64_t total, const Visit& visit) {
   constexpr int64_t kPiece = kLargestChunk;
@@ -86,7 +86,7 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Form
 void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorList tensors,
                        const Form& form, double scale) {
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const cpu::Segments segments(tensors);
   const int64_t total = segments.total();

@@ -1,5 +1,5 @@
 // The kernels of chunk_topk for one instruction set: see cpu/for_each_instruction_set.h. Loops over
-// a chunk are plain ones, which compilers turn into vectors.
+// a chunk are plain, so that compilers vectorise them.
 #include "ops/codecs/block_codec_kernels.inl"
 
 // error = value * scale + error, in place.
@@ -10,7 +10,7 @@ inline void compensate(const float* __restrict values, int64_t n, float scale,
   }
 }
 
-// How many of the ranks are at least that large.
+// The number of ranks that are at least `least`.
 inline int32_t count_from(const int32_t* __restrict ranks, int64_t n, int32_t least) {
   int32_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -19,8 +19,8 @@ inline int32_t count_from(const int32_t* __restrict ranks, int64_t n, int32_t le
   return count;
 }
 
-// The largest rank that at least `wanted` of the ranks reach, to within `tolerance` below it. low,
-// high: bounds of it; as many ranks must reach `low`.
+// The largest rank that at least `wanted` of the ranks reach; the result may be up to `tolerance`
+// less. low, high: bounds of that rank; at least `wanted` ranks must reach `low`.
 inline int32_t find_least(const int32_t* ranks, int64_t n, int32_t wanted, int32_t low,
                           int32_t high, int32_t tolerance) {
   while (high - low > tolerance) {
@@ -38,7 +38,8 @@ inline int32_t find_least(const int32_t* ranks, int64_t n, int32_t wanted, int32
   return low;
 }
 
-// The largest rank of each group of values, which lie `groups` apart, and of all.
+// Writes the largest rank of each group, and returns the largest of all. A group consists of every
+// `groups`-th value.
 inline int32_t largest_of_groups(const float* __restrict p, int64_t n, int64_t groups,
                                  int32_t* __restrict largest) {
   for (int64_t g = 0; g < groups; ++g) {
@@ -58,14 +59,14 @@ inline int32_t largest_of_groups(const float* __restrict p, int64_t n, int64_t g
   return most;
 }
 
-// Candidates have ascending places. There is room for a vector past them.
+// Candidates have ascending places. The arrays have room for one more vector.
 struct Candidates {
   alignas(64) int32_t ranks[kLargestChunk + 16];
   alignas(64) int32_t places[kLargestChunk + 16];
   int32_t count;
 };
 
-// Collects the values of rank `least` or more. next: values that come up.
+// Collects the values of rank `least` or more. next: the values to prefetch.
 inline void collect(const float* __restrict p, int64_t n, int32_t least, const float* next,
                     Candidates& found) {
   int32_t count = 0;
@@ -94,7 +95,7 @@ inline void collect(const float* __restrict p, int64_t n, int32_t least, const f
     if (i % 16 == 0) {
       __builtin_prefetch(next + i);
     }
-    uint64_t eight;  // a byte for each of eight values, the first in the lowest; mostly 0
+    uint64_t eight;  // a byte for each of eight values, the first in the lowest byte; mostly 0
     __builtin_memcpy(&eight, flags + i, sizeof(eight));
     for (; eight != 0; eight &= eight - 1) {
       const int64_t place = i + __builtin_ctzll(eight) / 8;
@@ -107,7 +108,7 @@ inline void collect(const float* __restrict p, int64_t n, int32_t least, const f
   found.count = count;
 }
 
-// Leaves of the candidates the `wanted` largest; of the least of them those of the lowest places.
+// Keeps the `wanted` largest candidates. Of those with the least rank, keeps the lowest places.
 inline void keep_largest(int32_t wanted, int32_t least, int32_t largest, Candidates& found) {
   if (found.count <= wanted) {
     return;
@@ -168,7 +169,7 @@ inline uint32_t levels_of(const Candidates& kept) {
   return mean_levels(means, exponent);
 }
 
-// Writes fields into words, from the lowest bit on.
+// Packs fields into words, from the lowest bit on.
 class Packer {
  public:
   explicit Packer(uint32_t* words) : words_(words) {}
@@ -201,8 +202,8 @@ inline void drop_nonfinite(float* error, int64_t n) {
   }
 }
 
-// Four groups or more for each value that is sent: of normal values about a fifth more are then
-// candidates. 0 if groups would have fewer than two values.
+// At least four groups for each value that is sent: with normal values, about a fifth more values
+// than that are candidates. 0 if groups would have fewer than two values.
 inline int64_t groups_of(int64_t n, int64_t entries) {
   int64_t groups = 64;
   while (groups < 4 * entries) {
@@ -214,12 +215,12 @@ inline int64_t groups_of(int64_t n, int64_t entries) {
 inline void select(const float* p, int64_t n, int32_t entries, const float* next,
                    Candidates& found) {
   alignas(64) int32_t of_groups[kLargestChunk];
-  constexpr int32_t kTolerance = 1 << 16;  // of a rank that only has to be low enough
+  constexpr int32_t kTolerance = 1 << 16;  // the search may stop at a somewhat lower rank
   const int64_t groups = groups_of(n, entries);
-  int32_t least = 1;  // of values that are not zero
+  int32_t least = 1;  // excludes zeros
   int32_t largest = static_cast<int32_t>(kInfinity) + 1;
   if (groups > 0) {
-    // As many values as groups reach a rank that so many groups' largest values reach.
+    // A rank that the maxima of so many groups reach is reached by at least as many values.
     largest = largest_of_groups(p, n, groups, of_groups);
     const int32_t found_rank = find_least(of_groups, groups, entries, 0, largest, kTolerance);
     least = found_rank > 1 ? found_rank : 1;
@@ -267,7 +268,7 @@ void encode(const float* values, int64_t n, const Form& form, float scale, float
   }
 }
 
-// A field that begins at that bit, of at most 12. A word must follow it.
+// The field that begins at `bit`, of at most 12 bits. Another word must follow its own.
 inline int32_t field_at(const uint32_t* words, int64_t bit, int bits) {
   uint32_t word;
   __builtin_memcpy(&word, reinterpret_cast<const char*>(words) + bit / 8, sizeof(word));
@@ -286,7 +287,7 @@ bool are_good(const uint32_t* words, const Form& form, int64_t n) {
   return !is_wrong && last < n;
 }
 
-// The values of all codes, where they are few.
+// The values of all codes, for few codes.
 template <int kBits>
 class Values {
  public:
@@ -312,7 +313,7 @@ class Values {
 
 template <int kBits, bool kAdds>
 void decode(const uint32_t* words, const Form& form, int64_t n, float* values) {
-  constexpr int kEach = 32 / kBits;  // codes of a word
+  constexpr int kEach = 32 / kBits;  // codes in a word
   const int entries = form.entries(n);
   const uint32_t* const codes = words + 1 + form.place_words(entries);
   const Values<kBits> restored(*words);
@@ -334,5 +335,5 @@ void decode(const uint32_t* words, const Form& form, int64_t n, float* values) {
 template <int kBits>
 constexpr Kernels kOfBits{encode<kBits>, are_good, decode<kBits, false>, decode<kBits, true>};
 
-// By the logarithm of the bits.
+// Indexed by the logarithm of the bits.
 constexpr Kernels kKernels[4] = {{}, kOfBits<2>, kOfBits<4>, kOfBits<8>};

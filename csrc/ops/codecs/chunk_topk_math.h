@@ -1,5 +1,5 @@
-// The largest values of each chunk in few bits: the form of a message, which values are sent, and
-// the levels that stand for them. For host and device; integers, so that all give the same bits.
+// The largest values of each chunk in few bits: the form of a message, the choice of values, and
+// their levels. For host and device; integers, so that all kernels give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ constexpr int kLeastChunk = 64;
 constexpr int kLargestChunk = 4096;
 constexpr uint32_t kWordBits = 32;
 
-// A message has one part for each chunk, of whole words of 32 bits: the levels; the places of its
-// entries, ascending, `place_bits` each; then their codes, `bits` each. Fields follow each other
-// from the lowest bit of the first word on. Where fewer values than entries are not zero, the last
-// place is repeated: such entries are none.
+// A message has one part for each chunk, in whole words of 32 bits: the levels; then the ascending
+// places of the entries, `place_bits` each; then their codes, `bits` each. Fields follow each other
+// from the lowest bit of the first word on. If fewer values than entries are not zero, the last
+// place repeats; decoders skip the repetitions.
 struct Form {
   int k;
   int chunk;  // values; a power of two
   int place_bits;
-  int bits;  // of a code: a sign above the number of a level
+  int bits;  // bits of a code: the sign above the number of the level
 
-  // Of a chunk of `count` values.
+  // The entries of a chunk of `count` values.
   COMMHOOK_HOST_DEVICE int entries(int64_t count) const {
     return static_cast<int>(count < k ? count : k);
   }
@@ -40,7 +40,8 @@ struct Form {
   }
 };
 
-// By which values are chosen, the largest first: that of a NaN is above all others. 0 is not sent.
+// Values are chosen by rank, the largest first. The rank of a NaN is above all others; 0 is not
+// sent.
 COMMHOOK_HOST_DEVICE int32_t rank_of(float value) {
   const auto magnitude = static_cast<int32_t>(bits_of(value) & kAbsolute);
   constexpr auto kMost = static_cast<int32_t>(kInfinity) + 1;
@@ -57,23 +58,24 @@ COMMHOOK_HOST_DEVICE uint32_t levels_word(uint32_t low, uint32_t high) { return 
 COMMHOOK_HOST_DEVICE uint32_t low_level(uint32_t word) { return word << 16; }
 COMMHOOK_HOST_DEVICE uint32_t high_level(uint32_t word) { return word & 0xffff0000u; }
 
-// Numbers of levels above the lowest.
+// The number of levels above the lowest.
 COMMHOOK_HOST_DEVICE constexpr uint32_t steps_of(int bits) { return (1u << (bits - 1)) - 1u; }
 
-// The span of the levels' bits, in units of 2^8: its products with numbers of levels have 32 bits.
+// The difference between the levels' bits, in units of 2^8. Its product with the number of a level
+// fits in 32 bits.
 COMMHOOK_HOST_DEVICE uint32_t span_of(uint32_t word) {
   return (high_level(word) - low_level(word)) >> 8;
 }
 
-// Of values of more than one bit of magnitude: the levels around the least and the largest rank. A
-// level is a finite number.
+// For more than one bit of magnitude: the levels around the least and the largest rank. A level is
+// finite.
 COMMHOOK_HOST_DEVICE uint32_t outer_levels(int32_t least, int32_t largest) {
   const uint32_t high = (static_cast<uint32_t>(largest) + 0xffffu) >> 16;
   return levels_word(static_cast<uint32_t>(least) >> 16, high < 0x7f7fu ? high : 0x7f7fu);
 }
 
-// The code of a value. Levels lie evenly between the bits of the lowest and of the highest, nearly
-// as their logarithms; of two levels the nearer value counts.
+// The code of a value. Levels are spread evenly between the bits of the lowest and of the highest
+// level, which is nearly logarithmic. The value takes the nearer of the two levels around it.
 COMMHOOK_HOST_DEVICE uint32_t code_of(float value, uint32_t word, int bits) {
   const uint32_t magnitude = bits_of(value) & kAbsolute;
   const uint32_t sign = (bits_of(value) >> 31) << (bits - 1);
@@ -92,7 +94,7 @@ COMMHOOK_HOST_DEVICE uint32_t code_of(float value, uint32_t word, int bits) {
   return sign | (number < steps ? number : steps);
 }
 
-// A zero has no sign, so that sums of messages do not depend on which of them have it.
+// A zero has no sign, so that sums do not depend on which messages contain it.
 COMMHOOK_HOST_DEVICE float value_of(uint32_t code, uint32_t word, int bits) {
   const uint32_t steps = steps_of(bits);
   const uint32_t number = code & steps;
@@ -102,10 +104,10 @@ COMMHOOK_HOST_DEVICE float value_of(uint32_t code, uint32_t word, int bits) {
 
 // ---- two levels --------------------------------------------------------------------------------
 
-// With one bit of magnitude the levels are the means of the lesser and the larger magnitudes, each
-// counted where its level is the nearer one (Lloyd, "Least squares quantization in PCM", 1982).
-// Magnitudes are added as integers in units of 2^-39 of the largest one's power of two, so that no
-// order counts and no sum is too large.
+// With one bit of magnitude, the levels are the means of the smaller and of the larger magnitudes.
+// A magnitude belongs to the nearer level (Lloyd, "Least squares quantization in PCM", 1982).
+// Magnitudes are added as integers, in units of 2^-39 of the largest one's power of two. So the
+// order does not matter, and no sum overflows.
 constexpr int kRounds = 2;
 
 COMMHOOK_HOST_DEVICE int32_t exponent_of(int32_t rank) {
@@ -113,14 +115,14 @@ COMMHOOK_HOST_DEVICE int32_t exponent_of(int32_t rank) {
   return exponent > 1 ? exponent : 1;
 }
 
-// exponent: of the largest rank. Less than 2^40, of which at most 24 bits are not zero.
+// exponent: of the largest rank. The result is less than 2^40 and has at most 24 nonzero bits.
 COMMHOOK_HOST_DEVICE int64_t fixed_of(int32_t rank, int32_t exponent) {
   const int64_t significand = (rank & 0x7fffff) | (rank >> 23 != 0 ? 0x800000 : 0);
   const int32_t shift = exponent - exponent_of(rank);
   return significand << 16 >> (shift < 63 ? shift : 63);
 }
 
-// Where the search begins: magnitudes above it count as large.
+// The first threshold of the search: magnitudes above it count as large.
 COMMHOOK_HOST_DEVICE int64_t first_split(int64_t least, int64_t largest) {
   return least + ((largest - least) >> 3) * 3;
 }
@@ -137,7 +139,7 @@ struct Means {
   float high;
 };
 
-// In the units of the sums.
+// In units of the sums.
 COMMHOOK_HOST_DEVICE Means means_of(const Sums& sums) {
   const int32_t small_count = sums.count - sums.large_count;
   if (small_count == 0 || sums.large_count == 0) {
@@ -153,7 +155,7 @@ COMMHOOK_HOST_DEVICE int64_t next_split(const Means& means) {
 }
 
 COMMHOOK_HOST_DEVICE uint32_t mean_levels(const Means& means, int32_t exponent) {
-  const float unit = float_of(static_cast<uint32_t>(exponent) << 23);  // 2^39 of them
+  const float unit = float_of(static_cast<uint32_t>(exponent) << 23);  // 2^39 units
   const float low = means.low * 0x1p-39f * unit;
   const float high = means.high * 0x1p-39f * unit;
   return levels_word(codecs::nearest(low), codecs::nearest(high));

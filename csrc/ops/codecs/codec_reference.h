@@ -1,4 +1,4 @@
-// What codecs in plain ATen begin with.
+// Shared by the codecs in plain ATen.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,7 +11,7 @@
 
 namespace commhook::codecs::reference {
 
-// One-dimensional, float32.
+// Concatenates the tensors: one-dimensional, float32.
 inline at::Tensor flat_of(at::TensorList tensors) {
   std::vector<at::Tensor> pieces;
   pieces.reserve(tensors.size());
@@ -28,8 +28,8 @@ inline at::Tensor compensated(const at::Tensor& flat, double scale,
   return is_there(error) ? scaled + error->detach().view(-1) : scaled;
 }
 
-// The upper halves of float32 numbers, rounded as error_math.h has it. key: of random numbers, for
-// the places from the first on; none is to the nearest.
+// The upper halves of float32 numbers, rounded as in error_math.h. key: the key of the random
+// numbers, for places from the first on; none rounds to the nearest.
 inline at::Tensor narrowed(const at::Tensor& values, std::optional<uint32_t> key) {
   constexpr int64_t kWord = 0xffffffff;
   const auto bits = values.contiguous().view(at::kInt).to(at::kLong).bitwise_and(kWord);
@@ -39,7 +39,7 @@ inline at::Tensor narrowed(const at::Tensor& values, std::optional<uint32_t> key
   };
   at::Tensor addend;
   if (key.has_value()) {
-    // A product of 32 bits each, modulo 2^32, in halves that do not overflow.
+    // A product of 32-bit words modulo 2^32, computed in halves that do not overflow.
     const auto times = [&](const at::Tensor& words, int64_t factor) {
       const auto high = (shifted(words, 16) * factor).bitwise_and(0xffff) * 0x10000;
       return (words.bitwise_and(0xffff) * factor + high).bitwise_and(kWord);
@@ -60,7 +60,7 @@ inline at::Tensor narrowed(const at::Tensor& values, std::optional<uint32_t> key
   return (halves - halves.ge(0x8000).to(at::kLong) * 0x10000).to(at::kShort).view(at::kBFloat16);
 }
 
-// Writes what is lost into an error, or a part of one, of the same shape.
+// Writes the new error into an error, or a part of one, of the same shape.
 inline void keep(const at::Tensor& lost, const at::Tensor& error,
                  std::optional<uint32_t> key = std::nullopt) {
   error.copy_(error.scalar_type() == at::kFloat ? lost : narrowed(lost, key));
@@ -70,7 +70,7 @@ inline Rounding rounding_on_host(const std::optional<at::Tensor>& rounding) {
   return rounding_of(is_there(rounding) ? std::optional(rounding->to(at::kCPU)) : std::nullopt);
 }
 
-// Of the random numbers with which an error is rounded; none is to the nearest.
+// The key of the random numbers that round an error; none rounds to the nearest.
 inline std::optional<uint32_t> key_of(const std::optional<at::Tensor>& rounding) {
   const auto drawn = rounding_on_host(rounding);
   return drawn.is_random ? std::optional(noise_key(drawn.seed0, drawn.seed1, drawn.step))

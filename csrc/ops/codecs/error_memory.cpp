@@ -9,7 +9,7 @@ namespace {
 struct Conversions {
   void (*widen)(const uint16_t* from, int64_t n, float* values);
   void (*narrow)(const float* values, int64_t n, uint16_t* to);
-  // place: of the first value.
+  // place: the place of the first value.
   void (*narrow_at_random)(const float* values, int64_t n, uint32_t place, uint32_t key,
                            uint16_t* to);
 };

@@ -1,5 +1,5 @@
-// Conversions of remembered errors for one instruction set: see cpu/for_each_instruction_set.h.
-// Plain loops, which compilers turn into vectors.
+// Conversions of errors for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
+// which compilers vectorise.
 
 void widen(const uint16_t* __restrict from, int64_t n, float* __restrict values) {
   for (int64_t i = 0; i < n; ++i) {

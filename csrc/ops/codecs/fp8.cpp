@@ -1,6 +1,6 @@
-// 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen, which
-// serve every device and give the bits that all others do. The codec stands in
-// torch_commhook/codecs/fp8.py.
+// 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen. These
+// serve every device; all other kernels give the same bits. torch_commhook/codecs/fp8.py has the
+// codec.
 #include "ops/codecs/fp8.h"
 
 #include <ATen/ATen.h>
@@ -56,7 +56,8 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   auto range = p.abs().amax(1, /*keepdim=*/true);
   const auto is_good = range.isfinite();
   range = at::where(is_good, range, 0.0);
-  const auto all_largest = at::full_like(range, largest);  // a plain number CUDA would invert
+  // CUDA would multiply by the inverse of a plain number.
+  const auto all_largest = at::full_like(range, largest);
   auto step = at::div(range, all_largest);
   const auto narrowing = codecs::reference::narrowing(step, at::zeros_like(step), largest);
   step = step * narrowing;
@@ -149,9 +150,9 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives:
-  // float32(value) * scale + error as 8-bit floats, with a scale for each block. Puts what is lost
-  // into `error`.
+  // Writes the message of a bucket, or one message for each run of values that `sizes` gives:
+  // float32(value) * scale + error as 8-bit floats, with a scale for each block. Writes the new
+  // error into `error`.
   m.def(
       "fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, "
       "int shards=1, SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? error=None) -> ()",
@@ -171,8 +172,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, "
       "float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
-  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
-  // is not zero it reads and writes nothing.
+  // The same for messages in separate tensors, such as those that other ranks share. Reads and
+  // writes nothing if `failed` is not zero.
   m.def(
       "fp8_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, str format, int "
       "block_size, "

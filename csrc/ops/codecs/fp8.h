@@ -1,4 +1,4 @@
-// 8-bit floats with a scale for each block: what the operators' kernels share.
+// 8-bit floats with a scale for each block: shared by the operators' kernels.
 #pragma once
 
 #include <string_view>

@@ -1,21 +1,21 @@
-// fp8 with AVX-512: a part of fp8_kernels.inl. 16 values at a time, by the arithmetic of
+// fp8 with AVX-512: a part of fp8_kernels.inl. Handles 16 values at a time, with the arithmetic of
 // fp8_math.h.
 
-// Values that have become 8-bit floats, in lanes of 32 bits.
+// Values rounded to 8-bit floats, in lanes of 32 bits.
 struct Rounded {
   __m512i codes;    // in the low 8 bits; the others are arbitrary
-  __m512 restored;  // what the codes stand for
+  __m512 restored;  // the values of the codes
 };
 
-// As round_to() and value_of() do it. A magnitude is a number of units of 2^(its exponent -
-// kMantissa), or of kUnit if that is more. Added to 2^23 units, it is rounded to whole ones, ties
-// to even, which the sum then has in its low bits.
+// round_to() and value_of() for 16 values. A magnitude is a number of units of 2^(its exponent -
+// kMantissa), or of kUnit if that is more. Adding it to 2^23 units rounds it to whole units, ties
+// to even; these are then in the low bits of the sum.
 template <bool kE5M2>
 inline __attribute__((always_inline)) Rounded round_lanes(const __m512& values) {
   using T = Traits<kE5M2>;
-  constexpr int kLargerMagnitude = 3;  // of the two, with the sign of the first
+  constexpr int kLargerMagnitude = 3;  // selects the larger magnitude, with the sign of the first
   constexpr int kOrAnd = 0xf8;         // a | (b & c)
-  // Exponents are then counted from the least one, by 8 bits.
+  // The sum then counts exponents from the least one, by 8 bits.
   constexpr uint32_t kOffset = -(T::kLeastNormal >> T::kShift) & 0xffu;
   const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
   const __m512 least = _mm512_castsi512_ps(_mm512_set1_epi32(T::kLeastNormal));
@@ -34,12 +34,12 @@ inline __attribute__((always_inline)) Rounded round_lanes(const __m512& values) 
               _mm512_castps_si512(_mm512_sub_ps(sum, whole)), bits, sign, kOrAnd))};
 }
 
-// The values of codes, in lanes of 32 bits whose other bits are zero.
+// The values of codes. The codes are in lanes of 32 bits, with zeros in the other bits.
 template <bool kE5M2>
 inline __attribute__((always_inline)) __m512 values_of_lanes(const __m512i& codes) {
   using T = Traits<kE5M2>;
   constexpr int kOrAnd = 0xf8;  // a | (b & c)
-  // Subnormal codes are at most 7, so that their low four bits select the lane.
+  // Subnormal codes are at most 7, so their low four bits select the lane.
   const __m512 subnormals =
       _mm512_mul_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                     _mm512_set1_ps(T::kUnit));
@@ -66,8 +66,7 @@ inline __attribute__((always_inline)) void for_each_lanes(int64_t n, const Visit
   }
 }
 
-// As compensated() and largest_magnitude() do it, in one pass. Returns whether
-// it has written the buffer.
+// compensated() and largest_magnitude() in one pass. Returns whether it has written the buffer.
 inline __attribute__((always_inline)) bool compensated_lanes(const float* values, int64_t n,
                                                              float scale, const float* error,
                                                              float* buffer, uint32_t& largest) {
@@ -89,7 +88,7 @@ inline __attribute__((always_inline)) bool compensated_lanes(const float* values
   return !is_plain;
 }
 
-// As quantize() below does it, where `lift` is 1.
+// quantize() below, for a `lift` of 1.
 template <bool kE5M2, bool kError>
 inline __attribute__((always_inline)) void quantize_lanes(const float* p, int64_t n,
                                                           const Quantizer& quantizer, float* error,
@@ -109,15 +108,15 @@ inline __attribute__((always_inline)) void quantize_lanes(const float* p, int64_
 
 // ---- runs ---------------------------------------------------------------------------------------
 //
-// Blocks of 64, 128 and 256 values, without errors, are encoded in runs of 256. While one is
-// quantised, the next is described and the one after that is measured. So memory is read without a
-// pause, and nothing waits for the reductions and divisions.
+// Blocks of 64, 128 and 256 values, without errors, are encoded in runs of 256 values. While one
+// run is quantised, the next is described and the one after that is measured. So the loop reads
+// memory without a pause, and nothing waits for the reductions and divisions.
 
 constexpr int kRun = 256;
 constexpr int kPart = kRun / 4;
 
-// What a shuffle of four elements takes, two bits for each: of one vector, or the first two of one
-// and the last two of another.
+// Controls of a shuffle of four elements, two bits for each element. The elements come from one
+// vector, or the first two from one and the last two from another.
 constexpr int kLowHalves = 0x44;       // 0 1 | 0 1
 constexpr int kHighHalves = 0xee;      // 2 3 | 2 3
 constexpr int kEven = 0x88;            // 0 2 | 0 2
@@ -144,10 +143,10 @@ inline __attribute__((always_inline)) __m512i measure_part(const float* p, float
   return _mm512_max_epu32(_mm512_max_epu32(v[0], v[1]), _mm512_max_epu32(v[2], v[3]));
 }
 
-// The largest of the block that each of four parts is in.
+// The largest magnitude of each part's block.
 template <int kSize>
 inline __attribute__((always_inline)) __m128i largest_of_blocks(const __m512i* parts) {
-  // Of the 16 lanes of a part 8 are left, then 4, 2 and one.
+  // Each step halves the lanes of a part: from 16 to 8, 4, 2 and 1.
   __m512i pairs[2];
   for (int i = 0; i < 2; ++i) {
     const __m512i& a = parts[2 * i];
@@ -170,20 +169,20 @@ inline __attribute__((always_inline)) __m128i largest_of_blocks(const __m512i* p
   return _mm512_castsi512_si128(_mm512_permutexvar_epi32(ends, all));
 }
 
-// Of a run's parts, each what is sent of the block that it is in, and its factor.
+// For each of a run's parts: the parameters of its block, and the block's factor.
 struct Described {
   alignas(16) float steps[4];
   alignas(16) float factors[4];
 };
 
-// As quantizer() does it. False where a block needs more care, as its values are infinite, NaN,
+// quantizer() for a run. Returns false if a block needs more care: its values are infinite, NaN,
 // very large or very small.
 template <bool kE5M2, int kSize>
 inline __attribute__((always_inline)) bool describe(const __m512i* parts, Described& described) {
   const __m128 most = _mm_set1_ps(Traits<kE5M2>::kLargest);
   const __m128 range = _mm_castsi128_ps(largest_of_blocks<kSize>(parts));
   const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
-  // Below this, no value comes back as an infinity.
+  // Below this, no value is restored as an infinity.
   const auto is_moderate = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p127f), _CMP_LT_OQ);
   const auto is_zero = _mm_cmp_ps_mask(range, _mm_setzero_ps(), _CMP_EQ_OQ);
   _mm_store_ps(described.steps, _mm_div_ps(range, most));
@@ -209,7 +208,7 @@ inline __attribute__((always_inline)) void quantize_part(const float* p, float s
   }
 }
 
-// Runs up to the first with a block that needs more care. Returns how many.
+// Encodes runs up to the first with a block that needs more care. Returns their number.
 template <bool kE5M2, bool kScaled, int kSize>
 inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
                            uint8_t* codes, float* parameters) {
@@ -231,7 +230,7 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
     for (int part = 0; part < 4; part += kSize / kPart) {
       *parameters++ = own.steps[part];
     }
-    ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
+    ahead += run + 2 < runs ? kRun : 0;  // the last run is measured again, without use
     for (int part = 0; part < 4; ++part) {
       prefetch(ahead + part * kPart + kAheadOfRuns, kPart);
       largest[part] = measure_part<kScaled>(ahead + part * kPart, scale);
@@ -260,7 +259,7 @@ inline __attribute__((always_inline)) void decode_lanes(const uint8_t* codes, fl
   });
 }
 
-// Writes whole blocks, of a multiple of 32 values, past the caches, to where a cache line begins.
+// Streams whole blocks, of a multiple of 32 values, to an address at which a cache line begins.
 template <bool kE5M2>
 bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
                         float* out) {

@@ -1,11 +1,11 @@
 // The kernels of fp8 for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
-// which compilers turn into vectors, beside those of AVX-512.
+// which compilers vectorise, and code for AVX-512.
 #include "ops/codecs/block_codec_kernels.inl"
 
 #if COMMHOOK_VECTOR_BYTES == 64
 #include "ops/codecs/fp8_avx512.inl"
 #else
-// This instruction set writes nothing past the caches.
+// This instruction set has no kernel that decodes past the caches.
 template <bool kE5M2>
 bool decode_past_caches(const uint8_t*, const float*, int64_t, int64_t, float*) {
   return false;
@@ -33,7 +33,7 @@ inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quan
   }
 }
 
-// Blocks are encoded in groups, step by step, so that none waits for the division of another.
+// Blocks are encoded in groups, step by step, so that no block waits for another's division.
 constexpr int64_t kGroupValues = 256;
 constexpr int64_t kGroup = kGroupValues / 8;  // blocks
 
@@ -69,7 +69,7 @@ inline void encode_group(const float* values, int64_t n, int64_t size, const Enc
     if (largest[b] >= kInfinity) {
       parameters[b] = float_of(kNaN);
       __builtin_memset(codes + first, 0, size_of(b));
-      continue;  // with the error as it was
+      continue;  // the error stays as it was
     }
     parameters[b] = quantizers[b].step;
     if (error != nullptr) {
@@ -106,7 +106,7 @@ template <bool kE5M2>
 void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding, int64_t,
             float* error, uint8_t* codes, float* parameters) {
 #if COMMHOOK_VECTOR_BYTES == 64
-  // Short ones, as of tensors that are converted first, are not worth the beginning.
+  // Short runs, such as those of converted tensors, do not repay the start.
   if (error == nullptr && fits_runs(size) && count >= 4 * kRun) {
     const auto pick = [&](auto run64, auto run128, auto run256) {
       return size == 64 ? run64 : size == 128 ? run128 : run256;
@@ -128,7 +128,7 @@ void encode(const float* values, int64_t count, int64_t size, const Encoding& en
         advance(kRun * encode_plain(values, runs, encoding.scale, encoding.is_streamed, codes,
                                     parameters));
       }
-      if (count > 0) {  // a run with a block that needs care, or part of one
+      if (count > 0) {  // a run with a block that needs more care, or an incomplete run
         const int64_t n = count < kRun ? count : kRun;
         encode_groups<kE5M2>(values, n, size, encoding, nullptr, codes, parameters);
         advance(n);

@@ -1,8 +1,8 @@
-// The arithmetic of 8-bit floats with a scale for each block, for host and device. Each step is
-// rounded by itself, as in blockwise_math.h.
+// The arithmetic of 8-bit floats with a scale for each block, for host and device. Each operation
+// rounds separately, as in blockwise_math.h.
 //
 // A block of values p is sent as 8-bit floats q and, in float32, step = max|p| / (the largest 8-bit
-// float): p ~ q * step. A block with a value that is infinite or NaN has a NaN for step.
+// float): p ~ q * step. If a block has an infinite or NaN value, its step is NaN.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ struct Traits {
   static constexpr float kLargest = kE5M2 ? 57344.0f : 448.0f;
   static constexpr uint32_t kShift = 23 - kMantissa;
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
-  // The least that is not subnormal, and what a subnormal is counted in.
+  // The least normal magnitude, and the unit of subnormals.
   static constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - kBias) << 23;
   static constexpr float kUnit = kE5M2 ? 0x1p-16f : 0x1p-9f;
-  // Added to a subnormal, it rounds that to a multiple of the unit, ties to even.
+  // Adding this to a subnormal rounds it to a multiple of the unit, ties to even.
   static constexpr float kRound = kUnit * 0x1p23f;
 };
 
-// By bits, not by a branch: GCC would move floating-point arithmetic into the branch, where it may
-// not make vectors of it.
+// Uses a mask instead of a branch: GCC would move floating-point arithmetic into the branch and
+// might not vectorise it.
 COMMHOOK_HOST_DEVICE uint32_t choose(bool first, uint32_t one, uint32_t other) {
 #ifdef __CUDA_ARCH__
   return first ? one : other;
@@ -39,7 +39,7 @@ COMMHOOK_HOST_DEVICE uint32_t choose(bool first, uint32_t one, uint32_t other) {
 #endif
 }
 
-// The nearest 8-bit float, ties to even. |value| may exceed the largest by a few ulps, which
+// The nearest 8-bit float, ties to even. |value| may exceed the largest by a few ulps, which the
 // rounding removes.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint8_t round_to(float value) {

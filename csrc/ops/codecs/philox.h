@@ -1,5 +1,5 @@
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): random
-// numbers that are a function of a counter and a key, for host and device.
+// numbers as a function of a counter and a key, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ COMMHOOK_HOST_DEVICE void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
   c3 = static_cast<uint32_t>(product0);
 }
 
-// Replaces a counter by four random words. Without a loop, which compilers would not turn into
-// vectors of counters.
+// Replaces a counter by four random words. Has no loop: compilers would not vectorise counters with
+// one.
 COMMHOOK_HOST_DEVICE void philox(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3,
                                  uint32_t key0, uint32_t key1) {
   constexpr uint32_t kWeyl0 = 0x9E3779B9u;

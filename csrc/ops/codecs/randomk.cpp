@@ -1,10 +1,10 @@
-// Values at random places: the operators, and their kernels in plain ATen, which serve every device
-// and give the bits that all others do. The codec stands in torch_commhook/codecs/randomk.py.
+// Values at random places: the operators, and their kernels in plain ATen. These serve every
+// device; all other kernels give the same bits. torch_commhook/codecs/randomk.py has the codec.
 //
-// A message of k entries: k values, float32, without their indices, which follow from a seed and a
-// step (randomk_math.h). So messages that were made with the same two can be added up. Where any of
-// all values is infinite or NaN, everything that is sent is NaN, and nothing leaves the error: a
-// place that is not sent would hide it. Such a value leaves no error itself.
+// A message of k entries holds k float32 values without their indices, which follow from a seed and
+// a step (randomk_math.h). So messages with the same seed and step can be added. If any value of
+// all is infinite or NaN, every value that is sent is NaN, and the error keeps what it has: such a
+// value at a place that is not sent would otherwise go unnoticed. The value itself leaves no error.
 #include "ops/codecs/randomk.h"
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@
 namespace commhook::randomk {
 namespace {
 
-// Checks what both take; returns the number of all values.
+// Checks the arguments of both operators; returns the number of all values.
 int64_t check(const char* op, at::TensorList tensors, const at::Tensor& message,
               const at::Tensor& rounding) {
   check_flatten(op, tensors, at::kFloat);
@@ -106,7 +106,7 @@ void decode_reference(const at::Tensor& message, at::TensorList tensors, const D
 
 // ---- the operators -----------------------------------------------------------------------------
 
-// What the indices follow from.
+// The random numbers that give the indices.
 Draw draw_for(int64_t numel, const at::Tensor& rounding) {
   const auto drawn = codecs::reference::rounding_on_host(rounding);
   return draw_from(numel, drawn.seed0, drawn.seed1, drawn.step);
@@ -135,14 +135,14 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: values of float32(value) * scale + error at places that follow
-  // from a seed and a step, as many as it has room for. Puts what is not sent into `error`, rounded
-  // at random if that is bfloat16.
-  // Unbiased, it scales by the number of all values over that of those sent.
+  // from a seed and a step, as many as it has room for. Writes the values that are not sent into
+  // `error`, which is rounded at random if it is bfloat16.
+  // With `unbiased`, scales by the number of all values over the number of values that are sent.
   m.def(
       "randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, "
       "bool unbiased=False, float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
-  // Writes a message's values into tensors, and zeros beside them.
+  // Writes a message's values into tensors, and zeros elsewhere.
   m.def("randomk_decode(Tensor message, Tensor(a!)[] tensors, Tensor rounding) -> ()", compliant);
 }
 

@@ -1,4 +1,4 @@
-// Values at random places: what the operators' kernels share.
+// Values at random places: shared by the operators' kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,10 +14,10 @@ namespace commhook::randomk {
 // A message: the values, float32, in the order in which their indices are drawn.
 constexpr int64_t kBytesOfEntry = sizeof(float);
 
-// Each throws an error that names the operator, the argument, its contract and the value; else
-// returns the number of all values.
+// Each throws an error that names the operator, the argument, its contract and the value; otherwise
+// it returns the number of all values.
 
-// scale: multiplied by what makes the message unbiased, where it is to be.
+// scale: multiplied by the factor that makes the message unbiased, if `unbiased` is set.
 C10_EXPORT int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
                                 const at::Tensor& rounding, bool unbiased,
                                 const std::optional<at::Tensor>& error, double& scale);

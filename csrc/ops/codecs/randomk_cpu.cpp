@@ -1,5 +1,5 @@
-// Values at random places, on the CPU: a pass over all values, which writes the error and looks for
-// what is not finite, then one over the entries of the message.
+// Values at random places, on the CPU: one pass over all values, which writes the error and
+// searches for values that are not finite; then a pass over the entries of the message.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -19,15 +19,15 @@ namespace {
 
 constexpr int64_t kPiece = cpu::kMaxBlock;  // values that stay in the first-level cache
 constexpr int64_t kBatch = 1024;            // entries whose indices are drawn together
-// Below these a thread costs more to wake than it saves.
+// With fewer, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
 constexpr int64_t kGrainEntries = 4 * kBatch;
 
 struct Kernels {
   // The indices of the entries [first, first + n), at most kBatch.
   void (*draw_indices)(const Draw& draw, uint32_t first, int64_t n, uint32_t* indices);
-  // Writes p = value * scale + error over the error, but 0 where p is not finite; returns the
-  // largest magnitude of p, as bits.
+  // Writes p = value * scale + error over the error, with 0 in place of values that are not finite.
+  // Returns the largest magnitude of p, as bits.
   uint32_t (*compensate)(const float* values, int64_t n, float scale, float* error);
   // The largest magnitude of value * scale, as bits.
   uint32_t (*largest)(const float* values, int64_t n, float scale);
@@ -36,8 +36,9 @@ struct Kernels {
 #define COMMHOOK_KERNELS "ops/codecs/randomk_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
 
-// Adds the scaled values to the error, and says whether all are finite. An error of 16 bits holds
-// no sum: add(values, position, count) does so, and returns the largest magnitude.
+// Adds the scaled values to the error, and returns whether all are finite. An error of 16 bits
+// cannot hold the sum; then add(values, position, count) does this and returns the largest
+// magnitude.
 template <typename Add>
 bool are_finite(const cpu::Segments& segments, float scale, const codecs::ErrorMemory& error,
                 const Add& add) {
@@ -61,8 +62,8 @@ bool are_finite(const cpu::Segments& segments, float scale, const codecs::ErrorM
   return result.load(std::memory_order_relaxed);
 }
 
-// Calls visit(entry, locate(index)) for all entries. Those of a batch are located first, so that
-// what they lie in is on its way from memory.
+// Calls visit(entry, locate(index)) for all entries. Locates all entries of a batch first, so that
+// their data is prefetched.
 template <typename Locate, typename Visit>
 void for_each_entry(const Draw& draw, int64_t count, const Locate& locate, const Visit& visit) {
   at::parallel_for(0, count, kGrainEntries, [&](int64_t begin, int64_t end) {
@@ -81,7 +82,7 @@ void for_each_entry(const Draw& draw, int64_t count, const Locate& locate, const
   });
 }
 
-// The entries of a message, sorted by the piece of kPiece values that theirs is in.
+// The entries of a message, sorted by the piece of kPiece values that holds their value.
 class SortedEntries {
  public:
   struct Entry {
@@ -107,7 +108,7 @@ class SortedEntries {
 
   const std::vector<Entry>& all() const { return entries_; }
 
-  // Calls visit(index, entry) for those of the values [begin, end).
+  // Calls visit(index, entry) for the entries of the values [begin, end).
   template <typename Visit>
   void visit(int64_t begin, int64_t end, const Visit& visit) const {
     const int64_t last = begins_[(end - 1) / kPiece + 1];
@@ -124,8 +125,8 @@ class SortedEntries {
   std::vector<int64_t> begins_;  // of each piece
 };
 
-// Writes the message with an error of 16 bits, which could not hold what is sent between two
-// passes: entries are taken while their piece of the values is at hand.
+// Writes the message with an error of 16 bits. Such an error could not keep the sent values between
+// two passes, so the entries of a piece are written while its values are in the cache.
 void encode_narrow(const cpu::Segments& segments, float scale, const Draw& draw,
                    const codecs::ErrorMemory& error, float* message, int64_t count) {
   const SortedEntries entries(draw, count);
@@ -147,7 +148,7 @@ void encode_narrow(const cpu::Segments& segments, float scale, const Draw& draw,
         }
         return most;
       });
-  if (!is_good) {  // and nothing leaves the error
+  if (!is_good) {  // the error keeps what it had
     for (const auto& each : entries.all()) {
       error.write(each.index, 1, message + each.entry);
       message[each.entry] = float_of(kNaN);
@@ -159,7 +160,7 @@ void encode_narrow(const cpu::Segments& segments, float scale, const Draw& draw,
 struct Place {
   const cpu::Segment* segment;
   int64_t index;
-  char* data;  // none where the tensor is not contiguous
+  char* data;  // null if the tensor is not contiguous
 };
 
 auto locate_in(const cpu::Segments& segments) {
@@ -231,7 +232,7 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw
 
 void decode_on_cpu(const at::Tensor& message, at::TensorList tensors, const Draw& draw) {
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const cpu::Segments segments(tensors);
   const auto& kernels = cpu::row_kernels(cpu::capability());

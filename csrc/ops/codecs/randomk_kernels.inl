@@ -1,5 +1,5 @@
 // The kernels of randomk for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
-// which compilers turn into vectors.
+// which compilers vectorise.
 #include "ops/codecs/block_codec_kernels.inl"
 
 void draw_indices(const Draw& draw, uint32_t first, int64_t n, uint32_t* __restrict indices) {
@@ -10,7 +10,7 @@ void draw_indices(const Draw& draw, uint32_t first, int64_t n, uint32_t* __restr
   for (int32_t i = 0; i < size; ++i) {
     indices[i] = permuted(own, first + static_cast<uint32_t>(i));
   }
-  int32_t count = 0;  // of those that are none of a value
+  int32_t count = 0;  // of indices beyond the values
   for (int32_t i = 0; i < size; ++i) {
     pending[count] = static_cast<uint16_t>(i);
     count += indices[i] >= own.numel ? 1 : 0;

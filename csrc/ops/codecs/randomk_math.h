@@ -1,10 +1,11 @@
-// Which values randomk sends, for host and device: the first few of a random permutation of them.
+// The choice of the values that randomk sends, for host and device: the first few of a random
+// permutation.
 //
-// A Feistel network, whose round function is Philox of half an index, permutes [0, 2^bits), the
-// least such range that holds all indices. An index that it takes out of [0, numel) is permuted
-// until it is back, which leaves a permutation of those (cycle walking: Black and Rogaway, "Ciphers
-// with arbitrary finite domains", 2002). All are then moved on by one random number, modulo numel:
-// so each value is as likely to be sent as any other, whatever the network is worth.
+// A Feistel network permutes [0, 2^bits), the smallest such range that holds all indices. Its round
+// function is Philox of half an index. An index that leaves [0, numel) is permuted again until it
+// returns, which gives a permutation of [0, numel) (cycle walking: Black and Rogaway, "Ciphers with
+// arbitrary finite domains", 2002). All indices are then shifted by one random number, modulo
+// numel. So each value is equally likely to be sent, however good the network is.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +15,16 @@
 
 namespace commhook::randomk {
 
-// Networks of fewer bits do not mix well, which costs the few values that would need them little.
+// Networks of fewer bits do not mix well. The larger range costs little, as only a few values would
+// fit in fewer bits.
 constexpr uint32_t kFewestBits = 8;
 constexpr uint32_t kRounds = 6;
-// Philox's third word, which no other codec of the same seed and step gives it.
+// Philox's third word; no other codec with the same seed and step uses it.
 constexpr uint32_t kDomain = 0x72646d6bu;
 
 struct Draw {
   uint32_t numel;
-  uint32_t low_bits;  // of the lower half of an index
+  uint32_t low_bits;  // bits of the lower half of an index
   uint32_t low_mask;
   uint32_t high_mask;
   uint32_t seed0;
@@ -55,14 +57,14 @@ COMMHOOK_HOST_DEVICE Draw draw_from(int64_t numel, uint32_t seed0, uint32_t seed
             seed1,
             step,
             0};
-  // A fraction of 64 random bits, times numel.
+  // Multiplies a fraction of 64 random bits by numel.
   const uint64_t low = random_word(draw, 0, kRounds);
   const uint64_t high = random_word(draw, 1, kRounds);
   draw.offset = static_cast<uint32_t>((high * draw.numel + (low * draw.numel >> 32)) >> 32);
   return draw;
 }
 
-// Without a loop, which compilers would not turn into vectors of indices.
+// Has no loop: compilers would not vectorise indices with one.
 COMMHOOK_HOST_DEVICE uint32_t permuted(const Draw& draw, uint32_t index) {
   uint32_t low = index & draw.low_mask;
   uint32_t high = index >> draw.low_bits;
@@ -81,7 +83,7 @@ COMMHOOK_HOST_DEVICE uint32_t moved(const Draw& draw, uint32_t index) {
   return sum >= draw.numel ? sum - draw.numel : sum;
 }
 
-// Which value is sent as an entry of the message.
+// The index of the value that an entry of the message holds.
 COMMHOOK_HOST_DEVICE uint32_t index_of(const Draw& draw, uint32_t entry) {
   uint32_t index = permuted(draw, entry);
   while (index >= draw.numel) {

@@ -1,11 +1,12 @@
 // Signs of values, with the mean magnitude of each block: the operators, and their kernels in plain
-// ATen, which serve every device and give the bits that all others do. The codec stands in
-// torch_commhook/codecs/sign.py.
+// ATen. These serve every device; all other kernels give the same bits.
+// torch_commhook/codecs/sign.py has the codec.
 //
-// A block of values p is sent as a bit for each, set where p is negative, and s = sum|p| / count in
-// float32: p ~ s or -s. A block with an infinity or NaN has a NaN for s. Bits: that of value b *
-// width + c is bit b of byte c, of `width` bytes. The sum is taken in 16 lanes, value i in lane i
-// mod 16, which are then added in halves.
+// A block of values p is sent as one bit for each value, set if p is negative, and s = sum|p| /
+// count
+// in float32: p ~ s or -s. If a block has an infinity or a NaN, s is NaN. The sign of value b *
+// width + c is bit b of byte c; a block has `width` bytes. The sum uses 16 lanes, with value i in
+// lane i mod 16. The lanes are then added in halves.
 #include "ops/codecs/sign.h"
 
 #include <ATen/ATen.h>
@@ -161,9 +162,9 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives: the
-  // signs of float32(value) * scale + error, and the mean magnitude of each block. Puts what is
-  // lost into `error`.
+  // Writes the message of a bucket, or one message for each run of values that `sizes` gives: the
+  // signs of float32(value) * scale + error, and the mean magnitude of each block. Writes the new
+  // error into `error`.
   m.def(
       "sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, "
       "SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? error=None) -> ()",
@@ -183,8 +184,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, "
       "float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
-  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
-  // is not zero it reads and writes nothing.
+  // The same for messages in separate tensors, such as those that other ranks share. Reads and
+  // writes nothing if `failed` is not zero.
   m.def(
       "sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, "
       "float scale=1.0, Tensor(b!)? error=None, Tensor? failed=None) -> ()",

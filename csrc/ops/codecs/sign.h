@@ -1,4 +1,4 @@
-// Signs of values: what the operators' kernels share.
+// Signs of values: shared by the operators' kernels.
 #pragma once
 
 #include "ops/codecs/block_codec.h"

@@ -1,5 +1,5 @@
 // The kernels of sign for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
-// which compilers turn into vectors.
+// which compilers vectorise.
 #include "ops/codecs/block_codec_kernels.inl"
 
 template <bool kLowered>
@@ -64,7 +64,7 @@ inline void encode_block(const float* values, int64_t n, const Encoding& encodin
   if (bits_of(sum) >= kInfinity) {
     parameters[0] = float_of(kNaN);
     __builtin_memset(codes, 0, (n + 7) / 8);
-    return;  // with the error as it was
+    return;  // the error stays as it was
   }
   const float magnitude = mean_magnitude(sum, static_cast<float>(n), is_lowered);
   parameters[0] = magnitude;

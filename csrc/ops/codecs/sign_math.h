@@ -1,7 +1,7 @@
 // The mean magnitude of a block's values, for host and device.
 //
-// A sum of magnitudes beyond float32 is taken again, of values that are times kLowering: that one
-// is finite if all values are, however it is rounded.
+// If a sum of magnitudes exceeds float32, it is computed again from values times kLowering. That
+// sum is finite if all values are, however it is rounded.
 #pragma once
 
 #include "ops/codecs/block_layout.h"

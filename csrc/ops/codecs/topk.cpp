@@ -1,11 +1,10 @@
-// The values of largest magnitude: the operators, and their kernels in plain ATen, which serve
-// every device and give the bits that all others do. The codec stands in
-// torch_commhook/codecs/topk.py.
+// The values of largest magnitude: the operators, and their kernels in plain ATen. These serve
+// every device; all other kernels give the same bits. torch_commhook/codecs/topk.py has the codec.
 //
-// A message of k entries: k indices, int32 and ascending, then their k values, float32. Of values
-// of one magnitude those of the lowest indices are sent; infinities come before all numbers, and
-// NaN before these. What is sent leaves no error; nor does an infinity or NaN that is not, since it
-// would stay in all later messages.
+// A message of k entries holds k ascending int32 indices, then their k float32 values. Of values of
+// equal magnitude, those with the lowest indices are sent; infinities rank above all numbers, and
+// NaN above infinities. A value that is sent leaves no error. An infinity or NaN that is not sent
+// leaves none either, since it would stay in all later messages.
 #include "ops/codecs/topk.h"
 
 #include <ATen/ATen.h>
@@ -35,7 +34,7 @@ constexpr const char* kEncode = "topk_encode";
 constexpr const char* kDecode = "topk_decode";
 constexpr const char* kDecodeSum = "topk_decode_sum";
 
-// bytes: of a message of `numel` values.
+// bytes: the bytes of a message of `numel` values.
 void check_bytes(const char* op, const char* argument, int64_t bytes, int64_t numel) {
   TORCH_CHECK_VALUE(numel <= std::numeric_limits<int32_t>::max(), op,
                     ": tensors must hold less than 2^31 elements, got ", numel);
@@ -172,13 +171,13 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: the values of float32(value) * scale + error of largest
-  // magnitude, as many as it has room for. Puts what is not sent into `error`, which is rounded at
-  // random, if it is bfloat16, where `rounding` holds a seed and a step.
+  // magnitude, as many as it has room for. Writes the values that are not sent into `error`. A
+  // bfloat16 error is rounded at random if `rounding` holds a seed and a step.
   m.def(
       "topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1.0, "
       "Tensor(b!)? error=None, Tensor? rounding=None) -> ()",
       compliant);
-  // Writes a message's values into tensors, and zeros beside them.
+  // Writes a message's values into tensors, and zeros elsewhere.
   m.def("topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()", compliant);
   // Writes scale * (sum of the values of several messages) into tensors.
   m.def("topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, float scale=1.0) -> ()",

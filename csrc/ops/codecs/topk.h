@@ -1,4 +1,4 @@
-// The largest values: what the operators' kernels share.
+// The largest values: shared by the operators' kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace commhook::topk {
 
-// A message: the indices of its entries, int32 and ascending, then their values, float32.
+// A message: the entries' ascending int32 indices, then their float32 values.
 constexpr int64_t kBytesOfEntry = sizeof(int32_t) + sizeof(float);
 
 // Each throws an error that names the operator, the argument, its contract and the value.
@@ -23,7 +23,7 @@ C10_EXPORT int64_t check_encode(at::TensorList tensors, const at::Tensor& messag
 C10_EXPORT void check_decode(const at::Tensor& message, at::TensorList tensors);
 // messages: [messages, bytes].
 C10_EXPORT void check_decode_sum(const at::Tensor& messages, at::TensorList tensors);
-// Throws where a message's indices are not ascending, or one is none of a value.
+// Throws if a message's indices do not ascend, or an index is beyond the values.
 void check_indices(const char* op, bool are_good, int64_t numel);
 
 void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, double scale,

@@ -1,7 +1,7 @@
-// The largest values, on the CPU. One pass over memory finds candidates: those that reach what a
-// sample says is a little below the least that will be sent. What is sent is then found among them.
-// If the sample was wrong, two more passes count how many values have each rank. Either way the
-// same values are sent.
+// The largest values, on the CPU. A sample gives a rank a little below the least that will be sent.
+// One pass over memory collects the values that reach it as candidates; the values to send are
+// selected among these. If the sample was wrong, two more passes count the values of each rank.
+// Both ways send the same values.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kPiece = 4096;  // values that stay in the first-level cache
 static_assert(kPiece <= cpu::kMaxBlock);
 
-// A rank is found in two steps, each of which counts how many values have each of its parts.
+// A rank is found in two steps: each counts the values by one half of their rank.
 constexpr int kLowBits = 16;
 constexpr int32_t kLowMask = (1 << kLowBits) - 1;
 constexpr int64_t kHighCounts = int64_t{1} << (31 - kLowBits);
@@ -34,17 +34,18 @@ constexpr int64_t kLowCounts = int64_t{1} << kLowBits;
 struct Kernels {
   // Writes p over the error.
   void (*compensate)(const float* values, int64_t n, float scale, float* error);
-  // Gives p, in `buffer` if it is not there.
+  // Returns p; stores it in `buffer` if needed.
   const float* (*scaled)(const float* values, int64_t n, float scale, const float* error,
                          float* buffer);
-  // Appends the entries of rank `least` or more, of those of rank `least` only the first `*ties`;
-  // returns how many they are.
+  // Appends the entries of rank `least` or more; of those of rank `least` only the first `*ties`.
+  // Returns the number of entries.
   int64_t (*collect)(const float* p, int64_t n, int64_t position, int32_t least, int64_t* ties,
                      int32_t* indices, float* values);
-  // Adds to the counts of ranks' high parts, and, for ranks with one high part, of low parts.
+  // count_high counts values by the high part of their rank; count_low counts those with a given
+  // high part by the low part. Both add to `counts`.
   void (*count_high)(const float* p, int64_t n, uint32_t* counts);
   void (*count_low)(const float* p, int64_t n, int32_t high, uint32_t* counts);
-  // Adds the numbers of values above a rank, and of that rank.
+  // Adds the number of values above a rank, and of that rank.
   void (*count_above)(const float* p, int64_t n, int32_t rank, int64_t* above, int64_t* equal);
   void (*drop_nonfinite)(float* error, int64_t n);
 };
@@ -54,7 +55,7 @@ struct Kernels {
 
 // ---- values ------------------------------------------------------------------------------------
 
-// A part of the values, and the candidates in it, with ascending indices.
+// A part of the values, and its candidates, with ascending indices.
 struct Part {
   int64_t begin;
   int64_t end;
@@ -63,7 +64,7 @@ struct Part {
   std::unique_ptr<float[]> values;
   int64_t count = 0;
   bool is_full = false;
-  // Of those that are sent: where they begin in the message, and how many ties are among them.
+  // For the entries that are sent: their first place in the message, and the number of ties.
   int64_t offset = 0;
   int64_t ties = 0;
 };
@@ -71,7 +72,7 @@ struct Part {
 using Parts = std::vector<Part>;
 
 Parts split(int64_t total) {
-  constexpr int64_t kGrainElements = 64 * 1024;  // below this a thread costs more than it saves
+  constexpr int64_t kGrainElements = 64 * 1024;  // with fewer, a thread costs more than it saves
   const int64_t parts =
       std::clamp<int64_t>(total / kGrainElements, 1, std::max(1, at::get_num_threads()));
   Parts found(parts);
@@ -92,8 +93,8 @@ void for_each_part(Parts& parts, const Visit& visit) {
   });
 }
 
-// The values p. The first visit of a part writes them over the error, if there is one of float32,
-// where later visits find them. An error of 16 bits could not hold them: it stays as it is.
+// The values p. With a float32 error, the first visit of a part writes them over the error, and
+// later visits read them there. An error of 16 bits could not hold them, so it stays as it is.
 class Values {
  public:
   Values(const cpu::Segments& segments, double scale, const codecs::ErrorMemory& error)
@@ -135,7 +136,8 @@ class Values {
     part.is_visited = true;
   }
 
-  // Replaces an error of 16 bits by p, but for what is sent and, if `drops`, what is not finite.
+  // Replaces an error of 16 bits by p, except values that are sent and, if `drops`, values that are
+  // not finite.
   void keep(Parts& parts, const int32_t* indices, int64_t count, bool drops) const {
     const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
     for_each_part(parts, [&](int64_t, const Part& part) {
@@ -153,7 +155,8 @@ class Values {
     });
   }
 
-  // Calls visit(p, count) for the elements [begin, end), at most kPiece, before any other visit.
+  // Calls visit(p, count) for the elements [begin, end), at most kPiece. Only before any other
+  // visit.
   template <typename Visit>
   void look_at(int64_t begin, int64_t end, const Visit& visit) const {
     const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
@@ -172,7 +175,7 @@ class Values {
   }
 
  private:
-  // Calls visit(p, position, count) for pieces of a part, made of an error of 16 bits.
+  // Calls visit(p, position, count) for pieces of a part, computed from an error of 16 bits.
   template <typename Visit>
   void for_each_piece(const Part& part, const Visit& visit) const {
     const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
@@ -192,18 +195,19 @@ class Values {
   const cpu::Segments& segments_;
   const float scale_;
   const codecs::ErrorMemory& memory_;
-  float* const error_;  // of float32
+  float* const error_;  // null unless the error is float32
 };
 
-// ---- the least that is sent --------------------------------------------------------------------
+// ---- the least value that is sent ---------------------------------------------------------------
 
-// All values above a rank are sent, and the first few of that rank.
+// All values above a rank are sent, and the first `ties` values of that rank.
 struct Threshold {
   int32_t rank;
   int64_t ties;
 };
 
-// Where a count from the largest on comes to `wanted`; how many of it then remain to be taken.
+// The index at which a count from the largest index down reaches `wanted`, and how many of that
+// index remain to be taken.
 struct Place {
   int32_t index;
   int64_t remaining;
@@ -224,8 +228,8 @@ Place find_place(const std::vector<uint32_t>& counts, int64_t size, int64_t want
   TORCH_INTERNAL_ASSERT(false, "fewer values than are sent");
 }
 
-// count(part, high, counts) counts a part of the values: their ranks' high parts where `high` is
-// negative, else their low parts.
+// count(part, high, counts) counts a part's values: by the high part of their rank if `high` is
+// negative, else by the low part.
 template <typename Count>
 Threshold find_threshold(Parts& parts, int64_t wanted, const Count& count) {
   std::vector<uint32_t> counts(parts.size() * kHighCounts);
@@ -249,10 +253,10 @@ void count_ranks(const float* p, int64_t n, int32_t high, uint32_t* counts) {
   }
 }
 
-// A rank that probably a few more values have than are sent; 0 if there is none to be had. From
-// runs of values at places that are spread evenly and at random, the same each time.
+// Guesses a rank that probably a few more values reach than are sent; 0 if it cannot. Samples runs
+// of values. Their places are spread evenly, with random offsets that are the same each time.
 int32_t guess_least(const Values& values, int64_t wanted) {
-  constexpr int64_t kRun = 16;  // a line of the cache
+  constexpr int64_t kRun = 16;  // a cache line
   constexpr int64_t kFewest = 32 * 1024;
   constexpr int64_t kMostRuns = 1024;
   const int64_t total = values.total();
@@ -270,7 +274,7 @@ int32_t guess_least(const Values& values, int64_t wanted) {
       COMMHOOK_CHOOSE(kKernels).count_high(p, n, counts.data());
     });
   }
-  // As many as would be sent of the sample, and four standard deviations more.
+  // The expected number of sent values in the sample, plus four standard deviations.
   const double sampled = static_cast<double>(runs * kRun);
   const double expected = sampled * static_cast<double>(wanted) / static_cast<double>(total);
   const double reach = expected + 4 * std::sqrt(expected) + 8;
@@ -283,8 +287,8 @@ int32_t guess_least(const Values& values, int64_t wanted) {
 
 // ---- candidates --------------------------------------------------------------------------------
 
-// Collects the candidates of rank `least` or more, and of that rank only the first of each part. A
-// part that has more than `most` is full, and stops.
+// Collects the candidates of rank `least` or more; of that rank only the first `ties` of each part.
+// A part with more than `most` candidates is full, and stops.
 void collect(const Values& values, Parts& parts, int32_t least, int64_t ties, int64_t most) {
   for_each_part(parts, [&](int64_t, Part& part) {
     const int64_t room = std::min(part.end - part.begin, most + kPiece);
@@ -304,7 +308,7 @@ void collect(const Values& values, Parts& parts, int32_t least, int64_t ties, in
   });
 }
 
-// Collects at least what is sent; returns what of it that is.
+// Collects at least the values that are sent; returns the threshold that selects these.
 Threshold find_candidates(const Values& values, Parts& parts, int64_t wanted) {
   std::optional<Threshold> threshold;
   if (const int32_t least = guess_least(values, wanted); least > 0) {
@@ -322,7 +326,7 @@ Threshold find_candidates(const Values& values, Parts& parts, int64_t wanted) {
       });
     }
     if (!is_full && least == 1) {
-      threshold = {0, wanted - total};  // all that are not zero, and some zeros
+      threshold = {0, wanted - total};  // all nonzero values, and some zeros
     }
   }
   if (!threshold) {
@@ -395,7 +399,8 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, double sca
   const Threshold threshold = find_candidates(values, parts, count);
   auto* const indices = reinterpret_cast<int32_t*>(message.mutable_data_ptr<uint8_t>());
   write(parts, threshold, indices, reinterpret_cast<float*>(indices + count), values.error());
-  const bool drops = threshold.rank >= static_cast<int32_t>(kInfinity);  // not all were sent
+  // Then some infinities and NaNs may not have been sent.
+  const bool drops = threshold.rank >= static_cast<int32_t>(kInfinity);
   if (memory.is_narrow()) {
     values.keep(parts, indices, count, drops);
   } else if (memory.is_there() && drops) {
@@ -408,7 +413,7 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, double sca
 void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorList tensors,
                        double scale) {
   for (const auto& tensor : tensors) {
-    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+    tensor.mutable_data_ptr();  // makes a lazily copied storage the tensor's own
   }
   const cpu::Segments segments(tensors);
   const int64_t count_of_messages = messages.size(0);

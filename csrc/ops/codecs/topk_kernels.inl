@@ -1,9 +1,9 @@
 // The kernels of topk for one instruction set: see cpu/for_each_instruction_set.h. Plain loops over
-// at most kPiece values, which compilers turn into vectors.
+// at most kPiece values, which compilers vectorise.
 #include "ops/codecs/block_codec_kernels.inl"
 
-// error = value * scale + error. In place: a compiler would not make vectors of compensated(),
-// whose source and destination might overlap.
+// error = value * scale + error, in place. A compiler would not vectorise compensated(), whose
+// source and destination might overlap.
 void compensate(const float* __restrict values, int64_t n, float scale, float* __restrict error) {
   for (int64_t i = 0; i < n; ++i) {
     error[i] = values[i] * scale + error[i];
@@ -26,7 +26,8 @@ int64_t collect(const float* __restrict p, int64_t n, int64_t position, int32_t 
   int64_t count = 0;
   int64_t left = *ties;
   for (int64_t i = 0; i < n; i += 8) {
-    uint64_t flags;  // a byte for each of eight values, the first in the lowest; nearly always 0
+    // A byte for each of eight values, the first in the lowest byte; nearly always 0.
+    uint64_t flags;
     __builtin_memcpy(&flags, is_candidate + i, sizeof(flags));
     for (; flags != 0; flags &= flags - 1) {
       const int64_t j = i + __builtin_ctzll(flags) / 8;

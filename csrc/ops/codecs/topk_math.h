@@ -1,4 +1,4 @@
-// Which values are the largest, for host and device.
+// The order of values by magnitude, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,14 @@
 
 namespace commhook::topk {
 
-// By which values are chosen, the largest first: that of a NaN is above all others.
+// Values are chosen by rank, the largest first. The rank of a NaN is above all others.
 COMMHOOK_HOST_DEVICE int32_t rank_of(float value) {
   const uint32_t magnitude = bits_of(value) & kAbsolute;
   return static_cast<int32_t>(magnitude > kInfinity ? kInfinity + 1 : magnitude);
 }
 
-// As it is sent: the bits of a NaN depend on the instructions that made it.
+// The value as it is sent: a NaN has fixed bits, which would otherwise depend on the instructions
+// that made it.
 COMMHOOK_HOST_DEVICE float sent(float value) {
   return rank_of(value) > static_cast<int32_t>(kInfinity) ? float_of(kNaN) : value;
 }

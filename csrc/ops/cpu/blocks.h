@@ -1,5 +1,5 @@
-// A tensor list as blocks of equally many float32 values, across the borders of its tensors: how
-// the kernels of codecs read a bucket in one pass.
+// Reads a tensor list as blocks of equally many float32 values, across the borders of its tensors.
+// The kernels of codecs read a bucket this way, in one pass.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,9 @@ namespace commhook::cpu {
 
 constexpr int64_t kMaxBlock = 4096;
 
-// Calls blocks(values, position, count) for the elements [begin, end) of the list: a number of
-// blocks of `size`, the last of all perhaps shorter. Float32 values come from where they lie, if a
-// block of them lies in one place; others are put together in a piece that stays in the first-level
-// cache.
+// Calls blocks(values, position, count) for the elements [begin, end) of the list: some blocks of
+// `size`, of which the last of all may be shorter. Float32 values are read in place if a whole
+// block is in one tensor. Others are assembled in a piece that stays in the first-level cache.
 template <typename Blocks>
 void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_t size,
                     const RowKernels& kernels, const Blocks& blocks) {
@@ -78,8 +77,8 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
       });
 }
 
-// The other way: calls make(values, position, count, in_place) for blocks of values, which are made
-// where they belong, or are read right away to go there.
+// The inverse: calls make(values, position, count, in_place), which writes blocks of values. They
+// are written in place, or to a buffer that is copied to its place immediately.
 template <typename Make>
 void write_each_block(const Segments& segments, int64_t begin, int64_t end, int64_t size,
                       const RowKernels& kernels, const Make& make) {
@@ -89,7 +88,7 @@ void write_each_block(const Segments& segments, int64_t begin, int64_t end, int6
   int64_t made = 0;
   int64_t taken = 0;
 
-  // The next values, at most `count` of them; how many there are.
+  // Takes at most `count` of the next values; returns how many.
   const auto take = [&](int64_t position, int64_t count, const float** values) {
     if (taken == made) {
       made = std::min(size, end - position);

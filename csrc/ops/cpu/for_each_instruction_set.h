@@ -1,10 +1,11 @@
-// Compiles a file of kernels once for each instruction set. To be included, once in a source file,
-// with COMMHOOK_KERNELS as the name of that file, in an anonymous namespace, where its contents
-// come to stand in kernels_default, kernels_avx2 and kernels_avx512. It includes only other files
-// of kernels: a template of the standard library would be compiled for that instruction set and
-// could be linked into code that runs on others. What the including file has included is inlined;
-// cpu/capability.h must be among it.
-//   COMMHOOK_CHOOSE(name)   kernels_...::name, of the instruction set that capability() says
+// Compiles a file of kernels once for each instruction set. A source file includes this once, in an
+// anonymous namespace, with COMMHOOK_KERNELS as the name of that file. The file's contents are then
+// in the namespaces kernels_default, kernels_avx2 and kernels_avx512. The file may include only
+// other
+// files of kernels: a template of the standard library would be compiled for that instruction set
+// and could be linked into code that runs on other processors. It can use the headers of the
+// including source file, which must include cpu/capability.h.
+//   COMMHOOK_CHOOSE(name)   kernels_...::name, for the instruction set that capability() returns
 //   COMMHOOK_VECTOR_BYTES   in the file of kernels: 16, with AVX2 32, with AVX-512 64; GCC 12 does
 //                           not define __AVX512F__ there
 

@@ -1,5 +1,5 @@
-// The smallest magnitude that a cast from float32 turns into an infinity: halfway between the
-// largest value of the dtype and the next power of two (ties go to even, upwards here).
+// The smallest magnitude that becomes an infinity in a cast from float32: halfway between the
+// dtype's largest value and the next power of two (ties go to even, upwards here).
 template <typename To>
 inline float overflow() {
   return __builtin_inff();

@@ -1,5 +1,5 @@
-// Kernels over one contiguous row: convert, scale, measure or check `count` elements. One set for
-// each instruction set, from one source (row_kernels.inl).
+// Kernels that convert, scale, measure or check `count` elements of a contiguous row. One source
+// (row_kernels.inl) gives a set of them for each instruction set.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -18,7 +18,7 @@ struct RowStats {
 using RowKernel = void (*)(const void* source, void* destination, int64_t count, double scale,
                            RowStats* stats);
 
-// Elements that are infinite or NaN.
+// Counts the infinite and NaN elements.
 using RowCounter = int64_t (*)(const void* source, int64_t count);
 
 constexpr int kDtypes = 4;
@@ -36,15 +36,16 @@ inline int dtype_index(at::ScalarType dtype) {
 }
 
 struct RowKernels {
-  // [source dtype][destination dtype]. `streamed` writes past the caches: for destinations larger
-  // than they are, it saves the read of each line that is written. Only `measured` uses stats.
+  // Indexed by [source dtype][destination dtype]. `streamed` writes past the caches; for
+  // destinations larger than the caches this saves reading each line that is written. Only
+  // `measured` uses stats.
   RowKernel plain[kDtypes][kDtypes];
   RowKernel streamed[kDtypes][kDtypes];
   RowKernel measured[kDtypes][kDtypes];
   RowKernel streamed_measured[kDtypes][kDtypes];
   RowCounter count_nonfinite[kDtypes];
-  // Whole cache lines, aligned on both sides, past the caches. They arrive in any order until
-  // `fence` is called, which waits for memory: once for many of them.
+  // Streams whole cache lines, aligned on both sides, past the caches. They arrive in any order
+  // until `fence`, which waits for memory; call it once for many lines.
   void (*stream_lines)(const void* source, void* destination, int64_t bytes);
   void (*fence)();
 };

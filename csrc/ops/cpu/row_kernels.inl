@@ -1,12 +1,12 @@
-// The body of the row kernels, included once for each instruction set, inside a namespace of its
-// own. The including file defines there:
+// The body of the row kernels, included once for each instruction set in a separate namespace. The
+// including file defines there:
 //   Vec                               a vector of kWidth floats, with
 //   load(p, n), store<kStream>(p, v, n)   for float, c10::Half, c10::BFloat16; n <= kWidth elements
 //   multiply(v, s)                        by a scalar
 //   Measure<To>                           add(v, n), finish(stats)
 //   fence()                               orders streamed stores
 // Nothing here may use a template of the standard library: it would be compiled for this
-// instruction set and could be linked into code that runs on others.
+// instruction set and could be linked into code that runs on other processors.
 
 template <typename T>
 constexpr bool is_double = false;
@@ -17,7 +17,7 @@ constexpr bool is_half = false;
 template <>
 constexpr bool is_half<c10::Half> = true;
 
-// Rows whose scaling is done in float32.
+// Converts rows that are scaled in float32.
 template <typename From, typename To, bool kStream, bool kMeasure>
 void convert_float(const From* source, To* destination, int64_t count, float scale,
                    RowStats* stats) {
@@ -36,8 +36,8 @@ void convert_float(const From* source, To* destination, int64_t count, float sca
     i += n;
   };
   if constexpr (kStream && kWidth > 1) {
-    // Streamed stores must be aligned; whole cache lines are what makes them pay. Foreign memory
-    // (torch.frombuffer) may start inside an element, where no element is aligned.
+    // Streamed stores must be aligned, and they pay only for whole cache lines. Foreign memory
+    // (torch.frombuffer) may start inside an element, so that no element is aligned.
     if (reinterpret_cast<uintptr_t>(destination) % sizeof(To) != 0) {
       return convert_float<From, To, false, kMeasure>(source, destination, count, scale, stats);
     }
@@ -71,8 +71,8 @@ void convert_float(const From* source, To* destination, int64_t count, float sca
 
 constexpr int64_t kPiece = 512;
 
-// Rows with float64 on a side, scaled in float64. float16 and bfloat16 pass through float32 in
-// pieces that stay in the first-level cache.
+// Converts rows with float64 on either side, scaled in float64. float16 and bfloat16 pass through
+// float32 in pieces that stay in the first-level cache.
 template <typename From, typename To, bool kMeasure>
 void convert_double(const From* source, To* destination, int64_t count, double scale,
                     RowStats* stats) {
@@ -106,7 +106,7 @@ void convert_double(const From* source, To* destination, int64_t count, double s
       }
 #ifdef __aarch64__
     } else if constexpr (is_half<To>) {
-      // A c10::Half is made of a float16_t here, so that ATen rounds a float64 once.
+      // Here a c10::Half is constructed from a float16_t, so a float64 is rounded once, as in ATen.
       for (int64_t i = 0; i < n; ++i) {
         destination[begin + i] = static_cast<To>(values[i]);
         if constexpr (kMeasure) {
@@ -135,7 +135,7 @@ void convert_double(const From* source, To* destination, int64_t count, double s
   }
 }
 
-// What neither scales nor converts: bits as they are, signalling NaN and payloads included.
+// Copies bits without scaling or conversion, including signalling NaNs and payloads.
 template <bool kStream>
 void copy_bits(const char* source, char* destination, int64_t bytes) {
   int64_t i = 0;
@@ -199,8 +199,8 @@ void convert(const void* source, void* destination, int64_t count, double scale,
   }
 }
 
-// Whether all bits of the exponent are set, asked in integers and counted in lanes of the same
-// width, so that each instruction set's widest vectors serve.
+// Tests whether all bits of the exponent are set, as integers, and counts in lanes of the same
+// width, so that each instruction set's widest vectors apply.
 template <typename Bits, Bits kExponent>
 int64_t count_nonfinite(const void* source, int64_t count) {
   constexpr int64_t kBlock = 16384;  // no lane of 16 bits overflows

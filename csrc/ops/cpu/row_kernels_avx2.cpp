@@ -1,5 +1,5 @@
-// Row kernels for processors with AVX2, FMA and F16C. The instruction set is switched on in this
-// file alone, so that the library still runs where it is missing.
+// Row kernels for processors with AVX2, FMA and F16C. Only this file enables the instruction set,
+// so that the library also runs without it.
 #include "ops/cpu/row_kernels.h"
 
 #ifdef COMMHOOK_X86_KERNELS
@@ -21,7 +21,7 @@ namespace avx2 {
 constexpr int64_t kWidth = 8;
 using Vec = __m256;
 
-// Rows shorter than a vector go through a copy on the stack.
+// Copies a row that is shorter than a vector to the stack.
 template <typename T>
 inline const T* padded(const T* p, int64_t n, T* copy) {
   for (int64_t i = 0; i < kWidth; ++i) {
@@ -54,8 +54,8 @@ inline __m128i to_16bit(Vec v, const c10::Half*) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline __m128i to_16bit(Vec v, const c10::BFloat16*) {
-  // Round to nearest, ties to even, in integers. NaN would overflow into the sign, so it becomes
-  // the quiet NaN.
+  // Rounds to the nearest, ties to even, in integers. A NaN would overflow into the sign, so it
+  // becomes the quiet NaN.
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));

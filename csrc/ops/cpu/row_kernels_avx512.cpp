@@ -1,5 +1,5 @@
-// Row kernels for processors with AVX-512 (F, BW, VL, DQ). The instruction set is switched on in
-// this file alone, so that the library still runs where it is missing.
+// Row kernels for processors with AVX-512 (F, BW, VL, DQ). Only this file enables the instruction
+// set, so that the library also runs without it.
 #include "ops/cpu/row_kernels.h"
 
 #ifdef COMMHOOK_X86_KERNELS
@@ -67,8 +67,8 @@ inline void store(c10::Half* p, Vec v, int64_t n) {
 
 template <bool kStream>
 inline void store(c10::BFloat16* p, Vec v, int64_t n) {
-  // Round to nearest, ties to even, in integers: AVX512_BF16's own conversion would flush
-  // denormals. NaN would overflow into the sign, so it becomes the quiet NaN.
+  // Rounds to the nearest, ties to even, in integers: AVX512_BF16's own conversion would flush
+  // denormals. A NaN would overflow into the sign, so it becomes the quiet NaN.
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));

@@ -1,4 +1,4 @@
-// Row kernels for any processor: plain C++, vectorised as far as the compiler can.
+// Row kernels for any processor: plain C++, vectorised as far as the compiler can do that.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 

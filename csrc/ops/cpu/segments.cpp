@@ -11,7 +11,7 @@ namespace {
 template <typename Visit>
 void for_each_run(const Segment& segment, int64_t position, int64_t count, const Visit& visit) {
   const int last = segment.dims - 1;
-  // The index of the first element, from which on it is carried along.
+  // Computes the index of the first element; the loop advances it from there.
   int64_t rest = position - segment.begin;
   int64_t offset = 0;
   c10::SmallVector<int64_t, 8> index(segment.dims);
@@ -72,8 +72,8 @@ Segments::Segments(at::TensorList tensors) {
   segments_.reserve(tensors.size());
   for (const auto& tensor : tensors) {
     const int64_t numel = tensor.numel();
-    // Const access: a destination is written through the same pointer, and a lazily copied storage
-    // must then be its own, which mutable access sees to in the operator.
+    // Const access: destinations are written through the same pointer, so a lazily copied storage
+    // must be their own by then. The operator ensures this by mutable access.
     Segment segment{static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),
                     total_,
                     total_ + numel,
@@ -84,7 +84,7 @@ Segments::Segments(at::TensorList tensors) {
                     nullptr,
                     nullptr};
     if (numel > 1 && !tensor.is_contiguous()) {
-      // Merge dimensions that are one in memory; sizes of 1 vanish.
+      // Merges dimensions that are contiguous together, and drops those of size 1.
       const auto first = dimensions_.size();
       c10::SmallVector<std::pair<int64_t, int64_t>, 8> merged;  // shape, stride
       for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -111,7 +111,7 @@ Segments::Segments(at::TensorList tensors) {
     total_ += numel;
     segments_.push_back(segment);
   }
-  for (auto& segment : segments_) {  // dimensions_ does not move from here on
+  for (auto& segment : segments_) {  // dimensions_ is complete and does not move any more
     segment.shape = dimensions_.data() + segment.first_dimension;
     segment.stride = segment.shape + segment.dims;
   }

@@ -1,4 +1,4 @@
-// A tensor list as rows of memory: how the CPU kernels walk any part of a bucket.
+// A tensor list as rows of memory: the CPU kernels use it to visit any part of a bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,18 +11,18 @@
 
 namespace commhook::cpu {
 
-// Below this a thread costs more to wake than it saves.
+// With fewer elements, waking a thread costs more than it saves.
 inline constexpr int64_t kGrainElements = 64 * 1024;
 
 // One tensor of the list. Elements are counted in logical (row-major) order.
 struct Segment {
   char* data;
-  int64_t begin;  // of its first element in the bucket
+  int64_t begin;  // the first element's position in the bucket
   int64_t end;
   int element_size;
   int dtype;  // dtype_index
-  // Where the tensor is not contiguous: its dimensions, merged where they are one in memory.
-  int dims;  // 0 where it is contiguous
+  // For a tensor that is not contiguous: its dimensions, merged where they are contiguous together.
+  int dims;  // 0 if contiguous
   size_t first_dimension;
   const int64_t* shape;
   const int64_t* stride;  // in elements
@@ -35,17 +35,17 @@ class Segments {
 
   int64_t total() const { return total_; }
 
-  // That of one element.
+  // The segment of an element.
   const Segment& at(int64_t position) const { return segments_[find(position)]; }
 
   // Calls row(segment, data, position, count) for each contiguous row of the elements [begin, end)
-  // of the bucket, and strided(segment, position, count) for pieces of at most kPieceElements where
-  // elements lie apart. position counts from the start of the bucket.
+  // of the bucket. Calls strided(segment, position, count) for pieces of at most kPieceElements
+  // elements that are not contiguous. position counts from the start of the bucket.
   template <typename Row, typename Strided>
   void walk(int64_t begin, int64_t end, const Row& row, const Strided& strided) const;
 
-  // Asks for the first bytes of the tensors that follow one, which processors do not look ahead to.
-  // Inlined, since compilers drop calls of what they take to do nothing.
+  // Prefetches the beginnings of the tensors after a segment, which processors do not prefetch
+  // themselves. Inlined, since compilers drop calls of functions that seem to do nothing.
   __attribute__((always_inline)) void prefetch_after(const Segment& segment) const {
     constexpr int64_t kBytes = 8 * 1024;
     constexpr int64_t kLine = 64;

@@ -5,7 +5,7 @@
 namespace commhook::cpu {
 namespace {
 
-// The last-level cache that one processor sees. (sysconf adds up the caches of all of them.)
+// The last-level cache that one processor can use. (sysconf returns the sum over all processors.)
 int64_t cache_bytes() {
   static const int64_t bytes = [] {
     int64_t kibibytes = 0;

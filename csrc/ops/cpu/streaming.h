@@ -1,4 +1,4 @@
-// Writing past the caches: which destinations, and how.
+// Stores that bypass the caches: for which destinations, and how.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,29 +10,29 @@
 
 namespace commhook::cpu {
 
-// A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them. Where exactly makes less difference to the backward of
-// benchmarks/bench_hook.py than its noise; for the 51 to 102 MB of ResNet-50 in
-// benchmarks/bench_bucket.py it is faster by a quarter and more.
+// Destinations from this size on are written past the caches: the rest of a step evicts them before
+// they are read again. The exact limit changes the backward of benchmarks/bench_hook.py by less
+// than its noise. Streaming the 51 to 102 MB of ResNet-50 in benchmarks/bench_bucket.py is faster
+// by a quarter and more.
 int64_t streaming_bytes();
 
-// Whether a copy is written past the caches: its destination is that large, and does not fit into
-// the last-level cache together with its source. Of a bucket of 14 MB, read again at once, two
-// threads lose a third by going past a cache of 32 MiB.
+// Whether a copy is written past the caches: if its destination is that large, and the last-level
+// cache cannot hold it together with the source. For a bucket of 14 MB that is read again at once,
+// streaming past a cache of 32 MiB costs two threads a third of their speed.
 bool copies_past_caches(int64_t read_bytes, int64_t written_bytes);
 
-// Of all elements together.
+// The bytes of all elements together.
 int64_t bytes_of(at::TensorList tensors);
 
 constexpr int64_t kCacheLine = 64;
 
-// Bytes on their way past the caches: collected in the first-level cache, from where they go in
-// whole cache lines.
+// Writes bytes past the caches. Collects them in the first-level cache, and sends whole cache lines
+// from there.
 class Stream {
  public:
   static constexpr int64_t kMost = 16384;
 
-  // limit: of the bytes that are collected, at most kMost.
+  // limit: the number of bytes to collect, at most kMost.
   Stream(const RowKernels& kernels, int64_t limit) : kernels_(kernels), limit_(limit) {}
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -41,7 +41,7 @@ class Stream {
     kernels_.fence();
   }
 
-  // Where to write the `count` bytes, at most `limit`, that are to go to `to`.
+  // Where to write the `count` bytes, at most `limit`, whose final address is `to`.
   void* place(void* to, int64_t count) {
     auto* const target = static_cast<char*>(to);
     if (target != line_ + end_) {
@@ -59,7 +59,7 @@ class Stream {
  private:
   static constexpr int64_t kLine = kCacheLine;
 
-  // All but a line that is to be continued.
+  // Sends all lines except a line that further bytes may complete.
   void send_lines() {
     const int64_t whole = end_ / kLine * kLine;
     if (whole == 0) {

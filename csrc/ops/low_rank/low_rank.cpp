@@ -1,6 +1,5 @@
-// Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen,
-// which serve other devices than the CPU, and high ranks. What is done with them stands in
-// torch_commhook/hooks/low_rank/steps.py.
+// Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen
+// for high ranks and devices other than the CPU. torch_commhook/hooks/low_rank/steps.py uses them.
 #include "ops/low_rank/low_rank.h"
 
 #include <ATen/ATen.h>
@@ -28,7 +27,7 @@ void check_dense(const char* op, const char* argument, int64_t index, const at::
   check_memory(op, argument, index, tensor);
 }
 
-// Dense, of three dimensions, each matrix row-major, none in another.
+// Dense, of three dimensions; each matrix is row-major and overlaps no other.
 void check_matrices(const char* op, const at::Tensor& matrices) {
   constexpr const char* kName = "matrices";
   check_dense(op, kName, -1, matrices);
@@ -48,7 +47,7 @@ void check_matrices(const char* op, const at::Tensor& matrices) {
                     " with strides ", strides);
 }
 
-// Of sizes [matrices, rank, length], contiguous, on the matrices' device, and of their dtype.
+// Of sizes [matrices, rank, length], contiguous, with the matrices' device and dtype.
 void check_factor(const char* op, const char* argument, const at::Tensor& factor, int64_t rank,
                   int64_t length, const at::Tensor& matrices) {
   check_dense(op, argument, -1, factor);
@@ -178,14 +177,14 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 
   // left = matrices * right.
   m.def("low_rank_left(Tensor matrices, Tensor right, Tensor(a!) left) -> ()", compliant);
-  // The same, of gradients that are written to the matrices before, or added to them.
+  // The same, after the gradients are written to the matrices or added to them.
   m.def(
       "low_rank_gather_left(Tensor[] gradients, Tensor(a!) matrices, Tensor right, "
       "Tensor(b!) left, *, bool adds=False) -> ()",
       compliant);
   // right = matrices' * left.
   m.def("low_rank_right(Tensor matrices, Tensor left, Tensor(a!) right) -> ()", compliant);
-  // The same; leaves in the matrices what left * right' leaves of them.
+  // The same; also subtracts left * right' from the matrices.
   m.def("low_rank_right_error(Tensor(a!) matrices, Tensor left, Tensor(b!) right) -> ()",
         compliant);
   // matrices = left * right'.

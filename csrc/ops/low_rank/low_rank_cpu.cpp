@@ -1,6 +1,6 @@
-// Matrices and thin factors on the CPU: each step goes through memory once, as plain loops of
-// matrix products and additions would several times. What is summed is summed in an order that
-// depends neither on the number of threads nor on the instruction set.
+// Matrices and thin factors on the CPU. Each step goes through memory once, where separate products
+// and additions would do so several times. The order of sums depends neither on the number of
+// threads nor on the instruction set.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -14,22 +14,23 @@
 namespace commhook::low_rank {
 namespace {
 
-// Partial sums of one row.
+// The number of partial sums of one row.
 template <typename T>
 constexpr int kLanes = 64 / sizeof(T);
-constexpr int kAtOnce = 4;  // directions
-constexpr int kRows = 8;    // that are added up at once
+constexpr int kAtOnce = 4;  // directions at once
+constexpr int kRows = 8;    // rows that are added at once
 
-// Below this a thread costs more to wake than it saves.
+// With fewer elements, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
-// Of a row that is taken at once: with the factors for it, it stays in the first-level cache.
+// The piece of a row that a kernel takes at once; with its factors, it stays in the first-level
+// cache.
 constexpr int64_t kPieceBytes = 8192;
 // Columns that one thread takes at once, if there are enough for all threads. Their sums stay in
-// the first-level cache; fewer are slower, since each row lies in a page of memory of its own.
+// the first-level cache. Fewer columns are slower, since each row is in a different page of memory.
 constexpr int64_t kMostColumns = 1024;
 constexpr int64_t kLeastColumns = 64;
-// Rows that one thread takes at once, and those after which their sum is added to that of the rows
-// before. Sums are taken so whatever the number of threads.
+// Rows that one thread takes at once, and rows in a partial sum. These do not depend on the number
+// of threads.
 constexpr int64_t kMostRows = 16384;
 constexpr int64_t kSummedRows = 256;
 static_assert(kMostRows % kSummedRows == 0);
@@ -57,7 +58,7 @@ struct Directions {
 #define COMMHOOK_KERNELS "ops/low_rank/low_rank_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
 
-// Those for 1 to kAtOnce directions.
+// The kernels for 1 to kAtOnce directions.
 template <typename T>
 const Directions<T>* all_kernels() {
   return COMMHOOK_CHOOSE(kDirections<T>);
@@ -94,14 +95,14 @@ T summed(T* lanes) {
   return lanes[0];
 }
 
-// Values of a row from another dtype.
+// Reads a row's values from another dtype.
 struct Source {
   const char* data;
   int64_t element_size;
-  cpu::RowKernel convert;  // null: they have the dtype already
+  cpu::RowKernel convert;  // null if no conversion is needed
 };
 
-// source_of(matrix): where its values come from. memory: where they go, or null.
+// source_of(matrix): the source of its values. memory: the destination of the values, or null.
 template <typename T, typename SourceOf>
 void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool adds, const T* right,
               T* left, int64_t rank) {
@@ -147,8 +148,8 @@ void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool add
   });
 }
 
-// right = the product of n columns and some rows of a matrix, and of these rows of `left`.
-// columns, left_rows: of all of them.
+// right = the product of n columns and some rows of a matrix with these rows of `left`. columns,
+// left_rows: the size of the whole matrix.
 template <typename T>
 void right_of_part(const Directions<T>* all, const T* matrix, int64_t rows, int64_t columns,
                    int64_t n, const T* left, int64_t left_rows, T* right, int64_t rank, T* sums) {
@@ -179,7 +180,7 @@ void right_of_part(const Directions<T>* all, const T* matrix, int64_t rows, int6
   }
 }
 
-// Of some rows and columns of a matrix, as above.
+// Subtracts the product for some rows and columns of a matrix, as above.
 template <typename T>
 void subtract_from_part(const Directions<T>* all, T* matrix, int64_t rows, int64_t columns,
                         int64_t n, const T* left, int64_t left_rows, const T* right, int64_t rank) {
@@ -191,7 +192,7 @@ void subtract_from_part(const Directions<T>* all, T* matrix, int64_t rows, int64
   }
 }
 
-// Tall matrices in parts of some rows, too, whose products are added up.
+// Splits tall matrices by rows too, and adds the products of the parts.
 template <typename T>
 void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t rank,
                bool subtracts) {
@@ -232,7 +233,7 @@ void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t
     right_of_part(all, matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
                   shape.columns, n, left + matrix * rank * shape.rows + row, shape.rows,
                   into + first, rank, sums);
-    if (subtracts && down == 1) {  // while they are in a cache
+    if (subtracts && down == 1) {  // while the values are in a cache
       subtract(matrix, row, n_rows, first, n);
     }
   });
@@ -335,7 +336,7 @@ void right_on_cpu(const at::Tensor& matrices, const at::Tensor& left, const at::
                   bool subtracts) {
   with_dtype(matrices, [&](auto number) {
     using T = decltype(number);
-    // Written where it subtracts only.
+    // The matrices are written only if `subtracts` is set.
     auto* const data =
         subtracts ? matrices.mutable_data_ptr<T>() : const_cast<T*>(matrices.const_data_ptr<T>());
     run_right<T>(Shape(matrices), data, left.const_data_ptr<T>(), right.mutable_data_ptr<T>(),
@@ -344,7 +345,7 @@ void right_on_cpu(const at::Tensor& matrices, const at::Tensor& left, const at::
 }
 
 void product_on_cpu(const at::Tensor& left, const at::Tensor& right, const at::Tensor& matrices) {
-  // By what they are a part of: all of it is written about now.
+  // Decides by the whole storage, since all of it is written about now.
   const bool streamed = static_cast<int64_t>(matrices.storage().nbytes()) >= cpu::streaming_bytes();
   with_dtype(matrices, [&](auto number) {
     using T = decltype(number);

@@ -1,7 +1,7 @@
 // The kernels of low_rank for one instruction set: see cpu/for_each_instruction_set.h.
 
-// Values at an address of any alignment. Of the width that most processors have; twice that is no
-// faster, and slow where a processor does not have it.
+// Vectors of values at any address, of the width that most processors have. Twice that is no
+// faster, and slow on processors without it.
 template <typename T>
 struct Vectors {
   static constexpr int kBytes = 32;
@@ -17,8 +17,8 @@ struct Vectors {
   }
 };
 
-// For R directions: sums[j][column % kLanes] += value * factor[j][column], where the values are
-// those given, or written to `memory` before: as they are, or added to what is there.
+// For R directions: sums[j][column % kLanes] += value * factor[j][column]. The values are the given
+// ones, or those of `memory` after the given ones are written or added there.
 template <typename T, int R, bool kWrites, bool kAdds>
 void add_products(const T* __restrict values, T* __restrict memory, const T* __restrict factor,
                   int64_t stride, int64_t n, T* __restrict sums) {

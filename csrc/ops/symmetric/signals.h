@@ -1,6 +1,6 @@
-// Signals among ranks that share memory, for host and device. A rank counts its barriers, and tells
-// each other rank the number that it has reached. One that gives up tells the last number, so that
-// the others still pass the barriers to which it came. Nothing depends on when they look.
+// Signals among ranks that share memory, for host and device. A rank counts its barriers and sends
+// each other rank its count. A rank that gives up sends its last count, marked as final. So the
+// others still pass the barriers that it reached, whenever they look.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace commhook::symmetric {
 
 constexpr int kMaxRanks = 16;
 
-// The signal of a rank that has come to so many barriers, and may have given up then.
+// The signal of a rank that has reached so many barriers, and may have given up after that.
 COMMHOOK_HOST_DEVICE int64_t signal_of(int64_t barriers, bool has_given_up) {
   return has_given_up ? ~barriers : barriers;
 }
 
-// A rank's controls: the signals that the others have sent to it, its barriers so far, and why it
-// has given up: 0 if it has not, else 1 + the rank that it missed.
+// A rank's controls: the signals from the other ranks; the number of its barriers; and the failure:
+// 0, or 1 + the rank that did not come.
 COMMHOOK_HOST_DEVICE int64_t* signal_from(int64_t* controls, int rank) { return controls + rank; }
 COMMHOOK_HOST_DEVICE int64_t* count_in(int64_t* controls, int ranks) { return controls + ranks; }
 COMMHOOK_HOST_DEVICE int64_t* failure_in(int64_t* controls, int ranks) {
@@ -30,7 +30,7 @@ COMMHOOK_HOST_DEVICE int64_t* failure_in(int64_t* controls, int ranks) {
 }
 constexpr int64_t control_words(int64_t ranks) { return ranks + 2; }
 
-// What this rank has written before is there for whoever sees the signal.
+// A rank that sees the signal also sees everything that this rank has written before.
 COMMHOOK_HOST_DEVICE void send(int64_t* to, int64_t signal) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(signal) : "memory");
@@ -59,7 +59,7 @@ COMMHOOK_HOST_DEVICE int64_t now_in_nanoseconds() {
 #endif
 }
 
-// Between two looks at a signal.
+// Pauses between two looks at a signal.
 COMMHOOK_HOST_DEVICE void rest() {
 #ifdef __CUDA_ARCH__
   asm volatile("nanosleep.u32 100;");
@@ -68,7 +68,8 @@ COMMHOOK_HOST_DEVICE void rest() {
 #endif
 }
 
-// Waits until a rank has come to a barrier: false if it gave up before, or does not come in time.
+// Waits until a rank reaches a barrier. Returns false if the rank has given up before, or the time
+// is over.
 COMMHOOK_HOST_DEVICE bool wait_for(const int64_t* from, int64_t barrier, int64_t nanoseconds) {
   const int64_t begin = now_in_nanoseconds();
   for (;;) {

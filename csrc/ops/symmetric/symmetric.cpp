@@ -1,5 +1,5 @@
-// Barriers and gathers among ranks that share memory. The kernels here serve the CPU, where the
-// ranks are threads, or processes that share a file.
+// Barriers and gathers among ranks that share memory. These kernels serve the CPU: there ranks are
+// threads, or processes that share a file.
 #include "ops/symmetric/symmetric.h"
 
 #include <ATen/ATen.h>
@@ -139,14 +139,14 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.collectives.symmetric_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Waits until all ranks have called it as often, and sees what they have written before.
-  // controls: of each rank in shared memory, zeros at first: a number for each rank, this rank's
-  // barriers, and why it has given up: 0, or 1 + the rank that did not come within `timeout`
-  // seconds. A rank that has given up does not wait again, and the others give up at the first
-  // barrier to which it does not come.
+  // Waits until all ranks have called it equally often; then the caller sees all that they have
+  // written before. controls: shared memory of each rank, initially zeros. It holds one number for
+  // each rank, the count of this rank's barriers, and the failure: 0, or 1 + the rank that did not
+  // come within `timeout` seconds. A rank that has given up never waits again. The others give up
+  // at the first barrier that it does not reach.
   m.def("symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()", compliant);
-  // Writes the ranks' shards into one message, one after another; bytes of NaNs where `failed` is
-  // not zero, and reads no shard then.
+  // Writes the ranks' shards into one message, one after another. If `failed` is not zero, it reads
+  // no shard and writes bytes that decode as NaN.
   m.def("symmetric_gather(Tensor[] shards, Tensor(a!) message, *, Tensor? failed=None) -> ()",
         compliant);
 }

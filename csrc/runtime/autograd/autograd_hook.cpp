@@ -52,7 +52,7 @@ int64_t HookList::add(const py::object& hook) {
 }
 
 void HookList::remove(int64_t id) {
-  Snapshot dropped;  // without the lock: it may be the last reference to a Python object
+  Snapshot dropped;  // dropped without the lock: may hold the last reference to a Python object
   py::object dict;
   py::object key;
   {
@@ -76,7 +76,7 @@ void HookList::remove(int64_t id) {
             : std::make_shared<const std::vector<std::shared_ptr<const AutogradHook>>>(hooks));
   }
   if (dict && PyODict_DelItem(dict.ptr(), key.ptr()) != 0) {
-    PyErr_Clear();  // the collector has been there before
+    PyErr_Clear();  // the garbage collector has cleared the dict
   }
 }
 

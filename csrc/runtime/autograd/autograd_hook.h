@@ -1,4 +1,4 @@
-// A hook of the autograd engine, and lists of them.
+// Hooks of the autograd engine, and lists of them.
 #pragma once
 
 #include <c10/core/SafePyObject.h>
@@ -30,15 +30,15 @@ enum class HookKind {
 HookKind hook_kind(const std::string& name);
 const char* name_of(HookKind kind);
 
-// A hook that runs without the GIL: it gets the values and, if it is a post-hook, the others, and
-// gives new values.
+// A hook that runs without the GIL. It receives the values and, if it is a post-hook, the others;
+// it returns the new values.
 using NativeHook =
     std::function<variable_list(const variable_list& values, const variable_list& others)>;
 
 class AutogradHook {
  public:
-  // A Python callable, or what runs in its place. `traced` is what compiled autograd calls: it has
-  // the same signature and checks the same.
+  // A Python callable, or the native function that runs in its place. Compiled autograd calls
+  // `traced`, which has the same signature and makes the same checks.
   AutogradHook(pybind11::object callable, NativeHook native, pybind11::object traced)
       : callable_(std::move(callable)), traced_(std::move(traced)), native_(std::move(native)) {}
 
@@ -54,22 +54,22 @@ class AutogradHook {
   NativeHook native_;
 };
 
-// Hooks in order of registration. Whoever runs them takes a snapshot: one that is removed meanwhile
-// still runs, one that is added does not.
+// Hooks in order of registration. A caller runs a snapshot: a hook that is removed meanwhile still
+// runs, and one that is added does not.
 class HookList {
  public:
-  // The Python objects of the hooks are kept in `dict` as well, an OrderedDict, if one is given.
-  // Who owns the list owns the dict, too.
+  // `dict`, an OrderedDict, also keeps the Python objects of the hooks, if it is given. The owner
+  // of the list owns the dict too.
   explicit HookList(PyObject* dict = nullptr) : dict_(dict) {}
 
   using Snapshot = std::shared_ptr<const std::vector<std::shared_ptr<const AutogradHook>>>;
 
-  // Need the GIL. `hook` is an AutogradHook.
+  // These need the GIL. `hook` is an AutogradHook.
   int64_t add(const pybind11::object& hook);
   void remove(int64_t id);
 
   bool contains(int64_t id) const;
-  Snapshot snapshot() const;  // null where there are none
+  Snapshot snapshot() const;  // null if there are no hooks
 
  private:
   mutable std::mutex mutex_;
@@ -77,16 +77,17 @@ class HookList {
   int64_t next_id_ = 0;
   struct Entry {
     int64_t id;
-    PyObject* key;  // in the dict, which holds it
+    PyObject* key;  // a key of the dict, which owns it
   };
   std::vector<Entry> entries_;
   Snapshot hooks_;
 };
 
-// All hooks in such a dict: ours, and Python's own. Takes the GIL.
+// All hooks in such a dict: hooks of this library and Python's own. Takes the GIL.
 HookList::Snapshot all_hooks(PyObject* dict);
 
-// Calls add(c10::SafePyObject) with what compiled autograd calls for each hook. Needs the GIL.
+// For each hook, calls add(c10::SafePyObject) with the object that compiled autograd calls. Needs
+// the GIL.
 template <typename Add>
 void each_traced(const HookList::Snapshot& hooks, const Add& add) {
   if (hooks) {

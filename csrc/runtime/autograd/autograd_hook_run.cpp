@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-// "hook 'f'", and which of several values.
+// "hook 'f'", with the index of the value if there are several.
 std::string where(const AutogradHook& hook, HookKind kind, size_t index, size_t count) {
   std::string text = "hook '" + hook.name() + "'";
   if (kind == HookKind::kPre || kind == HookKind::kPost) {
@@ -57,7 +57,7 @@ py::object called(const AutogradHook& hook, PyObject* const* arguments, size_t c
   return result;
 }
 
-// What a hook has returned for one value.
+// Checks a hook's result for one value.
 const at::Tensor& checked(const py::object& result, const at::Tensor& was, const AutogradHook& hook,
                           HookKind kind, size_t index, size_t count) {
   TORCH_CHECK(kind != HookKind::kPostAccumulate, where(hook, kind, index, count),
@@ -70,7 +70,7 @@ const at::Tensor& checked(const py::object& result, const at::Tensor& was, const
   return now;
 }
 
-// Runs a list of hooks: the values in C++, in Python, or both, as the hooks ask for them.
+// Runs a list of hooks. Converts the values between C++ and Python only as hooks need them.
 class Run {
  public:
   Run(HookKind kind, variable_list values, const variable_list& others)
@@ -115,7 +115,7 @@ class Run {
 
   void native(const AutogradHook& hook) {
     if (!several() && !values_[0].defined()) {
-      return;  // there is nothing that an operator could be given
+      return;  // an operator cannot receive an undefined tensor
     }
     variable_list results = hook.native()(values_, others_);
     if (kind_ == HookKind::kPostAccumulate) {
@@ -171,7 +171,7 @@ class Run {
   const HookKind kind_;
   variable_list values_;
   const variable_list& others_;
-  py::object in_python_;  // the values, where they have been needed there
+  py::object in_python_;  // the values as Python objects, if a hook needed them
   py::object python_others_;
 };
 

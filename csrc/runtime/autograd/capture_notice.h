@@ -6,8 +6,8 @@
 
 namespace commhook {
 
-// Calls `callback()` when compiled autograd takes in a graph with one of the parameters, before it
-// looks at the hooks of its node, until that says True. In eager nothing happens.
+// Calls `callback()` when compiled autograd captures a graph with one of the parameters, before it
+// reads the hooks of the parameter's node, until a call returns True. Eager mode never calls it.
 void call_before_capture(const std::vector<at::Tensor>& parameters, pybind11::object callback);
 
 }  // namespace commhook

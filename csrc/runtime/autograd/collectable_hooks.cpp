@@ -4,10 +4,10 @@
 
 #include "runtime/python/py_ref.h"
 
-// These classes are in PyTorch's headers, and their members in libtorch_python, which keeps them to
-// itself. What is needed of them here is what they are and the dict that they hold, so that they
-// are defined again, for this library alone; nobody makes an object of them as they are. PyTorch
-// knows ours by their type's name (docs/torch_versions.md).
+// PyTorch's headers declare these classes, but libtorch_python does not export their members. This
+// library needs only the types and their dict, so it defines them again for itself; it makes no
+// object of exactly these types. PyTorch recognises the derived types by name
+// (docs/torch_versions.md).
 namespace torch::autograd {
 namespace {
 

@@ -1,4 +1,4 @@
-// Lists of hooks on the engine's objects that Python's garbage collector can look through.
+// Lists of hooks on the engine's objects that Python's garbage collector can traverse.
 #pragma once
 
 #include <torch/csrc/autograd/python_hook.h>
@@ -11,21 +11,21 @@
 
 namespace commhook {
 
-// A hook may hold what it is on: a node, a tensor. PyTorch's collector finds its way from these to
-// hooks in the dicts of torch::autograd::PyFunctionPreHook and its like, so that ours are classes
-// derived from them, and Python objects for our hooks are in such a dict. PyTorch puts hooks of its
-// own into the dict of the first of them that a node has; they run as ours do, in the dict's order.
+// A hook may hold the node or tensor that it is on. PyTorch's collector gets from these to hooks
+// through the dicts of torch::autograd::PyFunctionPreHook and similar classes. So the classes here
+// derive from them, and such a dict holds the Python objects of this library's hooks. PyTorch adds
+// its own hooks to the first such dict of a node; they run like these, in the dict's order.
 
-// A dict, and the list of our hooks in it. Made with the GIL.
+// A dict, and the list of this library's hooks in it. Constructed with the GIL.
 struct HookDict {
   HookDict()
       : dict(pybind11::reinterpret_steal<pybind11::dict>(PyODict_New())),
         list(std::make_shared<HookList>(dict.ptr())) {}
-  const pybind11::dict dict;  // an OrderedDict, to which PyTorch's handles keep weak references
+  const pybind11::dict dict;  // an OrderedDict; PyTorch's handles keep weak references to it
   const std::shared_ptr<HookList> list;
 };
 
-// A list of hooks, on one of PyTorch's classes.
+// A list of hooks that derives from one of PyTorch's classes.
 template <typename Base>
 class CollectableHooks : public Base {
  public:
@@ -36,10 +36,10 @@ class CollectableHooks : public Base {
   const std::shared_ptr<HookList>& list() const { return list_; }
 
  protected:
-  // Null where there are none.
+  // Null if there are no hooks.
   HookList::Snapshot hooks() const {
     auto own = list_->snapshot();
-    // One word, which may be read without the GIL.
+    // One word, which is safe to read without the GIL.
     const auto in_dict = static_cast<size_t>(PyDict_GET_SIZE(this->dict));
     return in_dict > (own ? own->size() : 0) ? all_hooks(this->dict) : own;
   }

@@ -7,11 +7,12 @@
 namespace commhook {
 namespace {
 
-// A hook as it is called where all kinds are called alike.
+// Adapts each kind of hook to the common signature.
 NativeHook native_of(const TensorHook& hook) {
   return [hook](const variable_list& values, const variable_list&) {
     auto result = hook(values[0]);
-    return result.defined() ? variable_list{std::move(result)} : values;  // as None in Python
+    // Undefined means None in Python.
+    return result.defined() ? variable_list{std::move(result)} : values;
   };
 }
 NativeHook native_of(const PreHook& hook) {

@@ -11,14 +11,14 @@ namespace commhook {
 
 class CppAutogradHook {
  public:
-  // `name` is what errors call the hook.
+  // `name` is the hook's name in errors.
   CppAutogradHook(const AutogradHookSpec& spec, std::vector<OptionValue> values, std::string name);
 
   const std::string& name() const { return name_; }
   const AutogradHookSpec& spec() const { return spec_; }
   const std::vector<OptionValue>& values() const { return values_; }
   HookKind kind() const { return static_cast<HookKind>(function_.index()); }
-  // Errors that the hook throws are named.
+  // Errors that the hook throws carry its name.
   NativeHook native() const;
 
  private:

@@ -33,7 +33,7 @@ class TensorHooks : public CollectableHooks<PyFunctionTensorPreHook> {
     if (!hooks) {
       return grads;
     }
-    const auto output = value_idx;  // a hook may drop what this belongs to
+    const auto output = value_idx;  // a copy, since a hook may delete this object
     variable_list results = grads;
     results[output] = run_autograd_hooks(hooks, HookKind::kTensor, grads.at(output));
     return results;
@@ -77,8 +77,8 @@ class PostHooks : public CollectableHooks<PyFunctionPostHook> {
   }
 };
 
-// Adds a hook to the list of ours among `hooks`, if there is one that fits; else to a new one,
-// which add(made) puts there.
+// Adds a hook to this library's list among `hooks`, if one fits; otherwise to a new list, which
+// add(made) stores there.
 template <typename Ours, typename Hooks, typename Fits, typename Add>
 Registered add_to_list(const Hooks& hooks, const py::object& hook, const Fits& fits,
                        const Add& add) {
@@ -99,7 +99,7 @@ Registered add_to_list(const Hooks& hooks, const py::object& hook, const Fits& f
 
 using NodePtr = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
-// What a Python function holds of its node is weak before torch 2.13.
+// Before torch 2.13, a Python function holds its node weakly.
 [[maybe_unused]] NodePtr locked(const NodePtr& node) { return node; }
 template <typename Weak>
 NodePtr locked(const Weak& node) {
@@ -130,11 +130,11 @@ Registered register_tensor_hook(const py::object& tensor, const py::object& hook
     return add_to_list<TensorHooks>(
         node->tensor_pre_hooks(), hook, fits, [&](const HookDict& made) {
           node->tensor_pre_hooks().push_back(std::make_unique<TensorHooks>(made, output));
-          of_tensor.push_back(std::make_unique<TensorHooks>(made, 0));  // should it become a leaf
+          of_tensor.push_back(std::make_unique<TensorHooks>(made, 0));  // in case it becomes a leaf
         });
   }
   if (tensor.attr("_backward_hooks").is_none()) {
-    // PyTorch's first registration drops all other hooks of a leaf; this is one.
+    // PyTorch's first registration drops all other hooks of a leaf. This one keeps them.
     auto held = std::move(of_tensor);
     tensor.attr("_backward_hooks") = py::module_::import("collections").attr("OrderedDict")();
     std::move(held.begin(), held.end(), std::back_inserter(of_tensor));

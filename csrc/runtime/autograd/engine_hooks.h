@@ -1,4 +1,4 @@
-// Hooks where the autograd engine finds them: on tensors and on nodes.
+// Registers hooks with the autograd engine, on tensors and on nodes.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -10,13 +10,13 @@
 
 namespace commhook {
 
-// Where a hook is. Keeps neither it nor what it is on alive.
+// The place of a hook. Keeps neither the hook nor its tensor or node alive.
 struct Registered {
   std::weak_ptr<HookList> list;
   int64_t id;
 };
 
-// Put a hook, an AutogradHook, where the engine finds it.
+// Register a hook, an AutogradHook, with the engine.
 Registered register_tensor_hook(const pybind11::object& tensor, const pybind11::object& hook);
 Registered register_node_hook(const pybind11::object& node, HookKind kind,
                               const pybind11::object& hook);

@@ -20,7 +20,7 @@ c10::IValue argument(const c10::Argument& formal, const variable_list& values) {
   return list;
 }
 
-// What is asked of an operator's schema.
+// Checks that an operator's schema fits the kind of hook.
 void check_schema(const c10::FunctionSchema& schema, HookKind kind) {
   const auto& formals = schema.arguments();
   const bool several = kind == HookKind::kPre || kind == HookKind::kPost;

@@ -53,8 +53,8 @@ std::vector<std::optional<at::Tensor>> call_autograd_hooks(
   return given_back;
 }
 
-// Lets the garbage collector see what a hook holds. What it finds in a cycle goes with the node or
-// the tensor that the hook is on.
+// Lets the garbage collector see the objects that a hook holds. An object in a cycle is freed
+// together with the hook's node or tensor.
 int visit_hook(PyObject* self, visitproc visit, void* arg) {
 #if PY_VERSION_HEX >= 0x03090000
   Py_VISIT(Py_TYPE(self));

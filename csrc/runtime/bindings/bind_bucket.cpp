@@ -1,6 +1,6 @@
-// The bucket operators for Python's lists and tuples of plain tensors, past torch.ops: that makes a
-// value of TorchScript of each tensor, and lets each go without the GIL, which then is taken for
-// each.
+// Calls the bucket operators for Python lists and tuples of plain tensors without torch.ops.
+// torch.ops converts each tensor to a value of TorchScript and drops it without the GIL, which it
+// takes again for each.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 bool is_plain(py::handle value) { return THPVariable_CheckExact(value.ptr()); }
 
-// None where one has a say of its own in what is done with it (__torch_function__).
+// None if a tensor overrides operators (__torch_function__).
 std::optional<std::vector<at::Tensor>> plain_tensors(py::handle values) {
   const bool is_sequence = PyList_CheckExact(values.ptr()) || PyTuple_CheckExact(values.ptr());
   if (!is_sequence || at::impl::torch_function_mode_enabled()) {
@@ -36,8 +36,8 @@ std::optional<std::vector<at::Tensor>> plain_tensors(py::handle values) {
   return tensors;
 }
 
-// Calls run(tensors, scale, flat tensor). False, and nothing is done, where torch.ops must be
-// asked.
+// Calls run(tensors, scale, flat tensor). Returns false, and does nothing, if the call must go
+// through torch.ops.
 template <typename Run>
 bool run_on_plain(py::handle values, py::handle scale, py::handle flat, const Run& run) {
   if (!PyFloat_CheckExact(scale.ptr()) || !is_plain(flat)) {

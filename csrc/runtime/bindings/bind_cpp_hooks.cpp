@@ -30,7 +30,8 @@ std::vector<OptionValue> values_for(const Spec& spec, const py::dict& options) {
   return option_values("cpp('" + spec.name + "')", spec.options, options);
 }
 
-// A bucket in Python as C++ hooks get it. One of our reducer's gathers its gradients when asked.
+// The C++ view of a Python bucket. A bucket of this library's reducer gathers its gradients on
+// demand.
 std::unique_ptr<GradBucket> bucket_of(const py::object& bucket, ProcessGroupPtr group) {
   const auto [index, count] = index_and_count(bucket);
   const py::object source = bucket.attr("_source")();
@@ -44,19 +45,19 @@ std::unique_ptr<GradBucket> bucket_of(const py::object& bucket, ProcessGroupPtr 
       bucket.attr("sparse_grad_indices")().cast<std::optional<at::Tensor>>());
 }
 
-// A Future of the checked result, and the bytes on the wire.
+// Returns a Future of the checked result, and the number of bytes sent.
 std::pair<std::shared_ptr<PythonFutureWrapper>, std::optional<int64_t>> start(
     const CppHook& hook, const py::object& python_bucket, ProcessGroupPtr group) {
   const auto bucket = bucket_of(python_bucket, std::move(group));
   py::gil_scoped_release no_gil;
   const auto run = std::make_shared<CppRun>(hook.start(*bucket));
-  // What has failed, then() passes on as it is.
+  // then() passes an error on unchanged.
   auto checked = run->future->then(
       [run](c10::ivalue::Future&) { return c10::IValue(run->result()); }, c10::TensorType::get());
   return {std::make_shared<PythonFutureWrapper>(std::move(checked)), run->bytes_sent};
 }
 
-// Copies and pickles are made anew, with memory of their own.
+// A copy or a pickle is constructed anew, with its own memory.
 template <typename Hook>
 py::tuple reduced(const Hook& hook) {
   return py::make_tuple(

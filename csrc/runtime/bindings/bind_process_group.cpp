@@ -42,13 +42,13 @@ double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Calls callback(end, error) once a Future is complete, on whichever thread completes it.
+// Calls callback(end, error) once a Future is complete, on the thread that completes it.
 void on_completion(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future,
                    const py::function& callback) {
   const auto held = std::make_shared<MainThreadRef>(callback);
   py::gil_scoped_release no_gil;
   future->fut->addCallback([held](c10::ivalue::Future& done) {
-    const double end = steady_seconds();  // before the GIL is waited for
+    const double end = steady_seconds();  // before the thread waits for the GIL
     if (!interpreter_is_running()) {
       return;
     }
@@ -62,7 +62,7 @@ void on_completion(const std::shared_ptr<torch::jit::PythonFutureWrapper>& futur
   });
 }
 
-// The Work of a Future, which a method may return to Python as well as to C++.
+// A Work for a Future, since a Python method may return a Future too.
 py::object as_work(py::object result) {
   static PyTypeObject* const future_type =
       py::detail::get_type_info(typeid(torch::jit::PythonFutureWrapper))->type;
@@ -86,7 +86,7 @@ py::object work_exception(const py::object& work) {
   return error ? python_exception(error) : py::none();
 }
 
-// A Work's answer to C++, for tests: PyTorch has no binding of some.
+// Asks a Work as C++ does, for tests: PyTorch does not bind all of its methods.
 py::object ask_work(const py::object& work, const std::string& name) {
   const auto held = held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
   const std::map<std::string, std::function<py::object()>> questions{
@@ -121,8 +121,8 @@ py::object ask_work(const py::object& work, const std::string& name) {
 }
 
 // Python may call a method of an object before its __init__ has run. pybind11 then gives the method
-// memory for an object that is not there; with this, it gives an exception. It looks at the class
-// that has bound the method, which may be PyTorch's.
+// uninitialised memory; with this it raises an exception. It checks the class that bound the
+// method, which may be PyTorch's.
 template <typename T>
 void refuse_before_init() {
   py::detail::get_type_info(typeid(T))->operator_new = [](size_t) -> void* {
@@ -163,7 +163,7 @@ void bind_group_and_work(py::module_& m) {
   refuse_before_init<c10d::Work>();
 }
 
-// For classes of groups and works in Python.
+// Bindings for Python classes of groups and works.
 void bind_overrides(py::module_& m) {
   m.def("process_group_methods", [] { return names_by_method(PyProcessGroup::methods()); });
   m.def("work_methods", [] { return names_by_method(PyWork::methods()); });

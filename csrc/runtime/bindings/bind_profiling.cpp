@@ -33,7 +33,7 @@ void bind_profiling(py::module_& m) {
   py::class_<ProfilerUse>(m, "ProfilerUse")
       .def("__enter__", &ProfilerUse::enter)
       .def("__exit__", [](ProfilerUse& use, const py::args&) { use.leave(); });
-  // pybind11 holds no pointers to const objects.
+  // pybind11 cannot hold pointers to const objects.
   py::class_<ThreadProfiler, std::shared_ptr<ThreadProfiler>>(m, "ThreadProfiler")
       .def_static("current",
                   [] { return std::const_pointer_cast<ThreadProfiler>(ThreadProfiler::current()); })

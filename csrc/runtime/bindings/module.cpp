@@ -28,7 +28,7 @@ at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) 
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import(
-      "torch._C._distributed_c10d");  // GradBucket, Reducer and Future are its types
+      "torch._C._distributed_c10d");  // defines the types GradBucket, Reducer and Future
   commhook::remember_main_thread();
   m.def("built_for_torch", [] { return COMMHOOK_TORCH_VERSION; });
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));

@@ -9,14 +9,15 @@
 namespace commhook {
 namespace {
 
-// A tensor of so many bytes fills a bucket alone, whatever the buffers' size: it is sent from where
-// it lies, which saves two copies and costs one more broadcast. And no bucket is larger than this,
-// so that copies of one go on while another one travels, and buffers stay in the caches.
+// A tensor of at least kAloneBytes fills a bucket alone, whatever the buffers' size. It is sent
+// from its own memory, which saves two copies for one more broadcast. No bucket exceeds
+// kBucketBytes, so that copies of one bucket overlap the transfer of another, and buffers stay in
+// the caches.
 constexpr int64_t kAloneBytes = int64_t{1} << 20;
 constexpr int64_t kBucketBytes = int64_t{8} << 20;
 
-// What is not contiguous goes through buffers of this size, however large it is. Smaller pieces
-// make Gloo slower.
+// A tensor that is not contiguous passes through buffers of this size, however large it is. Gloo is
+// slower with smaller pieces.
 constexpr int64_t kPieceBytes = int64_t{32} << 20;
 
 }  // namespace

@@ -31,8 +31,8 @@ namespace {
 
 // ---- dtypes ------------------------------------------------------------------------------------
 
-// As what a tensor's elements are copied: the fused kernels' dtypes, of the same width, since
-// without a scale these move bits as they are; plain ATen copies single bytes.
+// Views a tensor as a dtype that can copy its elements: a dtype of the fused kernels of the same
+// width, since these copy bits when there is no scale. Plain ATen copies single bytes.
 at::Tensor as_words(const at::Tensor& tensor) {
   if (is_bucket_dtype(tensor.scalar_type())) {
     return tensor;
@@ -56,7 +56,7 @@ at::Tensor as_words(const at::Tensor& tensor) {
   }
 }
 
-// As what they are sent: their own dtype where all backends know it, else bytes.
+// The dtype on the wire: the tensor's own if all backends know it, else bytes.
 at::ScalarType sent_dtype(at::ScalarType dtype) {
   switch (dtype) {
     case at::kChar:
@@ -87,7 +87,7 @@ std::vector<int64_t> kinds_of(at::TensorList tensors) {
   return kinds;
 }
 
-// The tensors, one that is there twice, as tied weights are, once.
+// The tensors without repetitions, such as tied weights.
 std::vector<at::Tensor> different(at::TensorList tensors) {
   using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>,
                               at::ScalarType, c10::DeviceType, int, bool, bool>;
@@ -112,7 +112,7 @@ std::vector<at::Tensor> different(at::TensorList tensors) {
   return found;
 }
 
-// The tensors, large ones in pieces.
+// The tensors, with large ones cut into pieces.
 std::vector<at::Tensor> cut(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> pieces;
@@ -137,15 +137,15 @@ std::vector<Bucket> buckets_of(at::TensorList tensors, int64_t buffer_size) {
   return make_buckets(bytes, kinds_of(tensors), buffer_size);
 }
 
-// What one rank does for each bucket.
+// The steps of one rank for each bucket.
 struct Duty {
-  bool gather;     // the tensors into the buffer
-  bool broadcast;  // the buffer
-  bool scatter;    // the buffer into the tensors
+  bool gather;     // copy the tensors into the buffer
+  bool broadcast;  // broadcast the buffer
+  bool scatter;    // copy the buffer into the tensors
 };
 
-// PyTorch's own backends leave the source's buffer as it is and write all of the others'. A group
-// that a Python class defines may do something else, and then all ranks get what it leaves.
+// PyTorch's own backends leave the source's buffer unchanged and write to all others. A group of a
+// Python class may do something else, so all ranks then take its result.
 class Duties {
  public:
   Duties(c10d::ProcessGroup& group, int64_t source)
@@ -169,8 +169,8 @@ class Duties {
   const bool is_source_;
 };
 
-// PyTorch's own class for groups in Python would end the process where the method returns no Work:
-// here it is called as ours calls it, and what it returns is checked.
+// If the method returns no Work, PyTorch's own class for Python groups would end the process. So
+// this calls the method as this library's class does, and checks its result.
 c10::intrusive_ptr<c10d::Work> checked_broadcast(c10d::ProcessGroup& group,
                                                  std::vector<at::Tensor>& sent,
                                                  const c10d::BroadcastOptions& options) {
@@ -183,12 +183,12 @@ c10::intrusive_ptr<c10d::Work> checked_broadcast(c10d::ProcessGroup& group,
       &group, method, [&] { return python_object_of(group); }, in_cpp, sent, options);
 }
 
-// One of the two broadcasts that may be in flight, and the memory for its bucket.
+// One of the two broadcasts that may be in flight, with the memory for its bucket.
 class Flight {
  public:
   bool is_busy() const { return work_ != nullptr; }
 
-  // `capacity`: of the memory, in bytes, where a bucket needs some.
+  // `capacity`: the memory's size in bytes, if a bucket needs memory.
   void start(c10d::ProcessGroup& group, at::TensorList tensors, const Bucket& bucket, int64_t rank,
              Duty duty, int64_t capacity) {
     if (!duty.broadcast) {
@@ -209,7 +209,7 @@ class Flight {
     }
   }
 
-  // Waits for what is in flight and forgets it.
+  // Waits for the broadcast in flight and ignores its error.
   void drain() noexcept {
     if (work_ != nullptr) {
       try {
@@ -220,9 +220,10 @@ class Flight {
   }
 
  private:
-  // What is to be broadcast: a contiguous tensor itself, or the buffer, filled where it must be.
+  // Returns the tensor to broadcast: a contiguous tensor itself, or the buffer, filled if `duty`
+  // says so.
   at::Tensor gather(at::TensorList tensors, const Bucket& bucket, Duty duty, int64_t capacity) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which run() has told
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // run() has dealt with autograd
     pieces_.clear();
     lazy_.clear();
     buffer_ = at::Tensor();
@@ -230,7 +231,7 @@ class Flight {
     const auto sent = sent_dtype(first.scalar_type());
     for (const auto index : bucket.indices) {
       const auto& tensor = tensors[index];
-      if (tensor.is_conj() || tensor.is_neg()) {  // whose memory holds something else
+      if (tensor.is_conj() || tensor.is_neg()) {  // its memory holds other values
         lazy_.emplace_back(tensor, tensor.resolve_conj().resolve_neg());
         pieces_.push_back(as_words(lazy_.back().second));
       } else {
@@ -242,7 +243,7 @@ class Flight {
     }
     if (!memory_.defined() || memory_.device() != first.device() ||
         static_cast<int64_t>(memory_.nbytes()) < bucket.bytes) {
-      memory_ = at::Tensor();  // before there is another one
+      memory_ = at::Tensor();  // frees it before the next is allocated
       memory_ = at::empty({std::max(capacity, bucket.bytes)}, first.options().dtype(at::kByte));
     }
     buffer_ = memory_.narrow(0, 0, bucket.bytes).view(pieces_[0].scalar_type());
@@ -269,7 +270,7 @@ class Flight {
     }
   }
 
-  // Single tensors that are not contiguous are ATen's too, which transposes in blocks.
+  // Also true for single tensors that are not contiguous: ATen transposes these in blocks.
   bool is_plain() const { return pieces_.size() == 1 || buffer_.scalar_type() == at::kByte; }
 
   std::vector<at::Tensor> parts_of_buffer() const {
@@ -284,11 +285,11 @@ class Flight {
   }
 
   c10::intrusive_ptr<c10d::Work> work_;
-  at::Tensor memory_;  // kept from one bucket to the next
-  at::Tensor buffer_;  // of the bucket; none where a tensor is sent from where it lies
+  at::Tensor memory_;  // reused by the next bucket
+  at::Tensor buffer_;  // the bucket's part of it; undefined if a tensor is sent from its own memory
   bool is_written_ = false;
   std::vector<at::Tensor> pieces_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> lazy_;  // and what they stand for
+  std::vector<std::pair<at::Tensor, at::Tensor>> lazy_;  // lazy tensors, and their values
 };
 
 void broadcast_buckets(c10d::ProcessGroup& group, at::TensorList tensors,
@@ -350,7 +351,7 @@ void broadcast_coalesced_by_name(at::TensorList tensors, int64_t buffer_size, in
   run(*group, tensors, buffer_size, rank);
 }
 
-// Checked here as well, so that a trace tells.
+// The kernel below checks too; here the check also reports an error under tracing.
 void check_broadcast_coalesced_grad(at::TensorList tensors, int64_t buffer_size, int64_t rank,
                                     std::string_view group_name) {
   check_broadcast_not_recorded(tensors);
@@ -363,15 +364,15 @@ bool overrides_dispatch(const at::Tensor& tensor) {
                                  {c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }
 
-// In the runtime, and not with the other kernels, which know no process groups. In C++, so that it
-// runs without the GIL, inside compiled code too.
+// Registered in the runtime, since the operators' library knows no process groups. In C++, so that
+// it runs without the GIL, also in compiled code.
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("broadcast_coalesced", broadcast_coalesced_by_name);
 }
 TORCH_LIBRARY_IMPL(commhook, Autograd, m) {
   m.impl("broadcast_coalesced", check_broadcast_coalesced_grad);
 }
-// It writes the values that such tensors stand for itself, and moves versions where it writes.
+// The operator itself handles tensors with a conjugate or negative bit, and moves versions.
 TORCH_LIBRARY_IMPL(commhook, Conjugate, m) {
   m.impl("broadcast_coalesced", torch::CppFunction::makeFallthrough());
 }

@@ -12,12 +12,13 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
-// Far from those that people use on the same group. Two before it are of messages that never come.
+// Far from the tags that users choose on the same group. The two tags before it are for messages
+// that never come.
 constexpr int64_t kFirstTag = int64_t{1} << 30;
 constexpr int64_t kStages = 2;
 
-// A piece of a message is no smaller, where there are several connections; it begins at a multiple
-// of kAligned.
+// With several connections, a piece of a message has at least kLeastPiece bytes, and begins at a
+// multiple of kAligned.
 constexpr int64_t kLeastPiece = 64 * 1024;
 constexpr int64_t kAligned = 64;
 
@@ -26,7 +27,7 @@ constexpr const char* kStopped = "exchange: the process group was closed (gloo)"
 constexpr std::chrono::hours kEver{24 * 365 * 10};
 constexpr std::chrono::milliseconds kAtOnce{1};
 
-// Whether this thread waits for messages. It is none of Gloo's, and may hold a group.
+// Whether this thread waits for messages. Such a thread is not Gloo's, so it may hold a group.
 thread_local bool is_runner = false;
 
 bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
@@ -37,13 +38,13 @@ bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
          });
 }
 
-// Waits for a message; false where it was aborted. Throws what failed.
+// Waits for a message. Returns false if it was aborted. Throws the error of a failed one.
 bool wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work->wait()) {
     return true;
   }
-  // Gloo lets an abort outrun a message that came before it, once: a peer that has sent all and
-  // closes its connections may be done before this thread runs.
+  // In Gloo, an abort takes precedence over a message that arrived before it, once. A peer may
+  // send its last message and close its connections before this thread runs.
   try {
     return work->wait(kAtOnce);
   } catch (const std::exception&) {
@@ -111,7 +112,7 @@ void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>
     }
   }
   std::unique_lock lock(mutex_);
-  // The connections that there were before may close now: nobody is to take that for a lost rank.
+  // The earlier connections may close from now on, and their end must not count as a lost rank.
   for (auto& lane : lanes_) {
     for (size_t i = 1; i < lane.watched.size(); ++i) {
       if (lane.watched[i].work) {
@@ -193,7 +194,7 @@ c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
       if (issuer_ == std::thread::id()) {
         std::thread issuer([self = shared_from_this()] { self->issue_all(); });
         issuer_ = issuer.get_id();
-        issuer.detach();  // who waits for its end calls stop()
+        issuer.detach();  // stop() waits for its end
       }
       to_issue_.push_back(std::move(messages));
       return done;
@@ -206,7 +207,7 @@ c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
     --issuing_;
   }
   ended_.notify_all();
-  tell(*done, outcome, messages.result);  // may run what calls stop()
+  tell(*done, outcome, messages.result);  // a callback may call stop()
   return done;
 }
 
@@ -227,7 +228,7 @@ void Exchanges::issue_all() {
 Exchanges::Outcome Exchanges::issue(const Messages& messages) {
   try {
     return {post(messages), nullptr};
-  } catch (...) {  // connections that have failed before, which other collectives tell so too
+  } catch (...) {  // connections that failed before; other collectives report these as errors too
     return {true, std::current_exception()};
   }
 }
@@ -315,7 +316,7 @@ bool Exchanges::post(const Messages& messages) {
   const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
   try {
     if (parts.empty()) {
-      // What is to come is asked for first: then no message has to wait for that.
+      // Receives are issued before sends, so that no message has to wait for its receiver.
       ask(messages.outputs, messages.place, messages.tag, parts);
     }
     for (auto& [to, works] : parts) {
@@ -330,7 +331,7 @@ bool Exchanges::post(const Messages& messages) {
                                [](const auto& part) { return part.second.empty(); }),
                 parts.end());
     if (!parts.empty()) {
-      add(parts, exchange);  // a copy: see below
+      add(parts, exchange);  // a copy: the catch block below needs parts
     }
     return parts.empty();
   } catch (...) {
@@ -359,12 +360,12 @@ void Exchanges::watch(int rank, size_t connection, const Group& group) {
   const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
   auto work = with(rank, [&] { return ask_early(group, at::empty({1}, at::kByte), rank, tag); });
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!stopped_, kStopped);  // meanwhile
+  TORCH_CHECK(!stopped_, kStopped);  // may have been stopped meanwhile
   watched->work = std::move(work);
   std::thread watcher(
       [self = shared_from_this(), &lane, watched] { self->run_watcher(lane, *watched); });
   watched->watcher = watcher.get_id();
-  watcher.detach();  // who waits for its end calls stop()
+  watcher.detach();  // stop() waits for its end
 }
 
 void Exchanges::run_watcher(Lane& lane, Watched& watched) {
@@ -390,16 +391,16 @@ void Exchanges::run_watcher(Lane& lane, Watched& watched) {
 
 void Exchanges::add(Parts parts, std::shared_ptr<Exchange> exchange) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!stopped_, kStopped);  // meanwhile
+  TORCH_CHECK(!stopped_, kStopped);  // may have been stopped meanwhile
   exchange->missing = parts.size();
   for (auto& [rank, works] : parts) {
     Lane& lane = lanes_[rank];
     if (lane.runner == std::thread::id()) {
       std::thread runner([self = shared_from_this(), &lane] { self->run(lane); });
       lane.runner = runner.get_id();
-      runner.detach();  // who waits for its end calls stop()
+      runner.detach();  // stop() waits for its end
     }
-    if (lane.lost) {  // meanwhile
+    if (lane.lost) {  // the connection may have been lost meanwhile
       for (const auto& work : works) {
         work->abort();
       }
@@ -417,7 +418,7 @@ void Exchanges::run(Lane& lane) {
     if (lane.under_way.empty()) {
       break;
     }
-    Works works = lane.under_way.front().first;  // stop() finds them in their place
+    Works works = lane.under_way.front().first;  // a copy: stop() needs the originals
     lock.unlock();
     std::exception_ptr error;
     try {

@@ -17,61 +17,61 @@
 
 namespace commhook {
 
-// Asks a rank for a message that comes later. PyTorch's profiler does not see it: the message may
-// come, or be given up, when another profile is taken than when it was asked for. An event that a
-// Work ends then is memory of the first profile, which is gone.
+// Issues the receive of a message that comes later, hidden from PyTorch's profiler. The Work may
+// end under another profile than the one it began under. An event of the profiler would then be in
+// the memory of the first profile, which is gone.
 c10::intrusive_ptr<c10d::Work> ask_early(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                          const at::Tensor& output, int rank, int tag);
 
-// Those that are issued one after another, in the same order on all ranks. For each other rank a
-// thread waits for what goes there and comes from there, while there is anything; so that an
-// exchange fails as soon as one rank is lost. The last of them completes the exchange's Future, and
-// runs what waits for that.
+// Exchanges among all ranks, issued one after another in the same order on all ranks. One thread
+// for each other rank waits for the messages to and from it, so that an exchange fails as soon as
+// one rank is lost. The last of these threads completes the exchange's Future and runs its
+// callbacks.
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // Messages to higher ranks take the connections of `up`, those to lower ranks the ones of `down`,
-  // over the same ranks: a connection that carries messages in one direction carries their
-  // receiver's words about them in the other, with no message before them. The groups are not kept.
-  // Two Exchanges may have the same, if only one `is_second`. Its messages are issued by a thread
-  // of its own where start() is called by a thread of Gloo's, which must not hold the group.
-  // `names` are what errors call the ranks; none for their places in the groups.
+  // Messages to higher ranks use the connections of `up`, messages to lower ranks those of `down`;
+  // both groups have the same ranks. Each connection then carries data in one direction only, so
+  // control messages in the other direction never queue behind data. The groups are not kept. Two
+  // Exchanges may share groups if only one of them `is_second`. If a thread of Gloo calls start(),
+  // a separate thread issues the messages of the second, since Gloo's threads must not hold the
+  // group. `names` are the ranks' names in errors; if empty, their numbers in the groups.
   Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names = {});
 
-  // A place in the order of exchanges, for an exchange that is started later. All ranks take theirs
-  // in the same order. What is started in a place may be started in any order, by any thread.
+  // Reserves a place in the order of exchanges, for an exchange that starts later. All ranks
+  // reserve in the same order. Reserved exchanges may start in any order, on any thread.
   int64_t reserve();
 
-  // Asks each rank r for what is to come to `outputs[r]`, so that it need not wait for that when it
-  // has the message. start() is called later, with the same memory, place and stage; or never, if
-  // something fails: what was asked for is kept until stop(). A connection that has failed is left
-  // to start(), whose Future tells. Called without the GIL.
+  // Issues the receives of `outputs[r]` from each rank r early, so that a rank can send as soon as
+  // its message is ready. Call start() later with the same memory, place and stage; or never, after
+  // a failure: the receives are kept until stop(). A failed connection is not reported here but by
+  // the Future of start(). Called without the GIL.
   void expect(std::vector<at::Tensor> outputs, int64_t place, int64_t stage);
 
-  // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
-  // goes to this rank itself is for the caller to copy. A Future of `result`, or of what has
-  // failed. Each place has two stages, 0 and 1, and each is started once. Called without the GIL.
+  // Sends `inputs[r]` to each rank r, and receives `outputs[r]` from it: flat bytes on the CPU. The
+  // caller copies its own part. Returns a Future of `result`, or of the error. Each place has two
+  // stages, 0 and 1; each is started once. Called without the GIL.
   c10::intrusive_ptr<c10::ivalue::Future> start(std::vector<at::Tensor> inputs,
                                                 std::vector<at::Tensor> outputs, at::Tensor result,
                                                 int64_t place, int64_t stage);
 
-  // In places that are reserved from now on, messages to lower ranks take the connections of
+  // For places that are reserved from now on, messages to lower ranks use the connections of
   // `down`. All ranks call it between the same two places.
   void use_down(const Group& down);
 
-  // In places that are reserved from now on, large messages are cut into as many pieces as there
-  // are connections: those that there were from the start, and more, of groups over the same ranks:
-  // each of `ups` with the one of `downs` in its place. All ranks call it between the same two
-  // places, with none under way.
+  // For places that are reserved from now on, a large message is cut into as many pieces as there
+  // are connections: the first ones, and those of further groups over the same ranks. ups[i] and
+  // downs[i] form a pair. All ranks call it between the same two places, with no exchange in
+  // flight.
   void use_more(const std::vector<Group>& ups, const std::vector<Group>& downs);
 
-  // Returns when none is under way. At once on a thread that waits for messages, which would wait
-  // for itself. Called without the GIL.
+  // Returns when no exchange is in flight. Returns at once on a thread that waits for messages,
+  // which would otherwise wait for itself. Called without the GIL.
   void finish();
 
-  // Lets those under way fail, and all that come later. Returns when none is under way and nobody
-  // runs what waits for one, but for the caller. Called without the GIL.
+  // Makes the exchanges in flight fail, and all later ones. Returns when none is in flight and no
+  // other thread runs callbacks of one. Called without the GIL.
   void stop();
 
  private:
@@ -86,7 +86,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     int64_t place;
     int tag;
   };
-  // Other ranks, each with what is under way between it and this one.
+  // Other ranks, each with its messages in flight.
   using Parts = std::vector<std::pair<int, Works>>;
   struct Expected {
     std::vector<at::Tensor> outputs;
@@ -95,33 +95,33 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   struct Exchange {
     FuturePtr done;
     at::Tensor result;
-    size_t missing = 0;  // ranks with which it is not over
+    size_t missing = 0;  // ranks with messages in flight
     bool ended = false;
   };
-  // A message that never comes, on one connection. Of a message that is halfway there Gloo says
-  // nothing when the connection is lost, of one that has not begun it does.
+  // A receive for a message that never comes, on one connection. Gloo reports a lost connection to
+  // a receive that has not begun, but not to one that has received a part.
   struct Watched {
     WorkPtr work;
     bool is_there = false;
-    std::thread::id watcher;  // that waits for it
+    std::thread::id watcher;  // the thread that waits for it
   };
-  // Two groups, of the messages in each direction.
+  // The groups for the messages in each direction.
   struct Connection {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> up;
     c10::weak_intrusive_ptr<c10d::ProcessGroup> down;
 
     Connection(const Group& up, const Group& down) : up(up), down(down) {}
   };
-  // What goes to one other rank and comes from it.
+  // The messages to and from one other rank.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
-    std::thread::id runner;   // that waits for them; none before the first
-    bool is_telling = false;  // runs what waits for one
+    std::thread::id runner;   // waits for them; none before the first message
+    bool is_telling = false;  // whether it runs callbacks
     std::condition_variable added;
-    std::deque<Watched> watched;  // connections, which do not move
-    std::exception_ptr lost;      // what a watcher has been told
+    std::deque<Watched> watched;  // one for each connection; the addresses are stable
+    std::exception_ptr lost;      // the error that a watcher received
   };
-  // Of what has been issued.
+  // The outcome of issuing an exchange.
   struct Outcome {
     bool is_over;
     std::exception_ptr error;
@@ -130,29 +130,31 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void issue_all();
   Outcome issue(const Messages& messages);
   static void tell(c10::ivalue::Future& done, const Outcome& outcome, const at::Tensor& result);
-  // Whether there was nothing to send.
+  // Returns whether there was nothing to send.
   bool post(const Messages& messages);
-  std::vector<std::pair<Group, Group>> groups(int64_t place);  // `up` and `down` of connections
-  // Changes what places have that are reserved from now on.
+  std::vector<std::pair<Group, Group>> groups(int64_t place);  // `up` and `down` of each connection
+  // Sets the connections for places that are reserved from now on.
   void use(std::vector<Connection> connections);
-  // Pieces of a message, of which each takes a connection of its own.
+  // Cuts a message into pieces, each for its own connection.
   static std::vector<at::Tensor> pieces(const at::Tensor& message, size_t connections);
-  // Adds a part for each other rank, which has been asked for its message.
+  // Issues the receives, and adds a part for each other rank.
   void ask(const std::vector<at::Tensor>& outputs, int64_t place, int tag, Parts& parts);
-  // What was asked for already; nothing if nothing was.
+  // The receives that expect() has issued; empty if it was not called.
   Parts take_expected(const Messages& messages);
   int tag_of(int64_t place, int64_t stage) const;
   void watch(int rank, size_t connection, const Group& group);
   void add(Parts parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane, Watched& watched);
-  // What `call` gives, which issues a message to or from a rank. What it throws names the rank.
+  // Returns the result of `call`, which issues a message to or from a rank. Its errors name the
+  // rank.
   template <typename Call>
   WorkPtr with(int rank, const Call& call) const;
-  // An error of messages with the rank of a lane, which it names.
+  // Adds the name of a lane's rank to an error.
   std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 
-  // From which place on which connections: a message is asked for and sent on the same ones.
+  // Connections, with the first place that uses them: receive and send of a message use the same
+  // ones.
   std::vector<std::pair<int64_t, std::vector<Connection>>> connections_;
   const int size_;
   const int rank_;
@@ -162,10 +164,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::condition_variable ended_;
   std::vector<Lane> lanes_;  // by rank
   std::deque<Messages> to_issue_;
-  std::thread::id issuer_;  // that issues them; none while there are none
-  int issuing_ = 0;         // threads that do
-  // Of exchanges that have failed: their other messages may still be on their way, and a connection
-  // whose message has lost its memory can carry no other.
+  std::thread::id issuer_;  // the thread that issues them; none if there are none
+  int issuing_ = 0;         // threads that do so now
+  // The Works of failed exchanges. Their other messages may still be in flight; a connection cannot
+  // carry further messages once the memory of one in flight is freed.
   std::vector<Works> failed_;
   std::map<int, Expected> expected_;  // by tag
   bool stopped_ = false;

@@ -1,2 +1,2 @@
-// The runtime needs this too, and does not link with the operators' library.
+// The runtime needs these functions too, and does not link with the operators' library.
 #include "ops/memory_overlap.cpp"  // NOLINT

@@ -1,4 +1,4 @@
-// The hooks in C++ that come with the library.
+// The C++ hooks of this library.
 #include <memory>
 
 #include "commhook/comm_hook.h"
@@ -8,7 +8,7 @@ namespace {
 
 double average_scale(const GradBucket& bucket) { return 1.0 / bucket.getProcessGroup()->getSize(); }
 
-// As hooks.allreduce().
+// hooks.allreduce() in C++.
 class AllReduce : public CommHookInterface {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> runHook(GradBucket& bucket) override {
@@ -16,7 +16,7 @@ class AllReduce : public CommHookInterface {
   }
 };
 
-// As hooks.cast(dtype) among fewer than 8 ranks: one all-reduce, which adds up in dtype.
+// hooks.cast(dtype) with fewer than 8 ranks in C++: one all-reduce, which adds in dtype.
 class Cast : public CommHookInterface {
  public:
   explicit Cast(at::ScalarType dtype) : dtype_(dtype) {}

@@ -39,7 +39,8 @@ std::shared_ptr<CommHookInterface> CppHook::hook_for(const ProcessGroupPtr& grou
     }
     made = known;
   }
-  // A constructor may be slow, or wait for other ranks: only those that need the same one wait.
+  // A constructor may be slow, or wait for other ranks. So this locks only callers of the same
+  // object.
   const std::lock_guard lock(made->mutex);
   if (!made->hook) {
     made->hook = spec_.make(values_, own_group);

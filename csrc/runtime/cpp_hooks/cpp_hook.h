@@ -1,4 +1,4 @@
-// A communication hook in C++, with values for its options, and how it is called for one bucket.
+// A communication hook in C++ with values for its options, and the call for one bucket.
 #pragma once
 
 #include <map>
@@ -14,20 +14,20 @@
 
 namespace commhook {
 
-// A C++ hook on its way with one bucket.
+// A C++ hook that runs on one bucket.
 struct CppRun {
   std::shared_ptr<CommHookInterface> hook;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   ResultSpec spec;
   std::optional<int64_t> bytes_sent;
 
-  // The checked result, once the Future is complete. Throws what the hook failed with, named.
+  // The checked result of a complete Future. Throws the hook's error, with the hook's name.
   at::Tensor result() const;
 };
 
 class CppHook {
  public:
-  // The spec lives as long as the process. `name` is what errors call the hook.
+  // The spec lives as long as the process. `name` is the hook's name in errors.
   CppHook(const CommHookSpec& spec, std::vector<OptionValue> values, std::string name)
       : spec_(spec), values_(std::move(values)), name_(std::move(name)) {}
 
@@ -40,7 +40,7 @@ class CppHook {
   at::ScalarType result_dtype(const GradBucket& bucket) const;
 
  private:
-  // An object of the hook's class; null until it has been made.
+  // An object of the hook's class; null until it is constructed.
   struct Made {
     std::mutex mutex;
     std::shared_ptr<CommHookInterface> hook;
@@ -54,7 +54,8 @@ class CppHook {
   const CommHookSpec& spec_;
   const std::vector<OptionValue> values_;
   const std::string name_;
-  // One for all groups, or one for each that it has run over. A hook that takes its group keeps it.
+  // One object for all groups. A hook that takes its group has one for each group that it has run
+  // over.
   mutable std::mutex mutex_;
   mutable std::map<ProcessGroupPtr, std::shared_ptr<Made>> made_;
 };

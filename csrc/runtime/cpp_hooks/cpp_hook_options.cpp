@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kTypeNames[] = {"a bool", "an int", "a float", "a str", "a torch.dtype"};
 
-// Nothing for what UTF-8 has no form for.
+// None if UTF-8 cannot encode the text.
 std::optional<std::string> utf8(const py::handle& text) {
   Py_ssize_t size = 0;
   const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
@@ -23,7 +23,7 @@ std::optional<std::string> utf8(const py::handle& text) {
   return std::string(bytes, static_cast<size_t>(size));
 }
 
-// As Python prints it, with escapes for what is not ASCII.
+// The value as Python prints it, with escapes for all but ASCII.
 std::string printed(const py::handle& value) {
   const auto text = py::reinterpret_steal<py::str>(PyObject_ASCII(value.ptr()));
   if (!text) {
@@ -49,7 +49,7 @@ py::object in_python(const OptionValue& value) {
 
 std::string written(const OptionValue& value) { return printed(in_python(value)); }
 
-// "threshold (a float, 0.001 by default)".
+// For example "threshold (a float, 0.001 by default)".
 std::string described(const OptionSpec& option) {
   std::string text = option.name + " (" + kTypeNames[option.type];
   for (const auto& rule : option.rules) {

@@ -11,7 +11,7 @@
 namespace commhook {
 namespace {
 
-// "2.13" of "2.13.0+cpu": the C++ interfaces are stable within one minor release.
+// "2.13" for "2.13.0+cpu": the C++ interfaces are stable within one minor release.
 std::string release(const std::string& version) {
   const auto first = version.find('.');
   return version.substr(0, version.find('.', first + 1));
@@ -20,7 +20,7 @@ std::string release(const std::string& version) {
 template <typename Spec>
 struct Known {
   const Spec* spec;
-  std::string path;  // empty for those of this library
+  std::string path;  // empty for this library's own hooks
 };
 
 template <typename Spec>
@@ -42,7 +42,8 @@ void check_loads(bool good, const std::string& path, const Text&... text) {
 class HookLibraries {
  public:
   static HookLibraries& instance() {
-    static auto* const libraries = new HookLibraries();  // hooks may run until the process ends
+    // Never freed: hooks may run until the process ends.
+    static auto* const libraries = new HookLibraries();
     return *libraries;
   }
 

@@ -1,4 +1,4 @@
-// The libraries of C++ hooks that this process has loaded.
+// The libraries of C++ hooks in this process.
 #pragma once
 
 #include <memory>
@@ -9,17 +9,16 @@
 
 namespace commhook {
 
-// Loads a shared library, for as long as the process lives. Throws ImportError where it does not
-// load. Its static initialisers run.
+// Loads a shared library for the life of the process, and runs its static initialisers. Throws
+// ImportError if that fails.
 void open_hook_library(const std::string& path);
 
-// Takes in the hooks of one that has been opened. Returns their names, those of communication hooks
-// first; the same when it is called again. Throws ImportError where the library was built with
-// other headers or another torch, ValueError where it has no hooks or one of a name that is taken.
-// Both need no GIL.
+// Registers the hooks of an open library. Returns their names, communication hooks first; a second
+// call returns the same. Throws ImportError if the library was built with other headers or another
+// torch, and ValueError if it has no hooks or a name is taken. Neither function needs the GIL.
 std::vector<std::string> take_hook_library(const std::string& path);
 
-// Throw ValueError, with the names that there are.
+// Throw ValueError for an unknown name; the message lists the known names.
 const CommHookSpec& find_comm_hook(const std::string& name);
 const AutogradHookSpec& find_autograd_hook(const std::string& name);
 

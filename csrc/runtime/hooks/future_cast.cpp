@@ -19,12 +19,14 @@ std::shared_ptr<PythonFutureWrapper> cast_into(const py::object& returned,
   const auto tensor = destination.cast<at::Tensor>();
   ResultSpec spec(where, tensor);
   spec.dtype = dtype;
-  // PyTorch's reducer takes nothing but a Python object. Made here, it is only passed on later.
+  // PyTorch's reducer accepts only a Python object. It is made here; the callback only passes it
+  // on.
   const c10::IValue value = torch::jit::toIValue(destination, c10::PyObjectType::get());
   auto finish = [tensor, value, spec = std::move(spec)](Future& done) {
     const at::Tensor source = check_result(tensor_in(done.value(), spec.where), spec);
     if (tensor.layout() != at::kStrided) {
-      py::gil_scoped_acquire gil;  // a sparse result has its own number of entries: a new object
+      // A sparse result has its own number of entries, so it needs a new object.
+      py::gil_scoped_acquire gil;
       return std::tuple<c10::IValue, std::vector<Future::WeakStorage>>(
           torch::jit::toIValue(py::cast(source), c10::PyObjectType::get()), done.storages());
     }

@@ -1,4 +1,4 @@
-// The last step of a hook of this library: its result as PyTorch's reducer wants it.
+// The last step of a hook of this library: hands its result to PyTorch's reducer.
 #pragma once
 
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -9,10 +9,10 @@
 
 namespace commhook {
 
-// A Future whose value is the Python tensor `destination`, into which the result in `returned` (a
-// Future or a tensor) is cast, unless it is that already. The result must have `dtype` and as many
-// elements as the destination; `where` begins the message of an error. The work is done by whatever
-// thread completes `returned`, without the GIL. Called with the GIL.
+// A Future with the Python tensor `destination` as its value. Casts the result in `returned` (a
+// Future or a tensor) into it, unless the result is that tensor. The result must have `dtype` and
+// the destination's number of elements; messages of errors begin with `where`. The thread that
+// completes `returned` does the work, without the GIL. Called with the GIL.
 std::shared_ptr<torch::jit::PythonFutureWrapper> cast_into(const pybind11::object& returned,
                                                            const pybind11::object& destination,
                                                            at::ScalarType dtype,

@@ -5,8 +5,7 @@
 namespace commhook {
 namespace {
 
-// The one way that C++ has to read a member that a class keeps to itself: access is not checked in
-// an explicit instantiation.
+// Reads a private member of a class: C++ does not check access in an explicit instantiation.
 template <auto kMember>
 struct ReadBucketCount {
   friend size_t read_bucket_count(const c10d::GradBucket& bucket) { return bucket.*kMember; }

@@ -1,4 +1,4 @@
-// What can be said of a hook before it is called.
+// Checks a hook before it is called.
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-// The signature, or None where there is none to be had (some builtins).
+// The signature, or None if there is none (some builtins).
 py::object signature_of(const py::object& hook) {
   try {
     return py::module_::import("inspect").attr("signature")(hook);
@@ -37,27 +37,29 @@ void check_parameters(const std::string& name, const py::object& signature) {
   }
 }
 
-// The function whose annotations a hook has: that behind partials, methods and callable objects.
+// The function with a hook's annotations: the one inside a partial, a method or a callable object.
 py::object function_of(const py::object& hook) {
   const auto inspect = py::module_::import("inspect");
   py::object function = hook;
   if (py::isinstance(function, py::module_::import("functools").attr("partial"))) {
-    function = function.attr("func");  // never a partial itself, unless made by hand
+    // A partial's func is never a partial, unless someone sets it.
+    function = function.attr("func");
   }
   return inspect.attr("isroutine")(function).cast<bool>() ? function : function.attr("__call__");
 }
 
-// Annotations with their strings resolved; those that cannot be are left out.
+// Annotations with their strings resolved; without those that cannot be resolved.
 py::dict annotations_of(const py::object& hook) {
   try {
     return py::module_::import("typing").attr("get_type_hints")(function_of(hook));
   } catch (const py::error_already_set&) {
-    return py::dict();  // a name that only a type checker knows, say: no reason to refuse a hook
+    // For example a name that only a type checker knows; not a reason to refuse a hook.
+    return py::dict();
   }
 }
 
-// Whether an annotation is a class that none of `wanted` could be passed for. What is no plain
-// class (a union, a protocol, a type variable) is given the benefit of the doubt.
+// Whether an annotation is a class that cannot hold any of `wanted`. False for everything that is
+// not a plain class (a union, a protocol, a type variable).
 bool excludes(const py::object& annotation, const std::vector<py::object>& wanted) {
   const auto typing = py::module_::import("typing");
   if (annotation.is(typing.attr("Any"))) {  // a class since Python 3.11
@@ -72,7 +74,7 @@ bool excludes(const py::object& annotation, const std::vector<py::object>& wante
     for (const auto& pair : {std::pair(type, annotation), std::pair(annotation, type)}) {
       const int related = PyObject_IsSubclass(pair.first.ptr(), pair.second.ptr());
       if (related != 0) {
-        PyErr_Clear();  // set where a class refuses the question
+        PyErr_Clear();  // set if a class does not support the test
         return false;
       }
     }

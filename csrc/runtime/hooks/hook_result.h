@@ -1,4 +1,4 @@
-// From what a communication hook gave back to the tensor that goes into the gradients.
+// Checks and extracts the result of a communication hook.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,9 @@
 
 namespace commhook {
 
-// What a bucket's result must be like.
+// The required properties of a bucket's result.
 struct ResultSpec {
-  std::string where;  // begins every error: "hook 'f' on bucket 1 of 4", say
+  std::string where;  // begins every error, for example "hook 'f' on bucket 1 of 4"
   std::vector<int64_t> sizes;
   at::ScalarType dtype;
   at::Device device;
@@ -25,26 +25,26 @@ struct ResultSpec {
   ResultSpec(std::string where, GradBucket& bucket);
 };
 
-// Whether two tensors are the same elements of memory: collectives work in place, and backends
-// differ in whether they give back the same tensor object.
+// Whether two tensors are the same elements of memory. Collectives work in place, and only some
+// backends return the same tensor object.
 bool is_same_memory(const at::Tensor& a, const at::Tensor& b);
 
 // Checks length, dtype, device and layout, and returns the result as a contiguous tensor of the
-// buffer's shape. Throws TypeError or ValueError. No GIL needed.
+// buffer's shape. Throws TypeError or ValueError. Does not need the GIL.
 at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec);
 
-// The tensor in a completed Future's value: a tensor, a list or tuple of one tensor, or an
-// exception (which torch.futures.Future.set_exception stores as a value), which is raised with its
-// type and traceback. `where` begins the message of every other error. The first needs the GIL, the
-// second takes it where the value is Python's; what it throws can then be held without it.
+// The tensor in a completed Future's value: a tensor, or a list or tuple with one. The value may
+// also be an exception (torch.futures.Future.set_exception stores it so), which is raised with its
+// type and traceback. Messages of other errors begin with `where`. The first function needs the
+// GIL. The second takes it for a Python value; its exceptions can be held without the GIL.
 at::Tensor tensor_in(const pybind11::object& value, const std::string& where);
 at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
 
-// An exception as Python would get it. Needs the GIL.
+// The Python exception for a C++ exception. Needs the GIL.
 pybind11::object python_exception(const std::exception_ptr& error);
 
-// A Python exception in a form that any thread may hold, copy and drop without the GIL. Needs the
-// GIL.
+// Converts a Python exception so that any thread may hold, copy and drop it without the GIL. Needs
+// the GIL.
 std::exception_ptr persistent(pybind11::error_already_set& error);
 
 }  // namespace commhook

@@ -13,7 +13,7 @@ using torch::jit::PythonFutureWrapper;
 namespace commhook {
 namespace {
 
-// The exception stays the hook's own; where it came from is added as a note (Python 3.11).
+// The hook's exception stays as it is; a note tells where it was raised (Python 3.11).
 void add_note(const py::error_already_set& error, const std::string& where) {
   const py::object& value = error.value();
   if (!value || !py::hasattr(value, "add_note")) {
@@ -21,7 +21,7 @@ void add_note(const py::error_already_set& error, const std::string& where) {
   }
   try {
     const py::str note("raised by " + where);
-    // A hook that calls itself with a bucket, as those of the library do, comes here twice.
+    // This library's hooks call themselves with a bucket, so an exception may pass here twice.
     const py::object notes = py::getattr(value, "__notes__", py::list());
     if (!notes.attr("__contains__")(note).cast<bool>()) {
       value.attr("add_note")(note);
@@ -36,12 +36,12 @@ std::string where_of(const py::object& hook, const py::object& bucket) {
     const auto [index, count] = index_and_count(bucket);
     return hook_on_bucket(hook_name(hook), index, count);
   } catch (const std::exception&) {
-    // A bucket that is none: what the hook made of it is the error to tell.
+    // Not a bucket: the error to report is what the hook did with it.
     return "hook '" + hook_name(hook) + "' on " + type_name(bucket);
   }
 }
 
-// call(), which runs the hook, with a note on what it raises.
+// Runs call(), and adds a note to its exceptions.
 template <typename Call>
 py::object noted(const py::object& hook, const py::object& bucket, const Call& call) {
   try {
@@ -69,7 +69,7 @@ py::object as_future(const py::object& returned, const std::string& where) {
   if (THPVariable_Check(returned.ptr())) {
     py::object result = returned;
     if (py::hasattr(result, "trigger_wait")) {
-      result = result.attr("wait")();  // a functional collective's tensor that is still on its way
+      result = result.attr("wait")();  // waits for the tensor of a functional collective
     }
     return py::cast(
         std::make_shared<PythonFutureWrapper>(completedFuture(THPVariable_Unpack(result.ptr()))));
@@ -82,7 +82,7 @@ py::object as_future(const py::object& returned, const std::string& where) {
 py::object run_hook(const py::object& hook, const py::object& state, const py::object& bucket) {
   const py::object returned = noted(hook, bucket, [&] { return hook(state, bucket); });
   if (py::isinstance<PythonFutureWrapper>(returned)) {
-    return returned;  // the usual case needs no name
+    return returned;  // returned early, since the name costs time
   }
   return as_future(returned, where_of(hook, bucket));
 }

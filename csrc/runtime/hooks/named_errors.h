@@ -1,4 +1,4 @@
-// What C++ hooks throw, with their name.
+// Adds the names of C++ hooks to their errors.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -11,9 +11,9 @@
 
 namespace commhook {
 
-// call(), with `where` in the message of what it throws. Exceptions of torch keep their type;
-// others become std::runtime_error, since the autograd engine stops the process for what is no
-// std::exception.
+// Runs call(), and puts `where` into the message of its exceptions. Exceptions of torch keep their
+// type. Others become std::runtime_error, since the autograd engine ends the process for anything
+// that is not a std::exception.
 template <typename Call>
 auto named_errors(const std::string& where, const Call& call) {
   try {
@@ -21,7 +21,7 @@ auto named_errors(const std::string& where, const Call& call) {
   } catch (c10::Error& error) {
     error.add_context("raised by " + where);
     throw;
-  } catch (const python_error&) {  // Python's own, with its traceback
+  } catch (const python_error&) {  // a Python exception, with its traceback
     throw;
   } catch (const pybind11::error_already_set&) {
     throw;
@@ -32,7 +32,7 @@ auto named_errors(const std::string& where, const Call& call) {
   }
 }
 
-// The same for an exception that is at hand.
+// The same for an existing exception.
 inline std::exception_ptr named_error(const std::string& where, const std::exception_ptr& error) {
   try {
     named_errors(where, [&] { std::rethrow_exception(error); });

@@ -1,4 +1,4 @@
-// Results into gradients.
+// Copies results into gradients.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -9,8 +9,8 @@
 
 namespace commhook {
 
-// `buffer` into `tensors`, scaled and cast on the way, outside of autograd. It may lie in the same
-// memory: a hook may give back what it has made in a gradient. Needs no GIL.
+// Copies `buffer` into `tensors`, scaled and cast, outside of autograd. They may share memory: a
+// hook may return a result that it computed inside a gradient. Needs no GIL.
 inline void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale = 1.0) {
   const at::NoGradGuard no_grad;
   const bool aliases = std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {

@@ -9,7 +9,7 @@
 namespace commhook {
 namespace {
 
-// The rank at the end of a key such as "0/3"; none if there is none.
+// Splits a key such as "0/3" into the text before the rank and the rank; none if it has no rank.
 std::optional<std::pair<std::string, int64_t>> parts_of(const std::string& key) {
   const auto slash = key.rfind('/');
   const auto digits = slash == std::string::npos ? key : key.substr(slash + 1);
@@ -95,7 +95,7 @@ bool AddressStore::read_with_others(const std::string& key,
     }
   }
   const bool reads_many = store_->hasExtendedApi();
-  // Reading many keys waits by itself, for the store's timeout.
+  // multiGet waits itself, for the store's own timeout.
   if (!reads_many || timeout != timeout_) {
     store_->wait(keys, timeout);
   }

@@ -1,4 +1,4 @@
-// Where the ranks of a Gloo group leave their addresses.
+// The addresses of a Gloo group's ranks.
 #pragma once
 
 #include <chrono>
@@ -11,22 +11,21 @@
 
 namespace commhook {
 
-// A store in which Gloo finds the addresses of a group's ranks, which it asks for one by one. The
-// first time all are read in one request. Gloo may ask from threads of its own.
+// A store from which Gloo reads the addresses of a group's ranks one by one. The first read fetches
+// all of them in one request. Gloo may call it from its own threads.
 class AddressStore : public c10d::Store {
  public:
-  // store: that all ranks reach, for this group alone. ranks: whose addresses are read together;
-  // those of others are read one by one.
+  // store: reachable by all ranks, for this group alone. ranks: the ranks whose addresses are read
+  // together; other addresses are read one by one.
   AddressStore(c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks);
 
-  // Reads the addresses of all ranks that are read together, once they have written them.
-  // Throws if they have not within the timeout.
+  // Waits for the addresses of all `ranks` and reads them. Throws an error after the timeout.
   void read(const std::chrono::milliseconds& timeout);
 
-  // Takes what this rank has written out of the store. Other ranks must not need it any more.
+  // Deletes this rank's entries from the store. Other ranks must not need them any more.
   void remove_own();
 
-  // What this rank has written, also after remove_own().
+  // This rank's entries, also after remove_own().
   [[nodiscard]] std::vector<std::vector<uint8_t>> own() const;
 
   c10::intrusive_ptr<c10d::Store> clone() override;
@@ -41,7 +40,7 @@ class AddressStore : public c10d::Store {
             const std::chrono::milliseconds& timeout) override;
 
  private:
-  // Whether the key is known, once it and all that are read with it are there.
+  // Whether the key is known, after it and all keys that are read with it have been written.
   bool read_with_others(const std::string& key, const std::chrono::milliseconds& timeout);
 
   const c10::intrusive_ptr<c10d::Store> store_;

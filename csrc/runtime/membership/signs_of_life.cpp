@@ -81,24 +81,24 @@ void SignsOfLife::run() {
         }
       }
       store_->add(own_, 1);
-      // Not multiGet, which waits for keys that are not there.
+      // multiGet would wait for missing keys.
       numbers.emplace();
       for (const auto& key : keys) {
         (*numbers)[key] = store_->add(key, 0);
       }
-    } catch (const std::exception&) {  // out of reach; again in a while
+    } catch (const std::exception&) {  // the store is out of reach; the next round tries again
       numbers.reset();
     }
     std::unique_lock lock(mutex_);
     if (numbers) {
       const auto now = Clock::now();
-      // What had not changed by then was so for as long as the store could be read.
+      // Only time in which the store could be read counts for an unchanged number.
       const auto since = std::min(now - answered_, 2 * interval_ + (now - begun));
       answered_ = now;
       for (const auto& [key, number] : *numbers) {
         const auto found = seen_.find(key);
         if (found == seen_.end()) {
-          continue;  // it is watched no longer
+          continue;  // no longer watched
         }
         auto& seen = found->second;
         const bool is_new = !seen.is_there || seen.number != number;

@@ -1,4 +1,4 @@
-// Which processes are alive, as they write to a store.
+// Watches which processes are alive; each shows it by writing to a store.
 #pragma once
 
 #include <chrono>
@@ -14,39 +14,40 @@
 
 namespace commhook {
 
-// Counts up a number in a store for as long as the process runs, and reads others' numbers, on a
-// thread of its own, which never takes the GIL: a process that computes in Python is alive, too.
+// A thread that increments a number in a store while the process runs, and reads the numbers of
+// others. It never takes the GIL: a process that computes in Python is alive, too.
 class SignsOfLife {
  public:
   using Clock = std::chrono::steady_clock;
   struct Sign {
-    int64_t number;  // that was read last
-    double seconds;  // since it changed
+    int64_t number;  // the last number read
+    double seconds;  // since the number changed
   };
 
-  // store: nobody else's, since a request to it may wait. interval: between signs, in seconds.
+  // store: used by nothing else, since a request to it may wait. interval: between signs, in
+  // seconds.
   SignsOfLife(c10::intrusive_ptr<c10d::Store> store, std::string own, double interval);
   SignsOfLife(const SignsOfLife&) = delete;
   SignsOfLife& operator=(const SignsOfLife&) = delete;
   ~SignsOfLife();
 
-  // Read these keys instead of those before. What is known of the ones that stay is kept.
+  // Sets the keys to read. Keeps the state of keys that were watched before.
   void watch(const std::vector<std::string>& keys);
 
-  // By key: what is known. Of a key that has not been read yet nothing is. Time in which the store
-  // was out of reach does not count: nothing could be read.
+  // The state of each key that has been read. Time in which the store was out of reach does not
+  // count, since nothing could be read.
   std::map<std::string, Sign> signs() const;
 
-  // Since the store has answered last, in seconds.
+  // Seconds since the store last answered.
   double seconds_without_store() const;
 
-  // Show no more signs. Returns when the thread has ended. Called without the GIL.
+  // Stops the signs. Returns when the thread has ended. Called without the GIL.
   void stop();
 
  private:
   struct Seen {
     int64_t number = 0;
-    Clock::duration unchanged{0};  // time in which it was read and had not changed
+    Clock::duration unchanged{0};  // time in which it was read and did not change
     bool is_there = false;
   };
 

@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kFirstPause(50);
 constexpr milliseconds kLongestPause(1000);
 
-// A member of the class's own, since PyTorch has no way to take a backend off.
+// Accesses protected members: PyTorch has no function that removes a backend.
 struct Backends : c10d::ProcessGroup {
   static auto take(c10d::ProcessGroup& group) {
     auto by_type = std::exchange(group.*(&Backends::backendTypeToBackend_), {});
@@ -27,22 +27,22 @@ struct Backends : c10d::ProcessGroup {
   }
 };
 
-// How far the end of a backend has come.
+// The progress of a backend's end.
 struct Ending {
   explicit Ending(const std::vector<std::vector<uint8_t>>& addresses) : loops(addresses) {}
 
   const GlooLoops loops;
   std::mutex mutex;
   std::condition_variable changed;
-  bool is_idle = false;       // no collective is under way any more
-  bool is_let_go = false;     // nothing here holds the backend any more
-  bool is_looked_at = false;  // since then, help() has seen whether loops are left
-  bool are_gone = false;      // the loops
+  bool is_idle = false;       // no collective is in flight
+  bool is_let_go = false;     // nothing here holds the backend
+  bool is_looked_at = false;  // since then, help() has looked for loops
+  bool are_gone = false;      // no loop is left
 };
 
-// Lets loops end that would not by themselves. Returns once they have.
+// Helps loops to end that would not end themselves. Returns when all have ended.
 void help(const std::shared_ptr<Ending>& ending) {
-  // Most end by themselves. A loop that still serves collectives is slowed down.
+  // Most loops end themselves, and quieten() slows a loop that still serves collectives.
   milliseconds pause = kFirstPause;
   std::unique_lock lock(ending->mutex);
   while (!ending->are_gone) {
@@ -81,12 +81,12 @@ void TakenBackends::close() {
     return each.use_count() == static_cast<uint32_t>(own);
   });
   std::thread helper(help, ending);
-  backends_.clear();  // waits for collectives under way
+  backends_.clear();  // waits for collectives in flight
   std::unique_lock lock(ending->mutex);
   ending->is_idle = is_ours;
   if (is_ours && last_ != nullptr) {
-    // The connections are still there, and nobody uses them. One that waited until it can send
-    // would end the process if that happened while the loop ends.
+    // The connections still exist, unused. A connection that waits to send would end the process if
+    // it could send while the loop ends.
     (void)ending->loops.quieten(true);
   }
   lock.unlock();
@@ -100,7 +100,7 @@ void TakenBackends::close() {
   if (are_gone) {
     helper.join();
   } else {
-    helper.detach();  // a Work that somebody has keeps them
+    helper.detach();  // a caller's Work keeps the loops
   }
 }
 

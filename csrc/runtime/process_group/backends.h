@@ -7,17 +7,17 @@
 
 namespace commhook {
 
-// The backends that a group had.
+// The former backends of a group.
 class TakenBackends {
  public:
-  // Takes them off. The group stays, and can be given others.
-  // addresses: of a backend of Gloo, what it has written to its store.
-  // last: of a backend of Gloo, a Work that is complete, which keeps its connections; or null.
+  // Removes a group's backends. The group stays, and can be given others.
+  // addresses: what a Gloo backend has written to its store.
+  // last: a complete Work of a Gloo backend, which keeps its connections; or null.
   TakenBackends(c10d::ProcessGroup& group, std::vector<std::vector<uint8_t>> addresses,
                 c10::intrusive_ptr<c10d::Work> last);
 
-  // Lets go of them. One that nobody else holds ends, and with it its connections and its threads,
-  // none of which may call this. Without the GIL, which these may wait for.
+  // Releases the backends. A backend without other owners ends with its connections and threads.
+  // None of these threads may call this. Called without the GIL, since they may wait for it.
   void close();
 
  private:

@@ -24,7 +24,7 @@ namespace {
 
 constexpr const char* kFiles = "/proc/self/fd";
 
-// A file that an epoll waits for.
+// A file in an epoll set.
 struct Watched {
   int fd;
   uint32_t events;
@@ -78,7 +78,7 @@ bool listens(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &length) == 0 && listening != 0;
 }
 
-// Whether a socket listens on an address that stands, as the system writes it, in one of the texts.
+// Whether a socket listens on an address that one of the texts contains in the system's format.
 bool listens_on(int fd, const std::vector<std::vector<uint8_t>>& texts) {
   sockaddr_storage address{};
   socklen_t length = sizeof(address);
@@ -86,7 +86,7 @@ bool listens_on(int fd, const std::vector<std::vector<uint8_t>>& texts) {
       getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     return false;
   }
-  // Without what follows the address, which is no part of it.
+  // Compares only the address, without the bytes after it.
   const size_t used = address.ss_family == AF_INET
                           ? offsetof(sockaddr_in, sin_addr) + sizeof(in_addr)
                           : offsetof(sockaddr_in6, sin6_addr) + sizeof(in6_addr);
@@ -96,7 +96,7 @@ bool listens_on(int fd, const std::vector<std::vector<uint8_t>>& texts) {
   });
 }
 
-// The file of a loop whose listening socket has one of the addresses; -1 if there is none.
+// The listening socket of a loop that has one of the addresses; -1 if there is none.
 int listener_of(int epoll, const std::vector<std::vector<uint8_t>>& addresses) {
   for (const auto& each : watched_by(epoll)) {
     if (listens_on(each.fd, addresses)) {
@@ -117,7 +117,7 @@ GlooLoops::GlooLoops(const std::vector<std::vector<uint8_t>>& addresses) {
       continue;
     }
     const int own = fcntl(epoll, F_DUPFD_CLOEXEC, 0);
-    // Another file may have got the number meanwhile.
+    // The number may belong to another file by now.
     const int listener = own < 0 ? -1 : listener_of(own, addresses);
     if (listener >= 0) {
       loops_.push_back({own, listener});
@@ -151,7 +151,7 @@ bool GlooLoops::quieten(bool drops_output) const {
   for (const auto& loop : loops_) {
     for (const auto& each : watched_by(loop.epoll)) {
       if ((each.events & EPOLLONESHOT) != 0) {
-        continue;  // ready once at most; one that was ready must not become so again
+        continue;  // becomes ready at most once, and must not become ready again
       }
       epoll_event event{};
       event.events = each.events | EPOLLET;
@@ -159,7 +159,7 @@ bool GlooLoops::quieten(bool drops_output) const {
         event.events &= ~static_cast<uint32_t>(EPOLLOUT);
       }
       event.data.u64 = each.data;
-      // Fails for a file that has been closed since.
+      // Fails for a file that is closed by now.
       const bool is_open = epoll_ctl(loop.epoll, EPOLL_CTL_MOD, each.fd, &event) == 0;
       is_there = is_there || (is_open && each.fd == loop.listener);
     }

@@ -1,4 +1,4 @@
-// The threads that wait for messages of a Gloo backend, which end only when nothing is ready.
+// The threads of a Gloo backend that wait for messages. They end only when no file is ready.
 #pragma once
 
 #include <cstdint>
@@ -10,38 +10,39 @@ namespace commhook {
 // A connection of a backend.
 struct GlooSocket {
   int fd;
-  uint64_t inode;  // tells it from a later file of the same number
+  uint64_t inode;  // distinguishes it from a later file with the same number
 };
 
 // The event loops of one backend: one for each network device.
 //
-// A loop that ends waits until no file is ready for 10 ms. A connection stays ready if it has a
-// message whose receiver has given up: Gloo leaves this message unread. The loop then never ends.
-// Here each file is made edge-triggered, so that it is ready only when bytes come.
+// A loop that ends waits until no file is ready for 10 ms. A connection stays ready while it has a
+// message that no receiver wants any more: Gloo leaves this message unread. The loop then never
+// ends. This class makes each file edge-triggered, so that it is ready only when bytes come.
 //
 // On Linux. Elsewhere no loops are found.
 class GlooLoops {
  public:
-  // addresses: what the backend has written to its store. They contain the address of the socket
-  // that it listens on, by which its loops are found.
+  // addresses: what the backend has written to its store. They contain the address of the socket on
+  // which it listens; this identifies its loops.
   explicit GlooLoops(const std::vector<std::vector<uint8_t>>& addresses);
   GlooLoops(const GlooLoops&) = delete;
   GlooLoops& operator=(const GlooLoops&) = delete;
   ~GlooLoops();
 
-  // The TCP connections that the loops wait for.
+  // The TCP connections in the loops.
   [[nodiscard]] std::vector<GlooSocket> sockets() const;
 
-  // Makes all files edge-triggered; those that are ready are told once more. A loop at work would
-  // lose events by that: a connection that is locked skips an event, which comes again only here.
-  // drops_output: also waits no more until something can be sent.
-  // Returns whether a loop is still there.
+  // Makes all files edge-triggered; files that are ready are reported once more. A working loop
+  // would lose
+  // events: it skips the event of a locked connection, and only this call reports it again.
+  // drops_output: also stops waiting until a connection can send.
+  // Returns whether a loop still exists.
   [[nodiscard]] bool quieten(bool drops_output) const;
 
  private:
   struct Loop {
-    int epoll;     // a descriptor of our own
-    int listener;  // in the loop until its end
+    int epoll;     // this object's own descriptor
+    int listener;  // stays in the loop until its end
   };
   std::vector<Loop> loops_;
 };

@@ -19,7 +19,7 @@ const PyMethod kPostHook{"post_hook"};
 c10d::HookOpName operation(const py::object& args) {
   const int value = args.attr("name").attr("value").cast<int>();
 #if !COMMHOOK_TORCH_AT_LEAST(2, 15)
-  // The kinds of a collective go by the name of the plain one.
+  // All variants of a collective have the name of the plain one.
   using Name = c10d::HookOpName;
   static constexpr Name plain[] = {Name::ALLREDUCE, Name::ALLGATHER,      Name::ALLGATHER,
                                    Name::ALLGATHER, Name::REDUCE_SCATTER, Name::REDUCE_SCATTER,

@@ -1,4 +1,4 @@
-// Hooks of process groups, which C++ registers since torch 2.14, as Python callables.
+// Converts hooks of process groups, which C++ can register since torch 2.14, to Python callables.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,12 +11,12 @@
 
 namespace commhook {
 
-// A hook is called without the GIL. To be used with the GIL held.
+// The results call a hook without the GIL. Use them with the GIL held.
 pybind11::object python_hook(c10d::PreHook hook);
 pybind11::object python_hook(c10d::PostHook hook);
 pybind11::object python_hook(c10d::AbortHook hook);
 #if COMMHOOK_TORCH_AT_LEAST(2, 15)
-// Only of what has succeeded, as c10d has it.
+// Called only after success, as in c10d.
 pybind11::object python_hook(c10d::CompletionHook hook);
 #endif
 

@@ -16,7 +16,7 @@ struct OverrideMethod {
   const PyMethod* method;
   FindTarget find;
   ConvertResult convert;
-  PyObject* without_hooks;  // another one, for those that call the hooks; null in that
+  PyObject* without_hooks;  // the variant that the hooks wrap; null in that variant
 };
 
 PyObject* run_hooks = nullptr;  // never dropped
@@ -51,7 +51,7 @@ PyObject* call(PyObject* callable, PyObject* const* arguments, size_t flags,
   const OverrideMethod& self = *as_method(callable);
   const auto count = static_cast<size_t>(PyVectorcall_NARGS(flags));
   const OverrideTarget target = count == 0 ? OverrideTarget{} : self.find(arguments[0]);
-  if (target.self == nullptr) {  // for the function to complain of
+  if (target.self == nullptr) {  // the function reports this error
     return PyObject_Vectorcall(self.function, arguments, flags, keyword_names);
   }
   if (target.hooked && self.without_hooks != nullptr &&
@@ -77,8 +77,8 @@ PyObject* bind(PyObject* self, PyObject* object, PyObject* /*type*/) {
   return object == nullptr ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-// Its name, documentation and signature are those of the function. No more: Dynamo would take what
-// has a function's other attributes, or is wrapped around one, for a function, and forget `self`.
+// Shares only the function's name, documentation and signature. With more attributes of a function,
+// or if it wrapped one, Dynamo would take it for a function and forget `self`.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   PyObject* const function = as_method(self)->function;
   if (PyUnicode_CompareWithASCIIString(name, "__func__") == 0) {

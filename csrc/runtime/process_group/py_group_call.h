@@ -1,4 +1,4 @@
-// How a method of a group calls what a Python class defines, with the group's hooks around it.
+// Calls a Python class's override of a group's method, with the group's hooks around it.
 #pragma once
 
 #include <pybind11/chrono.h>
@@ -15,7 +15,7 @@ namespace commhook {
 
 namespace py = pybind11;
 
-// "Group.allreduce".
+// For example "Group.allreduce".
 std::string name_in(const PyProcessGroup& group, const PyMethod& method);
 
 template <typename Result, typename Base, typename... Arguments>
@@ -34,7 +34,8 @@ Result PyProcessGroup::with_hooks(const PyMethod& method, const Base& base,
   py::gil_scoped_acquire gil;
   const auto self = python_object_of(*this);
   const auto found = self ? method.find(self) : PyMethod::Found{};
-  if (found.name != nullptr && is_override_method(found.attribute)) {  // which has the hooks
+  // The override calls the hooks.
+  if (found.name != nullptr && is_override_method(found.attribute)) {
     return call<Result>(method, base, arguments...);
   }
   try {

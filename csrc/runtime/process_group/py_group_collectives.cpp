@@ -1,9 +1,9 @@
-// The collectives of a group whose methods a Python class may define.
+// The collectives of a group; a Python class may override them.
 #include "runtime/process_group/py_group_call.h"
 #include "runtime/process_group/py_group_methods.h"
 
-// What c10d calls a collective before and since torch 2.13, which keeps the old names as virtual
-// methods that call the new ones.
+// c10d's names of a collective before and since torch 2.13. The old names remain as virtual methods
+// that call the new ones.
 #if COMMHOOK_TORCH_AT_LEAST(2, 13)
 #define COMMHOOK_BASE(before, since) since
 #else

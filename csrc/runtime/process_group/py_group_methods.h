@@ -1,4 +1,4 @@
-// The methods of a process group that a Python class may define.
+// The methods of a process group that a Python class may override.
 #pragma once
 
 #include "commhook/version.h"
@@ -6,7 +6,7 @@
 
 namespace commhook::group_methods {
 
-// By their names in Python, the newest first, then those of older bindings, then C++'s.
+// Each has its names in Python, the newest first, then those of older bindings, then the C++ names.
 inline const PyMethod kRank{"rank", "getRank"};
 inline const PyMethod kSize{"size", "getSize"};
 inline const PyMethod kBackendName{"name", "_get_backend_name", "getBackendName"};

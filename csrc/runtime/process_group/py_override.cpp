@@ -15,7 +15,7 @@ namespace {
 
 thread_local detail::ActiveOverride* active = nullptr;
 
-// Whether a class attribute is nothing but a binding of C++.
+// Whether a class attribute is only a binding of C++.
 bool is_native(PyObject* attribute) {
   if (PyInstanceMethod_Check(attribute) || PyCFunction_Check(attribute)) {
     return true;
@@ -92,7 +92,7 @@ PyMethod::Found PyMethod::find(const py::handle& self) const {
   return found;
 }
 
-// Of several, that of the most derived class, and there the one of the newest name.
+// Of several overrides, the most derived class wins, and in one class the newest name.
 PyMethod::Found PyMethod::find_in_order(PyTypeObject* type) const {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
     auto* const base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
@@ -104,7 +104,7 @@ PyMethod::Found PyMethod::find_in_order(PyTypeObject* type) const {
       if (!attribute) {
         PyErr_Clear();
       } else if (!is_native(attribute.ptr())) {
-        return {key, attribute.ptr()};  // which the class keeps
+        return {key, attribute.ptr()};  // the class owns it
       }
     }
   }

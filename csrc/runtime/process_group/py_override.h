@@ -1,5 +1,5 @@
-// Methods of C++ classes that a Python subclass may define: finding them, calling them on any
-// thread, and checking what they return.
+// C++ methods that a Python subclass may override: finds overrides, calls them on any thread, and
+// checks their results.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -19,18 +19,18 @@
 
 namespace commhook {
 
-// A method by all its names in Python, the newest first: where a class has several of them, that
-// one is called. An object of static storage.
+// A method with all its Python names, the newest first; of several in one class, the newest is
+// called. Must be a static object.
 class PyMethod {
  public:
   PyMethod(std::initializer_list<const char*> names) : names_(names) {}
 
   const std::vector<const char*>& names() const { return names_; }
 
-  // What an object's class defines in Python; nothing where there is only what C++ has bound. Needs
+  // The override in an object's Python class; empty if C++ bindings alone define the method. Needs
   // the GIL.
   struct Found {
-    PyObject* name = nullptr;       // a borrowed reference that stays
+    PyObject* name = nullptr;       // borrowed from keys_, which is never freed
     PyObject* attribute = nullptr;  // borrowed from the class
   };
   Found find(const pybind11::handle& self) const;
@@ -39,11 +39,10 @@ class PyMethod {
   Found find_in_order(PyTypeObject* type) const;
 
   const std::vector<const char*> names_;
-  mutable std::vector<PyObject*> keys_;  // interned, and never dropped
+  mutable std::vector<PyObject*> keys_;  // interned, and never freed
 };
 
-// The Python object of an object in C++ whose class is bound as T; null where it is gone. Needs the
-// GIL.
+// The Python object of a C++ object of bound class T; null if it is gone. Needs the GIL.
 template <typename T>
 pybind11::object python_object_of(const T& object) {
   static const auto* const type = pybind11::detail::get_type_info(typeid(T));
@@ -51,18 +50,18 @@ pybind11::object python_object_of(const T& object) {
       pybind11::detail::get_object_handle(&object, type));
 }
 
-// An exception object of Python in a form that any thread may hold. Needs the GIL.
+// Converts a Python exception so that any thread may hold it. Needs the GIL.
 std::exception_ptr persistent_exception(const pybind11::object& exception);
 
-// A method of an object, for errors.
+// Names a method of an object in errors.
 struct MethodOf {
   const pybind11::handle& self;
   const PyMethod& method;
-  std::string name() const;  // "Group.allreduce". Needs the GIL
+  std::string name() const;  // for example "Group.allreduce"; needs the GIL
 };
 
-// What a method returned, as C++ needs it. Throws TypeError or ValueError, whose message names the
-// method. Needs the GIL.
+// Converts a method's return value for C++. Throws TypeError or ValueError with the method's name.
+// Needs the GIL.
 template <typename Result>
 struct Returned {
   static Result from(const pybind11::object& value, const MethodOf& method);
@@ -105,8 +104,8 @@ c10::intrusive_ptr<c10d::Window> Returned<c10::intrusive_ptr<c10d::Window>>::fro
 
 namespace detail {
 
-// Stands for a Python method that this thread is in the midst of: calling it again from there, as
-// super() does, is meant for C++.
+// Marks a Python override that runs on this thread: a call of the same method from inside it, as by
+// super(), goes to C++.
 class ActiveOverride {
  public:
   ActiveOverride(const void* self, const PyMethod& method);
@@ -125,7 +124,7 @@ class ActiveOverride {
 // Whether a class attribute is an override_method, which makes its own ActiveOverride.
 bool marks_itself(PyObject* attribute);
 
-// Calls what the class defines under a name, or takes its value where that is a property.
+// Calls the class attribute of that name, or returns its value if it is a property.
 template <typename... Arguments>
 pybind11::object call(const pybind11::handle& self, PyObject* name, const Arguments&... arguments) {
   const auto bound =
@@ -138,9 +137,9 @@ pybind11::object call(const pybind11::handle& self, PyObject* name, const Argume
 
 }  // namespace detail
 
-// Calls a method of the Python object of `self`, which python() gives, or fallback() where there is
-// none or its class does not define the method. On any thread, with or without the GIL. What Python
-// raises comes out as it is, in a form that can be held without the GIL.
+// Calls the override in the class of the Python object that python() returns. Calls fallback() if
+// there is no object or no override. Runs on any thread, with or without the GIL. Python's
+// exceptions pass through, in a form that can be held without the GIL.
 template <typename Result, typename Python, typename Fallback, typename... Arguments>
 Result call_override(const void* self, const PyMethod& method, const Python& python,
                      const Fallback& fallback, const Arguments&... arguments) {

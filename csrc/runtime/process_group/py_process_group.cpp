@@ -10,7 +10,7 @@ namespace commhook {
 
 using namespace group_methods;
 
-// "Group.allreduce".
+// For example "Group.allreduce".
 std::string name_in(const PyProcessGroup& group, const PyMethod& method) {
   py::gil_scoped_acquire gil;
   const auto self = python_object_of(group);
@@ -22,7 +22,7 @@ const std::string& PyProcessGroup::kept(std::string text) const {
   return *texts_.insert(std::move(text)).first;
 }
 
-// c10d keeps a name in the backends, which there need not be.
+// c10d keeps the name in the backends, but a group may have none.
 const std::string& PyProcessGroup::text(const PyMethod& method,
                                         const std::atomic<const std::string*>& own) const {
   return kept(call<std::string>(method, [&]() -> std::string {
@@ -44,7 +44,7 @@ int PyProcessGroup::getSize() const {
 }
 
 const std::string PyProcessGroup::getBackendName() const {
-  // By the names of its own backends c10d looks for these in the group.
+  // c10d searches a group for backends by the names of its own backends.
   return call<std::string>(kBackendName, [&] {
     return deviceTypeToBackendType_.empty() ? "custom"
                                             : std::string(ProcessGroup::getBackendName());
@@ -168,7 +168,7 @@ c10::intrusive_ptr<c10d::Window> PyProcessGroup::new_window(
       kNewWindow, [&] { return ProcessGroup::new_window(tensor); }, tensor);
 }
 
-// ---- hooks, which Python keeps -----------------------------------------------------------------
+// ---- hooks, kept in Python ---------------------------------------------------------------------
 
 void PyProcessGroup::registerPreHook(int64_t hook_id, c10d::PreHook hook) {
   register_hook(kRegisterPreHook, hook_id, std::move(hook));

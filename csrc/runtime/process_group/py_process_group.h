@@ -1,4 +1,4 @@
-// torch_commhook.ProcessGroup: a process group whose methods a Python class defines.
+// torch_commhook.ProcessGroup: a process group with methods that a Python class defines.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,9 @@
 
 namespace commhook {
 
-// Every virtual method goes to the Python class where that defines it, on whichever thread it is
-// called; all old and new names of a collective go to one method. What the class does not define is
-// done by the backends that have been registered with the group, or is an error.
+// Each virtual method calls the Python class's override, on any thread; all old and new names of a
+// collective call the same one. Without an override, the group's registered backends run the
+// method, or it is an error.
 class PyProcessGroup : public c10d::ProcessGroup {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -32,10 +32,10 @@ class PyProcessGroup : public c10d::ProcessGroup {
 
   using ProcessGroup::ProcessGroup;
 
-  // The names in Python of each virtual method, by its name in C++.
+  // The Python names of each virtual method, by its C++ name.
   static const std::map<std::string, const PyMethod*>& methods();
 
-  // Whether there are hooks, which Python keeps.
+  // Whether the group has hooks. Python keeps them.
   bool hooked() const { return hooked_; }
   void set_hooked(bool hooked) { hooked_ = hooked; }
 
@@ -75,7 +75,7 @@ class PyProcessGroup : public c10d::ProcessGroup {
                      std::vector<int64_t>& input_splits,
                      const c10d::AllToAllOptions& options) override;
   Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
-  // The names since torch 2.13, to which the old ones lead.
+  // The names since torch 2.13, which the old names call.
   Work all_gather_single(at::Tensor& output, at::Tensor& input,
                          const c10d::AllgatherOptions& options) COMMHOOK_SINCE_2_13;
   Work all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
@@ -136,13 +136,13 @@ class PyProcessGroup : public c10d::ProcessGroup {
 #endif
 
  private:
-  // Calls a method by its name in C++: in Python, or as `base` does it in C++.
+  // Calls a method by its C++ name: the Python override, or else `base`.
   template <typename Result, typename Base, typename... Arguments>
   Result call(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
-  // The same with the group's hooks around it, also where it is done in C++.
+  // The same with the group's hooks around it, for `base` too.
   template <typename Result, typename Base, typename... Arguments>
   Result with_hooks(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
-  // The same for what has no meaning without backends.
+  // The same for a method that needs backends if there is no override.
   template <typename Result, typename Base, typename... Arguments>
   Result collective(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
   const std::string& kept(std::string text) const;
@@ -155,8 +155,8 @@ class PyProcessGroup : public c10d::ProcessGroup {
 
   std::atomic<bool> hooked_ = false;
   mutable std::mutex mutex_;
-  mutable std::set<std::string> texts_;             // what references have been given to
-  std::atomic<const std::string*> name_ = nullptr;  // of these
+  mutable std::set<std::string> texts_;             // strings to which callers hold references
+  std::atomic<const std::string*> name_ = nullptr;  // into texts_
   std::atomic<const std::string*> description_ = nullptr;
 };
 

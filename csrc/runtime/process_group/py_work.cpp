@@ -33,7 +33,8 @@ const PyMethod kGetSequenceNumber{"get_sequence_number", "getSequencenumber"};
 const PyMethod kGetTimeout{"get_timeout", "getTimeout"};
 const PyMethod kGetCompletionKey{"get_completion_key", "getCompletionKey"};
 
-// What a Future holds: a tensor, or a list or tuple of them; set in C++ or in Python.
+// The tensors in a Future's value: a tensor, or a list or tuple of tensors; set in C++ or in
+// Python.
 std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   if (!value.isPyObject()) {
     return value.isTensor() ? std::vector{value.toTensor()} : value.toTensorVector();
@@ -51,7 +52,7 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   }
 }
 
-// What a Future in Python holds, as C++ has it: tensors as such. Throws what it has failed with.
+// The C++ form of a Python Future's value, with tensors as tensors. Throws the Future's error.
 c10::IValue native_value(Future& done) {
   if (const auto error = error_of(done)) {
     std::rethrow_exception(error);
@@ -78,8 +79,8 @@ c10::IValue native_value(Future& done) {
   return tensors;
 }
 
-// The Future of a Work, for C++, which takes no Python objects for tensors, nor what Python has set
-// as an exception for an error.
+// The Future of a Work for C++, which accepts neither Python objects as tensors nor values as
+// errors.
 c10::intrusive_ptr<Future> native_future(c10::intrusive_ptr<Future> future) {
   if (!future || !future->elementType()->isSubtypeOf(*c10::PyObjectType::get())) {
     return future;
@@ -87,8 +88,8 @@ c10::intrusive_ptr<Future> native_future(c10::intrusive_ptr<Future> future) {
   return future->then(native_value, c10::AnyType::get());
 }
 
-// The Work of a Python object, which it keeps. All that the object's class defines goes to Python,
-// though the class in C++ may not know that it can be asked for, as that of torch.distributed.Work.
+// The Work of a Python object; keeps the object. Calls every override in Python, also those that
+// the object's C++ class does not know of, as torch.distributed.Work's.
 class HeldWork : public c10d::Work {
  public:
   HeldWork(c10::intrusive_ptr<Work> work, py::object python)
@@ -296,7 +297,7 @@ bool PyWork::wait(std::chrono::milliseconds timeout) {
         if (timeout != kNoTimeout) {
           wait_for_result(*future, "Work.wait", std::chrono::duration<double>(timeout).count());
         } else {
-          wait_for(*future, kForever);  // which Ctrl-C ends
+          wait_for(*future, kForever);  // Ctrl-C ends it
         }
         future->wait();
         if (const auto error = error_of(*future)) {
@@ -361,7 +362,7 @@ c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
                                          const py::object& python) {
   auto* const type = Py_TYPE(python.ptr());
   const auto* const bound = py::detail::get_type_info(type);
-  // A class that C++ has bound has nothing in Python.
+  // A bound C++ class has no overrides in Python.
   if (bound != nullptr && bound->type == type) {
     return work;
   }

@@ -13,16 +13,16 @@
 
 namespace commhook {
 
-// torch_commhook.Work. A subclass defines wait(), get_future(), or both; what it leaves out follows
-// from these: from the Future where there is one, else from whether wait() has returned.
+// torch_commhook.Work. A subclass defines wait(), get_future(), or both. The other methods follow
+// from the Future if there is one, otherwise from whether wait() has returned.
 class PyWork : public c10d::Work {
  public:
   PyWork(int rank, c10d::OpType op_type) : Work(rank, op_type) {}
 
-  // The names in Python of each virtual method, by its name in C++.
+  // The Python names of each virtual method, by its C++ name.
   static const std::map<std::string, const PyMethod*>& methods();
 
-  // What wait() has returned for, where there is no Future to tell.
+  // Records that wait() has returned; used without a Future.
   void mark_completed();
 
   bool isCompleted() override;
@@ -49,20 +49,20 @@ class PyWork : public c10d::Work {
   template <typename Result, typename Fallback, typename... Arguments>
   Result call(const PyMethod& method, const Fallback& fallback,
               const Arguments&... arguments) const;
-  // The Future of the class in Python, or null where it defines none.
+  // The Future of the Python class, or null if it defines none.
   virtual c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
 };
 
-// What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
-// the exception as a value.
+// The error of a complete Future, or null. torch.futures.Future.set_exception stores an exception
+// as a value.
 std::exception_ptr error_of(const c10::ivalue::Future& future);
 
-// The Work of a Future. Other than c10d's, it fails where Python has set an exception.
+// A Work for a Future. Unlike c10d's, it fails if Python has set an exception.
 c10::intrusive_ptr<c10d::Work> work_of(c10::intrusive_ptr<c10::ivalue::Future> future);
 
-// The Work of a Python object. One that is of a Python class, ours or a subclass of
-// torch.distributed.Work, keeps the object as long as C++ needs it, and asks it for everything that
-// its class defines. Needs the GIL.
+// The Work of a Python object. If the object's class is a Python class, derived from this library's
+// Work or from torch.distributed.Work, the Work keeps the object as long as C++ needs it, and calls
+// all overrides of its class. Needs the GIL.
 c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
                                          const pybind11::object& python);
 

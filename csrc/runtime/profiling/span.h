@@ -1,4 +1,4 @@
-// Spans that PyTorch's profiler records, also where another thread ends them.
+// Spans for PyTorch's profiler that another thread may end.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -12,19 +12,20 @@
 
 namespace commhook {
 
-// What records on a thread: the profiler that was started there. Other threads take it over for
-// work that they do for this one, since a profiler sees only the threads that have its state.
+// The profiler that was started on a thread. Other threads adopt it while they work for this one,
+// since a profiler sees only threads with its state.
 class ThreadProfiler {
  public:
-  // That of this thread. Null where nothing records.
+  // The profiler of this thread. Null if nothing records.
   static std::shared_ptr<const ThreadProfiler> current();
 
-  // Whether spans of a thread must end in the reverse order in which they began, on that thread:
-  // markers of NVTX and ITT are no more than "begin" and "end". Only Kineto's may end elsewhere.
+  // Whether a thread's spans must end on that thread, in reverse order: markers of NVTX and ITT
+  // mean only "begin" and "end". Only Kineto's spans may end elsewhere.
   bool nests() const { return nests_; }
 
-  // Gives the profiler to this thread until the guard goes. One that has ended records nothing.
-  // Does nothing where the thread has it already: there the profiler may be stopped meanwhile.
+  // Gives the profiler to this thread for the guard's life. A profiler that has ended records
+  // nothing. Does nothing if the thread already has it, since the profiler may be stopped there
+  // meanwhile.
   class Guard {
    public:
     explicit Guard(const ThreadProfiler& profiler);
@@ -42,18 +43,18 @@ class ThreadProfiler {
 
  private:
   at::RecordFunctionTLS callbacks_;
-  // Not kept: a span that outlives the profiler must not write to events that are gone.
+  // Weak: a span that outlives the profiler must not write to freed events.
   std::weak_ptr<c10::ThreadLocalDebugInfo> info_;
   bool has_info_ = false;
   bool nests_ = false;
 };
 
-// A span of time under a name. It ends with end(), or else with the object.
+// A named span of time. It ends with end(), or with the object.
 class Span {
  public:
   // Begins on this thread.
-  // `is_async`: other spans of this thread may begin or end before it does, or another thread may
-  // end it. Not recorded where spans nest().
+  // `is_async`: another thread may end the span, or other spans of this thread may overlap it. Not
+  // recorded if nests() is true.
   Span(std::shared_ptr<const ThreadProfiler> profiler, const std::string& name, bool is_async);
   ~Span();
   Span(const Span&) = delete;
@@ -61,7 +62,7 @@ class Span {
   Span(Span&&) = delete;
   Span& operator=(Span&&) = delete;
 
-  // Ends the span, once: on any thread.
+  // Ends the span, on any thread; later calls do nothing.
   void end();
 
  private:
@@ -70,10 +71,11 @@ class Span {
   std::atomic<bool> ended_{false};
 };
 
-// Ends a span once a Future is complete, before callbacks that the Future gets later.
+// Ends a span when a Future completes, before callbacks that are added later.
 void end_with(const std::shared_ptr<Span>& span, c10::ivalue::Future& future);
 
-// "commhook::encode (bucket 0, blockwise(bits=4))". The bucket comes first: tables cut names.
+// For example "commhook::encode (bucket 0, blockwise(bits=4))". The bucket comes first, since
+// tables cut names.
 std::string span_name(const char* stage, int64_t bucket, const std::string& hook);
 
 }  // namespace commhook

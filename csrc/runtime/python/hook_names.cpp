@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-// A string attribute, or "" where there is none.
+// A string attribute, or "" if there is none.
 std::string text_attribute(const py::handle& object, const char* name) {
   py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(object.ptr(), name));
   if (!value) {
@@ -18,7 +18,7 @@ std::string text_attribute(const py::handle& object, const char* name) {
   const char* text =
       PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), &size) : nullptr;
   if (text == nullptr) {
-    PyErr_Clear();  // no string, or one that UTF-8 has no form for
+    PyErr_Clear();  // not a string, or UTF-8 cannot encode it
     return "";
   }
   return {text, static_cast<size_t>(size)};
@@ -29,7 +29,7 @@ std::string qualified(const std::string& module, const std::string& name) {
 }
 
 std::string name_within(const py::handle& hook, int depth) {
-  // What is called partial may hold itself.
+  // A partial may contain itself.
   if (depth > 4) {
     return "...";
   }
@@ -41,7 +41,7 @@ std::string name_within(const py::handle& hook, int depth) {
     }
     if (type_module.rfind("torch_commhook.hooks", 0) == 0 ||
         type_module == "torch_commhook.autograd.cpp_hook") {
-      return py::str(hook).cast<std::string>();  // these print as they are written
+      return py::str(hook).cast<std::string>();  // prints like its expression
     }
     const auto own = text_attribute(hook, "__qualname__");
     if (!own.empty()) {

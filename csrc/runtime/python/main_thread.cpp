@@ -19,7 +19,7 @@ struct Dropped {
 };
 
 Dropped& dropped() {
-  static auto* const dropped = new Dropped;  // threads may drop until the process has ended
+  static auto* const dropped = new Dropped;  // never freed: threads may drop until the process ends
   return *dropped;
 }
 
@@ -57,7 +57,7 @@ void drop_on_main_thread(py::object object) {
   const std::lock_guard lock(dropped().mutex);
   dropped().objects.push_back(owned);
   if (!dropped().scheduled) {
-    // Python's queue may be full; then the next one asks again.
+    // If Python's queue is full, the next drop schedules it again.
     dropped().scheduled = Py_AddPendingCall(drop_all, nullptr) == 0;
   }
 }

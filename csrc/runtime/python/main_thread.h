@@ -7,16 +7,16 @@
 
 namespace commhook {
 
-// To be called once, with the GIL.
+// Call this once, with the GIL.
 void remember_main_thread();
 bool on_main_thread();
 
-// Drops an object on the main thread, when that runs Python next; at once where this is it. A
-// thread of a backend must not be the one that drops the last reference to that backend, which
-// would have to wait for the thread. With or without the GIL.
+// Drops an object on the main thread, as soon as that runs Python; immediately if called there. A
+// backend's thread must not drop the last reference to the backend, which would wait for that
+// thread. Called with or without the GIL.
 void drop_on_main_thread(pybind11::object object);
 
-// A reference that is dropped so.
+// A reference that is dropped on the main thread.
 class MainThreadRef {
  public:
   explicit MainThreadRef(pybind11::object object) : object_(std::move(object)) {}
@@ -24,7 +24,7 @@ class MainThreadRef {
   MainThreadRef& operator=(const MainThreadRef&) = delete;
   ~MainThreadRef() { drop_on_main_thread(std::move(object_)); }
 
-  // To be used with the GIL held.
+  // Use it with the GIL held.
   const pybind11::object& get() const { return object_; }
 
  private:

@@ -1,4 +1,4 @@
-// Which parameters a module and those inside it hold.
+// Detects changes in the modules and parameters of a model.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,8 +7,8 @@
 
 namespace commhook {
 
-// A number that is another one, as good as certainly, where a module or a parameter anywhere inside
-// of `model` is another object, has gone, or is new. Holds nothing of them. Needs the GIL.
+// A hash that almost certainly changes if a module or a parameter anywhere in `model` is replaced,
+// removed or added. Keeps no reference. Needs the GIL.
 uint64_t module_members(const pybind11::object& model);
 
 }  // namespace commhook

@@ -1,5 +1,5 @@
 // A reference to a Python object that C++ may hold and drop on any thread, with or without the GIL,
-// and after the interpreter has begun to end.
+// even after the interpreter has begun to end.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -8,8 +8,8 @@
 
 namespace commhook {
 
-// Whether it is safe to take the GIL. A thread that asks for it while the interpreter ends is hung
-// or killed.
+// Whether it is safe to take the GIL. A thread that requests it while the interpreter ends hangs or
+// is killed.
 inline bool interpreter_is_running() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsInitialized() && !Py_IsFinalizing();
@@ -18,8 +18,8 @@ inline bool interpreter_is_running() {
 #endif
 }
 
-// Whether this thread holds the GIL. PyGILState_Check alone says so of every thread once the
-// interpreter has ended, when the engine's own threads and thread-local queues are still there.
+// Whether this thread holds the GIL. After the interpreter has ended, PyGILState_Check alone
+// returns true on every thread; the engine's threads and thread-local queues still exist then.
 inline bool gil_is_held() {
   return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check();
 }
@@ -37,11 +37,11 @@ class PyRef {
       pybind11::gil_scoped_acquire gil;
       object_ = pybind11::object();
     } else {
-      object_.release();  // left to the end of the process
+      object_.release();  // left until the process ends
     }
   }
 
-  // To be used with the GIL held.
+  // Use it with the GIL held.
   const pybind11::object& get() const { return object_; }
 
  private:

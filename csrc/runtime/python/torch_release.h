@@ -1,4 +1,4 @@
-// Which torch this is compiled against.
+// The torch release that this is compiled against.
 #pragma once
 
 #include <torch/version.h>

@@ -14,9 +14,9 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
-// Ctrl-C is looked for at most so often in a thread, however many Futures it waits for: it takes
-// the GIL. In other threads than the main one Python raises nothing, and one that asks for the GIL
-// when the interpreter ends is killed.
+// The time between two checks for Ctrl-C in a thread, for all Futures together, since a check takes
+// the GIL. Only the main thread checks: Python raises nothing in others, and a thread that requests
+// the GIL while the interpreter ends is killed.
 constexpr std::chrono::milliseconds kBetweenChecks{500};
 constexpr std::chrono::milliseconds kShortly{50};
 
@@ -37,12 +37,12 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
                                            std::chrono::duration<double>(seconds));
   const bool checks = on_main_thread();
   static thread_local auto last_check = Clock::time_point();
-  std::optional<py::gil_scoped_release> no_gil;  // what completes it may be in Python
+  std::optional<py::gil_scoped_release> no_gil;  // a Python thread may have to complete it
   if (gil_is_held()) {
     no_gil.emplace();
   }
   const auto signal = std::make_shared<Signal>();
-  // Outlives this call where the Future does not complete in time.
+  // The callback may outlive this call.
   future.addCallback([signal](Future&) {
     const std::lock_guard lock(signal->mutex);
     signal->done = true;

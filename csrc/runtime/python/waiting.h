@@ -6,13 +6,13 @@
 
 namespace commhook {
 
-// Whether a Future completes within so many seconds. Lets go of the GIL meanwhile, which the caller
-// may hold or not. Throws what Ctrl-C raises, as py::error_already_set.
-// Python's main thread looks for that every half second; it takes the GIL.
+// Whether a Future completes within so many seconds. Releases the GIL meanwhile; the caller need
+// not hold it. Throws Ctrl-C's exception as py::error_already_set: Python's main thread takes the
+// GIL every half second to check for it.
 bool wait_for(c10::ivalue::Future& future, double seconds);
 
-// The same for what must complete: throws Python's TimeoutError, as py::error_already_set, where it
-// does not. `where` begins the message.
+// The same, but throws Python's TimeoutError as py::error_already_set if the Future does not
+// complete. The message begins with `where`.
 void wait_for_result(c10::ivalue::Future& future, const std::string& where, double seconds);
 
 }  // namespace commhook

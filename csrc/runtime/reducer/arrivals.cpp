@@ -14,11 +14,12 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
+constexpr int kNoTask = -2;  // -1 is the engine's number outside of backward
 
 at::Tensor zeros_of_bytes(int64_t count) {
   TORCH_CHECK_VALUE(count >= 0, "Arrivals: parameter_count must not be negative, got ", count);
-  const c10::InferenceMode outside(false);  // or nobody could write to it outside
+  // So that code outside of inference mode can write to it.
+  const c10::InferenceMode outside(false);
   return at::zeros({count}, at::kByte);
 }
 
@@ -151,7 +152,7 @@ void Arrivals::capture(int64_t number) {
 }
 
 void Arrivals::reset() {
-  std::shared_ptr<ReducerRun> run;  // dropped without the mutex
+  std::shared_ptr<ReducerRun> run;  // dropped after the mutex is released
   const std::lock_guard lock(mutex_);
   run_.swap(run);
   reset_locked();
@@ -165,7 +166,7 @@ void Arrivals::reset_locked() {
 }
 
 void Arrivals::close() {
-  std::shared_ptr<const PyRef> listener;  // dropped without the mutex
+  std::shared_ptr<const PyRef> listener;  // dropped after the mutex is released
   const std::lock_guard lock(mutex_);
   listener.swap(listener_);
 }

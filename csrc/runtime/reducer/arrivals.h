@@ -1,5 +1,5 @@
-// Counts the gradients of a reducer's buckets as autograd computes them, without the GIL. Python is
-// entered once for a backward, and once for each bucket that is full, unless a C++ hook takes it.
+// Counts the gradients of a reducer's buckets as autograd computes them, without the GIL. Calls
+// Python once for a backward, and once for each full bucket, unless a C++ hook takes the bucket.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -16,48 +16,48 @@ namespace commhook {
 
 class Arrivals {
  public:
-  // `listener` is a Python object with:
-  //   enter_backward(): a gradient came in another backward than before; calls
+  // `listener` is a Python object with these methods:
+  //   enter_backward(): the first gradient of another backward has come; calls
   //     count_in_this_backward();
-  //   bucket_full(bucket): its last gradient came, where that has asked to be told;
+  //   bucket_full(bucket): the bucket's last gradient has come, if the listener has asked for this;
   //   came_again(number): a second gradient for a parameter of such a bucket;
-  //   start_failed(error): what a C++ hook raised when a bucket was full;
-  //   before_capture(): compiled autograd takes in a backward.
-  // What they raise comes out of backward().
+  //   start_failed(error): the error of a C++ hook on a full bucket;
+  //   before_capture(): compiled autograd captures a backward.
+  // backward() raises their exceptions.
   Arrivals(pybind11::object listener, int64_t parameter_count);
 
-  // The bucket of each parameter, from 0 on. Between two backward passes.
+  // Sets the bucket of each parameter, from 0 on. Call it between two backward passes.
   void assign(std::vector<int64_t> bucket_of);
 
   int64_t parameter_count() const { return parameter_count_; }
 
-  // For each parameter, whether a backward may have written to its gradient since this was zeroed:
-  // uint8, on the CPU. Also one that an exception ended. It is zeroed between two backward passes.
+  // For each parameter, whether a backward, even a failed one, may have written to its gradient
+  // since this was zeroed: uint8, on the CPU. The owner zeroes it between two backward passes.
   const at::Tensor& touched() const { return touched_; }
 
-  // A backward writes to the gradient of a parameter.
+  // Notes that a backward writes to a parameter's gradient.
   void touch(int64_t number);
 
-  // The gradient of a parameter has come, on any thread. Does not need the GIL.
+  // Notes that a parameter's gradient has come, on any thread. Does not need the GIL.
   void arrive(int64_t number);
 
-  // Count in the backward that this thread runs, and tell of full buckets: the listener, or `run`
-  // where there is one.
+  // Counts in the backward of this thread, and reports full buckets: to `run` if given, else to the
+  // listener.
   void count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun> run);
 
-  // Compiled autograd takes in a backward in which the parameter has a gradient. Needs the GIL.
+  // Notes that compiled autograd captures a backward with the parameter's gradient. Needs the GIL.
   void capture(int64_t number);
 
-  // Wait for the gradients of the next backward.
+  // Waits for the gradients of the next backward from now on.
   void reset();
 
-  // Call the listener no more.
+  // Calls the listener no more.
   void close();
 
-  // The parameters that have no gradient yet.
+  // The parameters without a gradient so far.
   std::vector<int64_t> missing() const;
 
-  // The order in which gradients came, since it was taken last.
+  // The order in which gradients have come since the last call.
   std::vector<int64_t> take_order();
   void stop_noting_order();
 
@@ -66,11 +66,11 @@ class Arrivals {
   struct Counted {
     Event event;
     int64_t bucket;
-    std::shared_ptr<ReducerRun> run;  // of a bucket that is full
+    std::shared_ptr<ReducerRun> run;  // the run of a full bucket
   };
   Counted count(int64_t number, bool entered);
   void reset_locked();
-  // Calls a method of the listener; false where there is none any more.
+  // Calls a method of the listener; returns false if it is gone.
   template <typename... Arguments>
   bool call(const char* method, Arguments... arguments) const;
   void full(int64_t bucket, ReducerRun* run) const;
@@ -81,8 +81,8 @@ class Arrivals {
   const at::Tensor touched_;
   std::vector<int64_t> bucket_of_;
   std::vector<int64_t> bucket_sizes_;
-  std::vector<int64_t> pending_;  // gradients to come in each bucket
-  std::vector<char> arrived_;     // whether each parameter has one
+  std::vector<int64_t> pending_;  // missing gradients of each bucket
+  std::vector<char> arrived_;     // whether each parameter's gradient has come
   int task_;                      // the autograd engine's number of the backward
   bool tell_full_ = false;
   std::shared_ptr<ReducerRun> run_;

@@ -17,7 +17,7 @@ bool has_ddp_hook(const at::Tensor& parameter) {
     return false;
   }
   const auto& hooks = accumulator->post_hooks();
-  // In PyTorch only that reducer makes hooks of this class.
+  // In PyTorch, only DDP's reducer creates hooks of this class.
   return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
     return dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
   });

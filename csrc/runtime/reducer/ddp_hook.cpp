@@ -24,18 +24,17 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
-// How long buckets in flight are waited for when one of them has taken too long, or when the user
-// has had enough.
+// How long to wait for buckets in flight after one has taken too long, or after Ctrl-C.
 constexpr double kLateSeconds = 0.5;
 
-// Whether an exception is to end the program, as Ctrl-C's.
+// Whether an exception should end the program, as Ctrl-C's.
 bool is_exit(const std::exception_ptr& error) {
   py::gil_scoped_acquire gil;
   return PyObject_IsInstance(python_exception(error).ptr(), PyExc_Exception) == 0;
 }
 
-// What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
-// hook nor bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
+// PyTorch turns an exception in a Future's Python callback into a text that names neither hook nor
+// bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
 std::exception_ptr named(const std::string& where, const std::exception_ptr& error) {
   std::string message;
   try {
@@ -52,7 +51,7 @@ std::exception_ptr named(const std::string& where, const std::exception_ptr& err
   return error;
 }
 
-// A bucket's result into its parameters' gradients, which backward() has made.
+// Writes a bucket's result into its parameters' gradients, which backward() has allocated.
 void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(parameters.size());
@@ -66,19 +65,19 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
   unflatten_into(result, gradients);
 }
 
-// PyTorch has no public way to what a reducer knows of unused parameters.
+// PyTorch has no public access to a reducer's unused parameters.
 struct ReducerAccess : c10d::Reducer {
   static at::Tensor& used(c10d::Reducer& reducer) {
     return reducer.*(&ReducerAccess::local_used_map_);
   }
 
-  // After a step that has failed the reducer would take what was used in it for used in the next
-  // one. The ranks' sum of it may still be under way, into a tensor that nobody reads any more.
+  // After a failed step, the reducer would count its used parameters for the next step too. The
+  // all-reduce of the map may still be in flight, so this replaces the tensor.
   static void forget_used(c10d::Reducer& reducer) {
     if (used(reducer).defined()) {
       used(reducer).zero_();
       auto& of_all_ranks = reducer.*(&ReducerAccess::local_used_map_dev_);
-      of_all_ranks = at::zeros_like(of_all_ranks);  // what a rank without inputs sends in join()
+      of_all_ranks = at::zeros_like(of_all_ranks);  // a rank without inputs sends this in join()
       reducer.*(&ReducerAccess::local_used_map_reduced_) = false;
     }
   }
@@ -102,8 +101,8 @@ bool first_backward_is_open(c10d::Reducer& reducer) {
 }
 
 bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const {
-  // Within one backward a parameter comes once, and buckets come in order, though with the index 0
-  // for each in the first step of a static graph.
+  // In one backward each parameter comes once, and bucket indices ascend. In the first step of a
+  // static graph all indices are 0.
   return (index == 0 && last_index_ != 0) ||
          std::find(begun_.begin(), begun_.end(), parameter.unsafeGetTensorImpl()) != begun_.end();
 }
@@ -114,11 +113,11 @@ void DdpHook::choose_delivery() {
               : chosen == "buffer" ? Delivery::kBuffer
                                    : Delivery::kReducer;
   if (delivery_ == Delivery::kWrite) {
-    reducer_.set_optimizer_in_backward();  // what it does: the reducer leaves the gradients alone
+    reducer_.set_optimizer_in_backward();  // its effect: the reducer does not write gradients
   }
 }
 
-// Needs the GIL, and is all that a C++ hook's backward needs it for until its end.
+// Needs the GIL. A C++ hook's backward needs it only here and at its end.
 void DdpHook::begin_step() {
   if (!delivery_) {
     choose_delivery();
@@ -140,7 +139,7 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
   const auto& buffer = running.buffer;
   if (buffer.layout() == at::kStrided &&
       std::exchange(in_huge_pages_[index], buffer.const_data_ptr()) != buffer.const_data_ptr()) {
-    preferHugePages(buffer);  // which lives until DDP forms its buckets anew
+    preferHugePages(buffer);  // the buffer lives until DDP rebuilds its buckets
   }
   try {
     if (first) {
@@ -155,7 +154,7 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
       check_views(running, index);
     }
     return cpp_hook_ ? start_cpp(bucket, running) : start_python(bucket, running);
-  } catch (py::error_already_set& error) {  // of a process group in Python, say
+  } catch (py::error_already_set& error) {  // for example from a process group in Python
     py::gil_scoped_acquire gil;
     running.failure = persistent(error);
     return nullptr;
@@ -195,7 +194,7 @@ c10::intrusive_ptr<Future> DdpHook::start_python(c10d::GradBucket& bucket, Runni
     running.spec.emplace(std::move(spec));
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
-    parameters_.erase(index);  // the road may not have seen the bucket
+    parameters_.erase(index);  // the listener may not have seen the bucket
     std::rethrow_exception(persistent(error));
   } catch (...) {
     parameters_.erase(index);
@@ -216,8 +215,8 @@ void DdpHook::Running::settle(std::exception_ptr error, c10::IValue value,
     future->setError(std::move(error));
     return;
   }
-  // In backward it never fails: the reducer would stop waiting for the other buckets, whose
-  // collectives could then write into the next step's gradients.
+  // The Future never fails in backward: the reducer would stop waiting for the other buckets, and
+  // their collectives could then write into the next step's gradients.
   failure = std::move(error);
   future->markCompleted(c10::ivalue::Tuple::create({c10::IValue(number), std::move(value)}),
                         std::move(storages));
@@ -228,8 +227,8 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   auto running = std::make_shared<Running>();
   running->parameters = bucket.getParameters();
   running->buffer = bucket.getBuffer();
-  // DDP calls its hook from Python for the gradients of zeros of a rank that has run out of inputs
-  // (join). Nobody takes the results then, and only the Future can tell what failed.
+  // In join(), DDP calls its hook from Python with zero gradients for a rank that has run out of
+  // inputs. No caller takes the results then, and only the Future can report an error.
   running->in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   const bool first = begins_backward(index, running->parameters.at(0));
   if (first) {
@@ -253,7 +252,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   if (future == nullptr && !running->in_backward) {
     std::rethrow_exception(failure_);
   }
-  // parseHookResult is given a value and no bucket, so the value takes the number along.
+  // parseHookResult receives a value without its bucket, so the value includes the number.
   running->number = ++next_number_;
   running->future = future ? future->createInstance(c10::AnyType::get())
                            : c10::make_intrusive<Future>(c10::AnyType::get());
@@ -262,7 +261,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
     running->settle(failure_);
     return running->future;
   }
-  // The callback holds no Python object and needs no GIL.
+  // The callback holds no Python object and does not need the GIL.
   future->addCallback([running](Future& done) {
     const auto& where = running->spec->where;
     if (done.hasError()) {
@@ -290,7 +289,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   return running->future;
 }
 
-// A rank that has run out of inputs ends a step here: nobody will ask for its results.
+// Ends the step of a rank that has run out of inputs: no caller asks for its results.
 void DdpHook::end_shadow() {
   for (const auto& other : running_) {
     if (!failure_) {
@@ -308,7 +307,7 @@ void DdpHook::end_shadow() {
   }
 }
 
-// A bucket of this backward failed, the first one. `late` is one that has not come in time.
+// Handles the first failure of a bucket in this backward. `late`: a bucket that has timed out.
 void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, const Running* late) {
   failure_ = failure;
   try {
@@ -318,13 +317,13 @@ void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, cons
     failure_ = std::current_exception();
   }
   failure_ = ended(failure_);
-  // What is not complete now may never be, and backward would wait for it.
+  // A Future that is not complete now may never be, and backward would wait for it.
   for (const auto& other : running_) {
     other.second->settle(failure_);
   }
 }
 
-// Collectives that have not been issued yet never will be.
+// Prevents collectives that have not been issued yet.
 void DdpHook::give_up() const {
   py::gil_scoped_acquire gil;
   try {
@@ -334,7 +333,7 @@ void DdpHook::give_up() const {
   }
 }
 
-// Calls end_step(), and returns what is to come out of backward().
+// Calls end_step(), and returns the error that backward() must raise.
 std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
   if (ended_) {
     return failure;
@@ -352,7 +351,7 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
       }
       sent = buckets;
     }
-    cpp_hook_ = nullptr;  // which may be taken off before there is another backward
+    cpp_hook_ = nullptr;  // the hook may be removed before the next backward
     road_.get().attr("end_step")(failure ? python_exception(failure) : py::none(), sent);
   } catch (py::error_already_set& error) {
     return persistent(error);
@@ -360,12 +359,12 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
   return failure;
 }
 
-// Waits for a bucket's result, so that the reducer, which knows no limit, need not. One that does
-// not come is a failure.
+// Waits for a bucket's result, within the timeout: the reducer would wait without one. A bucket
+// that times out fails.
 void DdpHook::await(Running& running) {
   std::exception_ptr failure;
   try {
-    if (!running.future->completed()) {  // one that has not been started has nothing but a failure
+    if (!running.future->completed()) {  // a bucket that was not started has only a failure
       wait_for_result(*running.future, running.spec->where, timeout_seconds_);
     }
     return;
@@ -375,7 +374,7 @@ void DdpHook::await(Running& running) {
   } catch (...) {
     failure = std::current_exception();
   }
-  // The others have had that time as well.
+  // The other buckets have had the same time.
   fail(failure, std::min(drain_seconds_, kLateSeconds), &running);
 }
 
@@ -405,20 +404,21 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
       error = ended(nullptr);
     }
     if (!error) {
-      if (ended_ && !failure_) {  // else other buckets have yet to fail
-        running_.clear();         // with the hooks that are in there
+      if (ended_ && !failure_) {  // otherwise other buckets must still fail
+        running_.clear();         // frees the hooks in it
       }
       return delivered;
     }
   } catch (...) {
     error = std::current_exception();
   }
-  // The reducer will wait for no other bucket now.
+  // The reducer now waits for no other bucket.
   if (!failure_) {
     fail(error, drain_seconds_);
     error = failure_;
   }
-  // What an exception holds, a hook's locals say, must not live until the next backward.
+  // Objects that an exception holds, such as a hook's locals, must not live until the next
+  // backward.
   running->failure = nullptr;
   running_.clear();
   failure_ = nullptr;
@@ -426,7 +426,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   std::rethrow_exception(error);
 }
 
-// Waits for the buckets in flight, within limits. Throws what Ctrl-C raises meanwhile.
+// Waits for the buckets in flight, at most so long. Throws Ctrl-C's exception.
 void DdpHook::drain(double seconds, const Running* late) const {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
@@ -448,8 +448,8 @@ void DdpHook::drain(double seconds, const Running* late) const {
   }
 }
 
-// A gradient that a user has moved (`p.grad.data = ...`, `module.to(...)`) has moved DDP's own view
-// with it: DDP would send what lies in the bucket since then, and write where nobody looks.
+// If a user moves a gradient (`p.grad.data = ...`, `module.to(...)`), DDP's own view moves with it.
+// DDP would then send the old contents of the bucket, and write to memory that nobody reads.
 void DdpHook::check_views(const Running& running, int64_t index) const {
   if (running.buffer.layout() != at::kStrided) {
     return;

@@ -1,4 +1,4 @@
-// What a model's parameters are like while a hook is attached.
+// Detects changes of a model's parameters while a hook is attached.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +9,17 @@
 
 namespace commhook {
 
-// Parameters whose dtype, device and shape must stay what they are: buckets were formed for these.
-// With `in_ddp`, DDP's reducer must also go on waiting for them, which a conversion ends for good,
-// even one that is undone.
+// Parameters whose dtype, device and shape must not change, since the buckets depend on them. With
+// `in_ddp`, DDP's reducer must also keep waiting for them. A conversion ends that for good, even if
+// it is undone.
 class ParameterForms {
  public:
   ParameterForms(std::vector<at::Tensor> parameters, bool in_ddp);
 
-  // The first parameter that has changed: its number, and what has happened to it.
+  // The first changed parameter: its number, and a description of the change.
   std::optional<std::pair<int64_t, std::string>> change() const;
 
-  // Holds the parameters no longer.
+  // Releases the parameters.
   void clear();
 
  private:

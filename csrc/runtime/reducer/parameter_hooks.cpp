@@ -29,13 +29,13 @@ class ParameterHooks : public PostAccumulateGradHook {
 
   void operator()(const Variable& parameter) override {
     const auto counting = this->counting();
-    if (counting) {  // whatever the hooks before ours raise
+    if (counting) {  // even if the hooks before ours raise an error
       counting->arrivals->touch(counting->number);
     }
     const auto hooks = list_->snapshot();
-    // One word, which may be read without the GIL.
+    // One word, which is safe to read without the GIL.
     const bool pytorchs = PyDict_GET_SIZE(held_->dict.get().ptr()) > (counting ? 1 : 0);
-    // A hook may drop this.
+    // A copy, since a hook may delete this object.
     const auto held = hooks || pytorchs ? held_ : nullptr;
     if (hooks) {
       run_autograd_hooks(hooks, HookKind::kPostAccumulate, parameter);
@@ -56,7 +56,7 @@ class ParameterHooks : public PostAccumulateGradHook {
       counting->arrivals->capture(counting->number);
       const auto dict = py::reinterpret_borrow<py::dict>(held_->dict.get());
       const py::int_ key(counting->own_key);
-      if (dict.size() > 1 && dict.contains(key)) {  // comes last here too
+      if (dict.size() > 1 && dict.contains(key)) {  // runs last here too
         const py::object own = dict[key];
         dict.attr("pop")(key);
         dict[key] = own;

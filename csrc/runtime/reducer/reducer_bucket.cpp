@@ -15,7 +15,7 @@
 namespace commhook {
 namespace {
 
-// Whether a gradient is these elements of memory, in this order.
+// Whether a gradient is exactly these elements of memory, in this order.
 bool lies_there(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.layout() == at::kStrided && gradient.device() == view.device() &&
          is_same_memory(gradient, view) && gradient.sizes() == view.sizes() &&
@@ -34,7 +34,7 @@ ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse,
 
 at::Tensor ReducerBucket::allocate() const {
   const auto& like = parameters_.front();
-  const c10::InferenceMode outside(false);  // or no other step could write to it
+  const c10::InferenceMode outside(false);  // so that later steps can write to it
   auto memory = at::empty({layout_.numel()},
                           at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
   preferHugePages(memory);
@@ -44,7 +44,8 @@ at::Tensor ReducerBucket::allocate() const {
 at::Tensor ReducerBucket::storage() {
   const std::lock_guard lock(mutex_);
   auto& storage = apart_ ? apart_storage_ : storage_;
-  // A gradient that is a view of it can free it, as in `p.grad.untyped_storage().resize_(0)`.
+  // A gradient that is a view of the storage can free it, as in
+  // `p.grad.untyped_storage().resize_(0)`.
   if (!storage.defined() || storage.storage().nbytes() < storage.nbytes()) {
     storage = allocate();
     if (as_views_ && !apart_) {
@@ -93,7 +94,7 @@ std::vector<at::Tensor> ReducerBucket::gradients() const {
 }
 
 void ReducerBucket::drop_gradients() {
-  std::vector<at::Tensor> dropped;  // without the mutex
+  std::vector<at::Tensor> dropped;  // freed after the mutex is released
   const std::lock_guard lock(mutex_);
   dropped.swap(gradients_);
 }
@@ -120,7 +121,7 @@ at::Tensor ReducerBucket::gather(double scale) {
   if (!buffer.is_complex()) {
     return ops::flatten_out(layout_.in_memory_order(std::move(gradients)), scale, buffer);
   }
-  at::_foreach_copy_(layout_.views(buffer), gradients);  // the operators take no complex tensors
+  at::_foreach_copy_(layout_.views(buffer), gradients);  // the operators accept no complex tensors
   return scale == 1.0 ? buffer : buffer.mul_(scale);
 }
 
@@ -174,7 +175,7 @@ void ReducerBucket::write(const at::Tensor& result, double scale) {
     for (size_t i = 0; i < views.size(); ++i) {
       auto& gradient = parameters_[i].mutable_grad();
       if (!gradient.defined() || !lies_there(gradient, views[i])) {
-        // A tensor of its own: what moves the gradient (`p.grad.data = ...`) must not move the
+        // A separate tensor, since moving the gradient (`p.grad.data = ...`) must not move the
         // view.
         gradient = views[i].detach();
       }
@@ -185,7 +186,7 @@ void ReducerBucket::write(const at::Tensor& result, double scale) {
   into.reserve(parameters_.size());
   for (const auto& parameter : parameters_) {
     auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) {  // taken away since
+    if (!gradient.defined()) {  // removed in the meantime
       gradient = at::empty_like(parameter);
     }
     into.push_back(gradient);

@@ -24,7 +24,7 @@ void ReducerRun::full(int64_t bucket) {
   std::unique_lock lock(mutex_);
   full_.at(bucket) = true;
   if (starting_) {
-    return;  // another thread is at it
+    return;  // another thread starts it
   }
   starting_ = true;
   while (next_ < full_.size() && full_[next_]) {
@@ -76,7 +76,7 @@ std::vector<at::Tensor> ReducerRun::finish(const std::vector<int64_t>& late, dou
   for (size_t index = 0; index < buckets_.size(); ++index) {
     const auto& run = *runs_[index];
     wait_for_result(*run.future, run.spec.where, seconds);
-    run.future->wait();  // a Future of a device is complete before the device is
+    run.future->wait();  // the Future of a device completes before the device does
     const auto result = run.result();
     if (std::find(late.begin(), late.end(), static_cast<int64_t>(index)) == late.end()) {
       buckets_[index]->write(result);

@@ -1,4 +1,4 @@
-// A C++ hook on the buckets of our reducer, in one backward: without the GIL.
+// Runs a C++ hook on the buckets of this library's reducer, in one backward, without the GIL.
 #pragma once
 
 #include <atomic>
@@ -14,32 +14,31 @@ namespace commhook {
 
 class ReducerRun {
  public:
-  // One hook runs on all buckets, each over a process group of its own device.
+  // One hook runs on all buckets; each bucket uses the process group of its device.
   ReducerRun(std::shared_ptr<const CppHook> hook,
              std::vector<std::shared_ptr<ReducerBucket>> buckets,
              std::vector<ProcessGroupPtr> groups);
 
-  // A bucket's last gradient has come, on any thread: starts the hook on those whose turn it is.
+  // Reports a bucket's last gradient, on any thread: starts the hook on all buckets up to the first
+  // that is not full.
   void full(int64_t bucket);
 
-  // How many buckets the hook has been started on, from the first.
+  // The number of buckets, from the first, on which the hook has been started.
   int64_t started() const;
 
-  // All gradients of the backward have come. Starts the hook on the buckets that are left, waits
-  // for all of them, no longer than `seconds` each, and writes the results into the gradients, but
-  // for the buckets in `late`, of which it returns them. Throws TimeoutError, or what a hook failed
-  // with.
+  // Called when all gradients of the backward have come. Starts the hook on the remaining buckets
+  // and waits for each, at most `seconds`. Writes the results into the gradients, except for the
+  // buckets in `late`: it returns their results. Throws TimeoutError, or a hook's error.
   std::vector<at::Tensor> finish(const std::vector<int64_t>& late, double seconds);
 
-  // Waits for the buckets in flight, no longer than `seconds` in all. Throws only what a signal
-  // raises.
+  // Waits for the buckets in flight, at most `seconds` in all. Throws only a signal's exception.
   void drain(double seconds);
 
-  // What each bucket put on the wire, where that is known.
+  // The bytes that each bucket sent, if known.
   std::vector<std::optional<int64_t>> bytes_sent() const;
 
  private:
-  // `is_late`: some of its parameters have no gradient in this backward.
+  // `is_late`: some parameters have no gradient in this backward.
   void start(size_t index, bool is_late);
 
   const std::shared_ptr<const CppHook> hook_;
