@@ -74,13 +74,9 @@ class LocalSteps:
         self._references = self._replica.references()
         self._is_let_go = False
         self._is_over = False  # no more warnings
-        self._loaded: set[int] = (
-            set()
-        )  # parameters whose anchors have moved since an exchange
+        self._loaded: set[int] = set()  # parameters whose anchors have moved since an exchange
         self._versions = self._versions_now()
-        self._gradient_versions: dict[
-            int, int
-        ] = {}  # of sharded ones, after the last backward
+        self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         add_step_counter(self)
