@@ -1,4 +1,4 @@
-"""What communication costs: bytes that a rank puts on the wire, per bucket and step."""
+"""Statistics of communication: bytes that a rank sends, by bucket and step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _meter: ThreadValue[WireMeter] = ThreadValue()
 
 
 def ring_all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends to all-reduce ``payload_bytes``: ``2 (W - 1) / W`` times these.
+    """Bytes that each rank sends to all-reduce ``payload_bytes``: ``2 (W - 1) / W`` times this.
 
-    A reduce-scatter and an all-gather around a ring each move ``(W - 1) / W`` of the payload, the
-    least that any algorithm can.
+    A reduce-scatter and an all-gather around a ring each send ``(W - 1) / W`` of the payload, the
+    minimum of all algorithms.
     """
     return round(2 * payload_bytes * (world_size - 1) / world_size)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's indices and values."""
+    """Bytes of a tensor's elements; of a sparse tensor's indices and values."""
     if tensor.layout is torch.sparse_coo:
         return sum(tensor_bytes(part) for part in (tensor._indices(), tensor._values()))
     return tensor.numel() * tensor.element_size()
@@ -36,10 +36,10 @@ STAGES = ("encode", "wire", "decode")
 
 
 class CallMeter:
-    """What one bucket's messages cost, over the steps.
+    """Measurements of one bucket's messages, over the steps.
 
     Attributes:
-        seconds: by stage, of ``STAGES``.
+        seconds: the time of each stage of ``STAGES``.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class CallMeter:
 
     @property
     def relative_error(self) -> float | None:
-        """What was lost of what was to be held, as lengths of vectors, when last measured."""
+        """The length of the last measured error, relative to that of the exact values."""
         squares = self.squares
         if squares is None:
             return None
@@ -58,51 +58,53 @@ class CallMeter:
 
     @property
     def squares(self) -> tuple[float, float] | None:
-        """Of the lengths of what this rank's own message has lost and of what it was to hold, when
-        they were measured last. Waits for the device."""
+        """The squared lengths of the last measured error of this rank's message, and of the exact
+        values. Waits for the device."""
         if self._squares is None:
             return None
         lost, values = self._squares.tolist()
         return lost, values
 
     def note_squares(self, lost: torch.Tensor, values: torch.Tensor) -> None:
-        """Note the squares of two lengths, float64 of one element each. Waits for no device."""
+        """Record two squared lengths: float64, one element each. Waits for no device."""
         self._squares = torch.stack([lost, values])
 
     def add(self, stage: str, seconds: float) -> None:
-        """Note how long a stage took."""
+        """Record the duration of a stage."""
         self.seconds[stage] += seconds
 
     def is_due(self) -> bool:
-        """Count a call; whether its error is to be measured: in the first and every hundredth."""
+        """Count a call. Returns whether to measure its error: in the first and every hundredth."""
         self._calls += 1
         return self._calls % _CALLS_PER_MEASUREMENT == 1
 
 
-#: Measuring an error takes a few passes over a sample of the values.
+#: Measuring an error takes a few passes over a sample of this many values.
 _CALLS_PER_MEASUREMENT = 100
 
 
 @dataclass
 class BucketStats:
-    """One bucket's traffic. Byte counts are None where nobody counts: the hook goes past the
-    library's collectives, and its group is no ``RecordingProcessGroup``.
+    """One bucket's traffic on this rank.
+
+    Byte counts are None if they are unknown: the hook does not use the library's collectives, and
+    its group is no ``RecordingProcessGroup``.
 
     Attributes:
-        index: of the bucket.
-        numel: elements in it.
-        dtype: of its gradients.
-        bytes_sent: by this rank, since the hook was attached.
-        bytes_sent_last_step: in the last backward that communicated.
-        bytes_received: by this rank, since the hook was attached.
-        bytes_received_last_step: in the last backward that communicated.
-        relative_error: of what this rank's own message held, of the values that it was to hold, as
-            lengths of vectors; measured in the first step and every hundredth, on a sample of
-            16,384 to 1,048,576 values. None where nothing is lost, and in compiled backward passes,
-            which measure nothing.
-        encode_seconds, wire_seconds, decode_seconds: since the hook was attached; with compressing
-            hooks, in eager on the CPU. Wire time is from a collective's start to its end, of which
-            computation may have hidden a part.
+        index: the bucket's number.
+        numel: the number of its elements.
+        dtype: the dtype of its gradients.
+        bytes_sent: bytes that this rank has sent since the hook was attached.
+        bytes_sent_last_step: bytes sent in the last backward that communicated.
+        bytes_received: bytes that this rank has received since the hook was attached.
+        bytes_received_last_step: bytes received in the last backward that communicated.
+        relative_error: the length of the error of this rank's own message, relative to the length
+            of the exact values. Measured in the first step and every hundredth, on a sample of
+            16,384 to 1,048,576 values. None if messages are exact. Compiled backward passes
+            measure nothing.
+        encode_seconds, wire_seconds, decode_seconds: time since the hook was attached, for
+            compressing hooks in eager code on the CPU. Wire time runs from a collective's start to
+            its end; computation may have hidden a part of it.
 
     Example:
         >>> def train(rank):
@@ -128,7 +130,7 @@ class BucketStats:
     decode_seconds: float = 0.0
 
     def measured(self, meters: Sequence[CallMeter]) -> None:
-        """Take over what was measured of the bucket's messages."""
+        """Copy the measurements of the bucket's messages."""
         seconds = {stage: sum(m.seconds[stage] for m in meters) for stage in STAGES}
         self.encode_seconds = seconds["encode"]
         self.wire_seconds = seconds["wire"]
@@ -141,17 +143,17 @@ class BucketStats:
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipEvent:
-    """Ranks were lost or have joined: of a hook that was attached with ``elastic``.
+    """A change of the ranks in training with ``elastic``: ranks were lost or have joined.
 
-    Ranks are named by the numbers that they have for life, as in the log.
+    Each rank has a number for life, as in the log.
 
     Attributes:
-        steps: of the training, after which it happened.
-        size: number of ranks from then on.
-        lost: who was lost, has left, or was left out.
-        joined: who has joined.
-        reason: why ranks were lost, as this rank saw it; empty where none were.
-        error_lost: whether the hook's error memory of the lost ranks went with them.
+        steps: the number of training steps done before the change.
+        size: the number of ranks afterwards.
+        lost: the numbers of ranks that were lost, have left, or were left out.
+        joined: the numbers of ranks that have joined.
+        reason: why ranks were lost, as this rank observed it; empty if none were.
+        error_lost: whether the error memory of the lost ranks is lost.
 
     Example:
         >>> event = MembershipEvent(steps=100, size=7, lost=(3,), reason="its process ended")
@@ -184,26 +186,26 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 @dataclass
 class HookStats:
-    """What a hook has sent since it was attached, on this rank.
+    """Statistics of a hook on this rank, since it was attached.
 
     Attributes:
-        steps: backward passes that communicated; with ``local_sgd``, exchanges.
-        local_steps: with ``local_sgd``: steps of the optimizer. Else 0.
-        gradient_bytes: of the gradients in all steps, local ones too, before compression.
-        bytes_sent: in all; None where nobody counts, as in :class:`BucketStats`.
-        bytes_sent_last_step: in the last of the steps, over all buckets.
-        bytes_received, bytes_received_last_step: the same of what came.
-        bytes_gathered: sent in all-gathers of a sharded model's parameters, in forwards that do not
-            train too; with and without ``weights``.
-        bytes_scattered: sent in reduce-scatters among the shards of a replica, where the hook
-            averages across replicas; with and without ``shard_hook``.
-        world_size: ranks.
-        buckets: the buckets as they are now; DDP forms them anew after the first step.
-        of_shards: whether the hook takes part in reduce-scatters, where each rank needs its shard
-            of the sum alone.
-        membership: with ``elastic``: who was lost and who has joined, in order.
+        steps: the number of backward passes that communicated; with ``local_sgd``, of exchanges.
+        local_steps: with ``local_sgd`` the number of optimizer steps, else 0.
+        gradient_bytes: bytes of the gradients in all steps before compression, local steps too.
+        bytes_sent: bytes sent in total; None if unknown, as in :class:`BucketStats`.
+        bytes_sent_last_step: bytes sent in the last step, over all buckets.
+        bytes_received, bytes_received_last_step: the same for received bytes.
+        bytes_gathered: bytes sent in all-gathers of a sharded model's parameters, with and without
+            ``weights``; also in forwards that do not train.
+        bytes_scattered: bytes sent in reduce-scatters among the shards of a replica, with and
+            without ``shard_hook``, if the hook averages across replicas.
+        world_size: the number of ranks.
+        buckets: the present buckets; DDP rebuilds them after the first step.
+        of_shards: whether the hook takes part in reduce-scatters, where each rank needs only its
+            shard of the sum.
+        membership: with ``elastic``: the ranks that were lost or have joined, in order.
         stragglers: with ``elastic`` and its ``straggler``: the ranks that are slow at the moment,
-            by the numbers that they have for life, and their computing time over the median.
+            by their numbers for life, and their computing time relative to the median.
 
     Example:
         >>> def train(rank):
@@ -235,11 +237,11 @@ class HookStats:
 
     @property
     def compression_ratio(self) -> float | None:
-        """How many times less was sent in the last step than an all-reduce would send.
+        """How many times fewer bytes the last step sent than an all-reduce sends.
 
-        With ``of_shards``, than a reduce-scatter would send, which is half of that.
-
-        None where nobody counts, or nothing was sent.
+        With ``of_shards``, than a reduce-scatter sends, which is half of that. None if the bytes
+        are
+        unknown, or nothing was sent.
         """
         plain: float = sum(
             ring_all_reduce_bytes(bucket.numel * bucket.dtype.itemsize, self.world_size)
@@ -251,11 +253,11 @@ class HookStats:
 
     @property
     def total_ratio(self) -> float | None:
-        """How many times less was sent in all steps than all-reduces of all gradients would send.
+        """How many times fewer bytes all steps sent than all-reduces of all gradients send.
 
-        With ``local_sgd``, than an all-reduce in each of the optimizer's steps would send. With
-        ``of_shards``, than reduce-scatters would send. None where nobody counts, or nothing was
-        sent.
+        With ``local_sgd``, than an all-reduce in each optimizer step sends. With ``of_shards``,
+        than
+        reduce-scatters send. None if the bytes are unknown, or nothing was sent.
         """
         plain: float = ring_all_reduce_bytes(self.gradient_bytes, self.world_size)
         if self.of_shards:
@@ -263,20 +265,23 @@ class HookStats:
         return plain / self.bytes_sent if self.bytes_sent else None
 
     def __str__(self) -> str:
-        """A table: what was sent in all, and each bucket in the last step."""
+        """Return a table: the bytes sent in total, and each bucket's in the last step."""
         return _table(self)
 
     def scalars(self, before: HookStats | None = None) -> dict[str, float]:
-        """Numbers for a log, by name: what is not known is left out.
+        """Return numbers for a log, by name. Unknown numbers are left out.
 
         Args:
-            before: earlier statistics, after whose last step times begin. None for all steps.
+            before: earlier statistics; times then count from their last step. None counts all
+                steps.
 
         Returns:
-            ``steps``, ``bytes_sent``; of the last step ``bytes_sent_last_step``,
-            ``bytes_received_last_step``, ``compression_ratio`` and ``relative_error``, the largest
-            of a bucket; ``encode_seconds``, ``wire_seconds``, ``decode_seconds``, the mean of a
-            step over all buckets.
+            ``steps`` and ``bytes_sent``. For the last step ``bytes_sent_last_step``,
+            ``bytes_received_last_step``, ``compression_ratio`` and ``relative_error`` (the largest
+            of
+            all buckets). ``encode_seconds``, ``wire_seconds`` and ``decode_seconds``: means per
+            step,
+            over all buckets.
         """
         steps = self.steps - (before.steps if before else 0)
         found: dict[str, float | None] = {
@@ -296,7 +301,7 @@ class HookStats:
                 sum(getattr(bucket, name) for bucket in each.buckets)
                 for each in (self, before or HookStats())
             )
-            # Of buckets that were formed anew times begin anew.
+            # Rebuilt buckets count times from zero.
             if now and steps:
                 found[name] = (now - then if now >= then else now) / steps
         return {name: value for name, value in found.items() if value is not None}
@@ -321,15 +326,15 @@ def count_bucket(
     steps: int = 1,
     of_gradients: bool = True,
 ) -> None:
-    """Add what one bucket sent, in each of so many steps.
+    """Add one bucket's traffic to the statistics.
 
     Args:
-        stats: to which it is added.
-        index: of the bucket.
-        bucket_count: how many there are.
-        traffic: of the bucket in one step.
-        first: whether a step begins with it.
-        steps: how many there were.
+        stats: the statistics.
+        index: the bucket's number.
+        bucket_count: the number of buckets.
+        traffic: the bucket's traffic in one step.
+        first: whether a step begins with this bucket.
+        steps: the number of steps.
         of_gradients: whether the bucket's values are gradients of these steps.
     """
     numel, dtype, sent, received = traffic
@@ -412,7 +417,7 @@ class TracedSteps:
         self.buckets = buckets
 
     def move_to(self, stats: HookStats) -> None:
-        """Put into ``stats`` what has been counted since the last time."""
+        """Move the counts since the last call into ``stats``."""
         steps = int(self.steps)
         if steps:
             for index, traffic in enumerate(self.buckets):
@@ -422,7 +427,7 @@ class TracedSteps:
 
 
 def as_text(buckets: Sequence[BucketTraffic]) -> str:
-    """A step's traffic as text, such as operators take, for :func:`from_text`."""
+    """Return a step's traffic as text, for operators and :func:`from_text`."""
     return ";".join(
         f"{_number(one.numel)},{str(one.dtype).removeprefix('torch.')},"
         f"{_number(one.bytes_sent)},{_number(one.bytes_received)}"
@@ -431,16 +436,16 @@ def as_text(buckets: Sequence[BucketTraffic]) -> str:
 
 
 def _number(value: int | None) -> str:
-    # A compiler of dynamic shapes makes variables of numbers, of which there is no text.
+    # With dynamic shapes a compiler replaces numbers by variables, which have no text.
     return str(None if value is None else operator.index(value))
 
 
 @lru_cache(maxsize=256)
 def from_text(text: str) -> tuple[BucketTraffic, ...]:
-    """What :func:`as_text` was given.
+    """Return the argument of :func:`as_text`.
 
     Raises:
-        ValueError: another text.
+        ValueError: the text has another form.
     """
     found = []
     for one in text.split(";"):
@@ -454,7 +459,7 @@ def from_text(text: str) -> tuple[BucketTraffic, ...]:
 
 
 class WireMeter:
-    """Counts the bytes of one call of a hook, while :func:`counting` has it on this thread.
+    """Counts the bytes of one call of a hook, while :func:`counting` installs it on this thread.
 
     Library collectives and recording groups may report the same traffic, so each has its own
     counter.
@@ -476,13 +481,13 @@ class WireMeter:
         self.operations_recorded = 0
 
     def add(self, bytes_sent: int, bytes_received: int) -> None:
-        """Note what one collective sends from this rank, and brings to it."""
+        """Add the bytes that one collective sends from this rank, and brings to it."""
         self.bytes_sent += bytes_sent
         self.bytes_received += bytes_received
         self.collectives += 1
 
     def traffic(self, numel: int, dtype: torch.dtype) -> BucketTraffic:
-        """What this rank has sent and received; None where nobody has counted."""
+        """This rank's traffic; its bytes are None if nothing was counted."""
         if self.collectives:
             return BucketTraffic(numel, dtype, self.bytes_sent, self.bytes_received)
         recorded = self.bytes_recorded if self.operations_recorded else None
@@ -490,15 +495,15 @@ class WireMeter:
 
 
 def counting(meter: WireMeter) -> setting[WireMeter]:
-    """Let ``meter`` count the collectives that this thread issues inside."""
+    """Let ``meter`` count the collectives that this thread issues inside the block."""
     return setting(_meter, meter)
 
 
 class TracedMeter(WireMeter):
-    """Where collectives are noted while a compiler traces, which knows no thread-local state.
+    """Records collectives while a compiler traces; thread-local state does not work there.
 
-    What it holds is guarded: it must be the same after a hook as before, and elsewhere it takes no
-    notes.
+    Compiled code guards its contents: they must be equal before and after a hook, and it records
+    nothing outside a hook.
     """
 
     __slots__ = ("active",)
@@ -508,7 +513,7 @@ class TracedMeter(WireMeter):
         self.active = False
 
     def reset(self) -> None:
-        """Take no more notes, and forget those that were taken."""
+        """Stop recording, and forget the records."""
         self.collectives = self.bytes_sent = self.bytes_received = 0
         self.active = False
 
@@ -517,9 +522,9 @@ TRACED_METER = TracedMeter()
 
 
 def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
-    """Tell the meter of this thread, where there is one, of a collective.
+    """Report a collective to this thread's meter, if there is one.
 
-    As much comes as is sent, unless told otherwise.
+    Received bytes default to sent bytes.
     """
     received = bytes_sent if bytes_received is None else bytes_received
     if torch.compiler.is_compiling():
@@ -532,7 +537,7 @@ def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
 
 
 def note_recorded(bytes_sent: int) -> None:
-    """Tell the meter of this thread, where there is one, what a recording group has seen."""
+    """Report bytes that a recording group has counted to this thread's meter, if any."""
     meter = _meter.value
     if meter is not None:
         meter.bytes_recorded += bytes_sent

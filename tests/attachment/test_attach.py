@@ -49,7 +49,7 @@ class TestHandle:
             handle.replace(3)  # type: ignore[arg-type]
         assert equal(backward_step(model), plain)
         handle.remove()
-        with pytest.raises(RuntimeError, match=r"allreduce\(\)' is not attached any more"):
+        with pytest.raises(RuntimeError, match=r"allreduce\(\)' is no longer attached"):
             handle.replace(doubled)
         assert handle.stats().steps == 2  # what it did stays known
 

@@ -431,7 +431,7 @@ def _compiled_in_join_of_ddp(rank: int) -> str:
 
 def test_a_ddp_does_not_give_way_inside_its_join(two_ranks: RankPool) -> None:
     assert all(
-        "must not be compiled autograd's" in said
+        "compiled autograd must not run the first backward()" in said
         for said in two_ranks.run(_compiled_in_join_of_ddp)
     )
 

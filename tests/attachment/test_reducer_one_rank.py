@@ -66,7 +66,7 @@ def test_a_parameter_has_one_hook() -> None:
     outer = nn.Sequential(inner)
     for first, second, name in ((inner, outer, "0.weight"), (outer, inner, "weight")):
         handle = attach(first, hooks.allreduce())
-        with pytest.raises(RuntimeError, match=rf"'{name}' belongs to another module as well"):
+        with pytest.raises(RuntimeError, match=rf"'{name}' also belongs to another module"):
             attach(second, hooks.cast())
         handle.remove()
         del handle  # which has what the hook remembers
@@ -81,7 +81,8 @@ def test_a_parameter_in_ddp(mode: str) -> None:
         ddp = DDP(inner)
     for hooked in (True, False):  # DDP averages with and without a hook
         handle = attach(ddp, hooks.allreduce()) if hooked else None
-        with pytest.raises(RuntimeError, match=r"'weight' (is averaged by|belongs to another)"):
+        message = "averages the gradient of parameter 'weight'|'weight' also belongs to another"
+        with pytest.raises(RuntimeError, match=message):
             attach(inner, hooks.cast())
         if handle is not None:
             handle.remove()
@@ -91,7 +92,7 @@ def test_a_parameter_in_ddp(mode: str) -> None:
         return  # its hooks stay on the parameters, and go on averaging
     attach(inner, hooks.allreduce())
     ddp = DDP(inner)
-    with pytest.raises(RuntimeError, match="'weight' is averaged by a DistributedDataParallel"):
+    with pytest.raises(RuntimeError, match="averages the gradient of parameter 'weight'"):
         ddp(torch.ones(1, 2)).sum().backward()
 
 

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import PeerError, attach, hooks
 from torch_commhook.testing import run_ranks
 
-LOST = "the first backward.. of this DistributedDataParallel with static_graph=True was left"
+LOST = (
+    "an exception ended the first backward.. of this DistributedDataParallel with static_graph=True"
+)
 
 
 class OwnError(Exception):

@@ -64,7 +64,7 @@ def test_a_policy_whose_pattern_meets_nothing() -> None:
     with pytest.raises(ValueError) as raised:
         attach(model, hooks.policy(rules, hooks.blockwise()))
     assert str(raised.value) == (
-        "policy: no parameter meets '*.weihgt'; the model has 'weight', 'bias'"
+        "policy: no parameter matches '*.weihgt'; the model has 'weight', 'bias'"
     )
     attach(model, hooks.policy()).remove()  # the default rules are for any model
     attach(model, hooks.policy([("weigh*", hooks.allreduce())])).remove()

@@ -77,7 +77,7 @@ def _with_numbered_groups(issued: Any) -> list[tuple[int, Any]]:
 
 @pytest.mark.parametrize("ranks", [8, 32])
 @pytest.mark.parametrize("text", HOOKS)
-@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+@pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_formulas_are_what_simulated_ranks_do(text: str, ranks: int) -> None:
     sent, issued = _simulated(text, ranks)
     formula = _formula(text, ranks)
@@ -258,7 +258,7 @@ def test_round_trips_of_nodes() -> None:
         ("hierarchical(blockwise(), levels=[8])", 30 + 30 + 7 + 7 + 124 + 20),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+@pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_connections_of_a_thousand_ranks(text: str, wanted: int) -> None:
     formula = _formula(text, 1000, 125)
     assert count_connections(formula.hook, formula.issued, 1000) == wanted

@@ -377,7 +377,7 @@ WIRE: list[tuple[hooks.Hook, list[float]]] = [
 
 
 @pytest.mark.parametrize(("hook", "figures"), WIRE, ids=lambda value: str(value))
-@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+@pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_wire_table(hook: hooks.Hook, figures: list[float]) -> None:
     for world_size, bytes_each in zip((2, 8, 64), figures, strict=True):
         numel = 256 * 128 * world_size

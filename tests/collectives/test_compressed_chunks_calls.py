@@ -310,7 +310,7 @@ ERRORS: dict[str, tuple[Callable[[Call], Any], type[Exception], str]] = {
     "an error of a codec that scales": (
         lambda call: call(X, UNBIASED, error=torch.zeros(600), rounding=SEED),
         ValueError,
-        "error must be None, since what is sent is scaled",
+        "error must be None for an unbiased codec",
     ),
     "buffers that are none": (
         lambda call: call(X, BLOCKWISE, buffers={}),

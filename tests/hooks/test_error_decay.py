@@ -35,7 +35,7 @@ COMPILED = Mode("module", "compile", backend="aot_eager")
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 WITH_ERROR = [codec for codec in EXAMPLES if codec.takes_error]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+pytestmark = pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 
 
 # ---- how it is written ---------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_momentum_takes_what_error_feedback_takes() -> None:
 def test_one_memory_has_one_decay() -> None:
     plain, fading = hooks.error_feedback(hooks.sign()), hooks.momentum(hooks.sign(), 0.9)
     for hook, before in ((plain, fading), (fading, hooks.clip(1.0, plain))):
-        with pytest.raises(ValueError, match="after: before must let its memory decay"):
+        with pytest.raises(ValueError, match="after: before's memory must decay"):
             hooks.after(3, hook, before=before)
     hooks.after(3, fading, before=hooks.error_feedback(hooks.topk(), 0.9))
     hooks.after(3, fading)

@@ -115,7 +115,7 @@ def test_one_memory_has_one_dtype() -> None:
     wide = hooks.error_feedback(hooks.sign())
     thin = hooks.error_feedback(hooks.topk(), dtype=torch.bfloat16)
     for hook, before in ((wide, thin), (thin, wide), (thin, hooks.clip(1.0, wide))):
-        with pytest.raises(ValueError, match="after: before must remember in the dtype that hook"):
+        with pytest.raises(ValueError, match="after: before must remember errors in hook's dtype"):
             hooks.after(3, hook, before=before)
     hooks.after(3, thin, before=copy.deepcopy(thin))
     hooks.after(3, thin)

@@ -198,7 +198,7 @@ def test_wrong_arguments() -> None:
     for hook in ("error_feedback(sign(), decay=0.9)", "momentum(sign(), beta=0.9)"):
         with pytest.raises(ValueError, match=f"must not decay.*got {re.escape(hook)}"):
             resets(hook)
-    with pytest.raises(ValueError, match="must remember what it loses of each bucket"):
+    with pytest.raises(ValueError, match="must remember its errors of each bucket"):
         resets("policy()")
 
 

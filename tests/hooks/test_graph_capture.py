@@ -102,12 +102,12 @@ def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> N
 # ---- what a graph cannot hold --------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "after": (lambda: hooks.after(9, hooks.blockwise(8)), {}, "step 9, from which on another hook"),
-    "adaptive": (lambda: hooks.adaptive(4000), {}, "the host settles bits"),
+    "after": (lambda: hooks.after(9, hooks.blockwise(8)), {}, "step 9, after which another hook"),
+    "adaptive": (lambda: hooks.adaptive(4000), {}, "the host chooses bits"),
     "inside": (
         lambda: hooks.clip(1.0, hooks.error_feedback(hooks.after(9, hooks.sign()))),
         {},
-        "step 9, from which on another hook",
+        "step 9, after which another hook",
     ),
     "local_sgd": (lambda: hooks.local_sgd(2), {}, "the host counts the optimizer's steps"),
     "scaler": (

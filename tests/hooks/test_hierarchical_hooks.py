@@ -135,7 +135,7 @@ def test_copies_of_hierarchical_hooks() -> None:
         for made in (copy.copy(hook), copy.deepcopy(hook)):
             assert str(made) == str(hook)
             assert made.hook.intra_group is groups["intra_group"]
-        with pytest.raises(TypeError, match=r"hierarchical\(sign\(\).*can't be pickled"):
+        with pytest.raises(TypeError, match=r"hierarchical\(sign\(\).*cannot be pickled"):
             pickle.dumps(hook)
 
     run_ranks(on_rank, 2)
@@ -145,7 +145,7 @@ def test_groups_of_hierarchical_hooks_are_checked() -> None:
     def on_rank(rank: int) -> None:
         groups = _nodes(2, 2)
         alone = [dist.new_group([other]) for other in range(4)][rank]
-        message = "must have this rank alone in common"
+        message = "must share this rank only"
         world = dist.group.WORLD
         for inter in (groups["intra_group"], world, WrapperProcessGroup(world)):
             with pytest.raises(ValueError, match=message):
@@ -173,7 +173,7 @@ def test_groups_of_hierarchical_hooks_must_be_rows_and_columns(around: Any) -> N
         made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
         intra, inter = around(made[rank // 2]), around(made[2 if rank in (0, 3) else 3])
         hook = hooks.hierarchical(codecs.sign(), intra_group=intra, inter_group=inter)
-        with pytest.raises(ValueError, match="must have the ranks with one place in their nodes"):
+        with pytest.raises(ValueError, match="must have the ranks of one position in their nodes"):
             attach(nn.Linear(3, 2), hooks.clip(1.0, hook))
 
     def beyond(rank: int) -> None:
@@ -182,7 +182,7 @@ def test_groups_of_hierarchical_hooks_must_be_rows_and_columns(around: Any) -> N
         hook = hooks.hierarchical(
             codecs.sign(), intra_group=around(alone), inter_group=around(halves[2 + rank % 2])
         )
-        with pytest.raises(ValueError, match=r"of the model alone, \[.*\], got \[.*\] too"):
+        with pytest.raises(ValueError, match=r"of the model only, \[.*\], got \[.*\] too"):
             attach(nn.Linear(3, 2), hook, process_group=halves[rank // 2])
 
     run_ranks(crossed, 4)

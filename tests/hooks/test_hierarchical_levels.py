@@ -56,7 +56,7 @@ HOSTS = [
 @pytest.mark.parametrize("of_rank", HOSTS)
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 @pytest.mark.filterwarnings("ignore:.*has units of")
-@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+@pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_the_mean_over_hosts(of_rank: tuple[int, ...], numel: int) -> None:
     every = gradients(len(of_rank), numel)
     with hosts(*of_rank):
@@ -94,7 +94,7 @@ def _run(hook: hooks.Hook, gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("levels", "ranks", "sizes"), LEVELS)
 @pytest.mark.parametrize("numel", [1, 5, 1001])
-@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+@pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_more_levels(levels: list[int], ranks: int, sizes: tuple[int, ...], numel: int) -> None:
     mean = torch.stack([one for (one,) in gradients(ranks, numel)]).double().mean(0)
     found = run_ranks(_levels, ranks, levels, numel, EXACT)
@@ -372,7 +372,7 @@ def test_a_warning_of_uneven_hosts() -> None:
     with hosts(0, 0, 1, 1, 1, 1):
         first, *others = run_ranks(on_rank, 6)
     assert first == [
-        "hierarchical(sign(), levels=['host']): levels[0] has units of 2, 4 parts; it adds up "
+        "hierarchical(sign(), levels=['host']): levels[0] has units of 2, 4 parts; it sums "
         "exactly among 2 of them at a time, which divides all these numbers"
     ]
     assert not any(others)

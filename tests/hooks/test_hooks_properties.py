@@ -35,7 +35,7 @@ FEEDBACK = [
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SPECIAL = [math.nan, math.inf, -math.inf]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+pytestmark = pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4)

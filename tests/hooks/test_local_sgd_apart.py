@@ -76,8 +76,8 @@ WAYS = {
     Dropped.lose_model: "lost its model",
     Dropped.lose_handle: "lost its handle",
     Dropped.lose_both: "lost its model",
-    Dropped.remove: "was taken off",
-    Dropped.replace: "was taken off",
+    Dropped.remove: "was removed",
+    Dropped.replace: "was removed",
 }
 
 
@@ -136,7 +136,7 @@ def _as_errors(rank: int) -> None:
                     dropped.lose_model()
                 assert len(told) == 1
             else:
-                with pytest.raises(RuntimeWarning, match="was taken off"):
+                with pytest.raises(RuntimeWarning, match="was removed"):
                     handle.remove() if way is Dropped.remove else handle.replace(hooks.cast())
                 assert handle.is_attached == (way is Dropped.replace)
                 handle.remove()

@@ -31,7 +31,7 @@ def _synchronized(rank: int, road: str, uneven: bool) -> list[list[Tensor]]:
     again = parameters_of(model)
     assert handle.stats().steps == 2
     handle.remove()
-    with pytest.raises(RuntimeError, match="not attached any more"):
+    with pytest.raises(RuntimeError, match="no longer attached"):
         handle.synchronize()
     return [apart, together, again]
 

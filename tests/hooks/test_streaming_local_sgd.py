@@ -272,7 +272,7 @@ def _left(rank: int, way: str) -> list[Any]:
     here = parameters_of(model)
     found: list[Any] = []
     if way == "removed":
-        with pytest.warns(RuntimeWarning, match="was taken off 2 steps after"):
+        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
             handle.remove()
         state = handle.state_dict()
         assert state["local_steps"]["steps_in_flight"] == 0
@@ -281,7 +281,7 @@ def _left(rank: int, way: str) -> list[Any]:
         train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, range(2, 3))
         found.append(parameters_of(model))
     elif way == "replaced":
-        with pytest.warns(RuntimeWarning, match="was taken off 2 steps after"):
+        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
             handle.replace(hooks.allreduce())
         assert same(here, parameters_of(model))
         handle.remove()

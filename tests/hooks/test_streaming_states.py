@@ -149,7 +149,7 @@ class TestStatesThatDoNotFit:
             ({"local_steps": {**position, "fragment": 2}}, "fragment 2 of 2 is next"),
             (
                 {"local_steps": {**position, "fragments": 3}},
-                "one of 3 fragments was under way, which the hook with fragments=2 cannot go on",
+                "one of 3 fragments was running, and the hook with fragments=2 cannot continue it",
             ),
             (
                 {"local_steps": {**position, "fragments": 0}},
@@ -196,10 +196,10 @@ class TestStatesThatDoNotFit:
         """
         _, handle, state = self._state(fragments=2, delay=1)
         model, other = attached(local_sgd(6))
-        with pytest.raises(ValueError, match="one of 2 fragments was under way"):
+        with pytest.raises(ValueError, match="one of 2 fragments was running"):
             other.load_state_dict(state)
         third, finer = attached(local_sgd(6, fragments=3, delay=1))
-        with pytest.raises(ValueError, match="the hook with fragments=3 cannot go on"):
+        with pytest.raises(ValueError, match="the hook with fragments=3 cannot continue it"):
             finer.load_state_dict(state)
         finer.remove()
         del third

@@ -138,7 +138,7 @@ def test_policy_by_size_and_in_error_feedback() -> None:
     # What is not sent is remembered: over many steps the mean of the results is that of gradients.
     own = hook.hook
     assert own.takes_error and hook.has_stages and own.is_lossy
-    with pytest.raises(RuntimeError, match="only a hook that is attached knows"):
+    with pytest.raises(RuntimeError, match="only an attached hook knows"):
         simulate(parse_hook("policy([('*.bias', allreduce())], sign())"), gradients)
 
 
@@ -160,7 +160,7 @@ def test_adaptive_keeps_its_budget(two_ranks: RankPool, on_ddp: bool) -> None:
 
 
 def test_adaptive_says_that_a_budget_is_too_small() -> None:
-    with pytest.warns(UserWarning, match="4 bits for each value are"):
+    with pytest.warns(UserWarning, match="with 4 bits for each value a step sends"):
         simulate(hooks.adaptive(10), [[torch.randn(1000)]] * 2, steps=3)
 
 

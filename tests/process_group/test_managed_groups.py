@@ -230,7 +230,7 @@ def _synced(rank: int) -> list[Any]:
 def test_cpp_and_a_size_that_it_does_not_see(two_ranks: RankPool) -> None:
     """Parameters go to all ranks; a hook in C++ is refused."""
     for said, *parameters in two_ranks.run(_synced, timeout=60):
-        assert "Wrapping, which Python overrides" in said
+        assert "Wrapping, because Python overrides" in said
         assert all(torch.equal(parameter, torch.zeros_like(parameter)) for parameter in parameters)
 
 

@@ -141,11 +141,11 @@ attach(half, hooks.allreduce())
             refusals(calls, {**NAMES, "handle": handle}),
             """\
 handle.replace(hooks.cast())
-    RuntimeError: HookHandle.replace: hook 'error_feedback(sign())' is not attached any more; use attach()
+    RuntimeError: HookHandle.replace: hook 'error_feedback(sign())' is no longer attached; use attach()
 handle.synchronize()
-    RuntimeError: HookHandle.synchronize: hook 'error_feedback(sign())' is not attached any more
+    RuntimeError: HookHandle.synchronize: hook 'error_feedback(sign())' is no longer attached
 handle.load_state_dict({})
-    RuntimeError: HookHandle.load_state_dict: hook 'error_feedback(sign())' is not attached any more
+    RuntimeError: HookHandle.load_state_dict: hook 'error_feedback(sign())' is no longer attached
 """,
         )
 

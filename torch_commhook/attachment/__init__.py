@@ -1,1 +1,1 @@
-"""Attaching a hook to a model: the roads that it can take."""
+"""Attaching a hook to a model, and running it on DDP's reducer, ours, or ``fully_shard``."""

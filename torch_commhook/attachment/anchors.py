@@ -1,4 +1,4 @@
-"""Anchors that follow parameters which somebody has loaded."""
+"""Moves the anchors of parameters that a user has loaded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch_commhook.step.step_group import StepGroup
 def moved_elsewhere(
     hook: local_sgd, memories: Sequence[BucketMemory], loaded: Set[int], group: StepGroup
 ) -> set[int]:
-    """Move the anchors that other ranks have moved. All ranks come here at the same point.
+    """Move the anchors of parameters that other ranks have loaded. All ranks must call this.
 
-    A rank whose own parameters are loaded on all ranks finds them where they were.
+    If a parameter was loaded on every rank, each rank has moved its anchor already.
 
     Args:
-        hook: keeps the ranks apart.
-        memories: of all buckets.
-        loaded: ids of the parameters whose anchors this rank has moved.
-        group: the ranks.
+        hook: the hook that keeps the ranks apart.
+        memories: the hook's memory of each bucket.
+        loaded: ids of the parameters whose anchors this rank has moved already.
+        group: the group of the ranks.
 
     Returns:
-        The ids of those that it has moved now.
+        The ids of the parameters whose anchors this call has moved.
     """
     parameters = [parameter for memory in memories for parameter in memory.parameters]
     own = [float(id(parameter) in loaded) for parameter in parameters]

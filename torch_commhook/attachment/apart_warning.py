@@ -1,4 +1,4 @@
-"""Warnings of ranks that are left apart."""
+"""Warnings that ranks end with different parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch_commhook.attachment.user_warning import warn_user
 
 class _KeepsApart(Protocol):
     def warn_if_apart(self, what: str) -> None:
-        """Warn where ranks differ now."""
+        """Warn if the ranks' parameters differ now."""
 
 
 _attached: weakref.WeakSet[_KeepsApart] = weakref.WeakSet()
 
 
 def warn_at_exit(steps: _KeepsApart) -> None:
-    """Have ``steps.warn_if_apart()`` called if it lives when the process ends."""
+    """Call ``steps.warn_if_apart()`` at the end of the process, if ``steps`` still exists."""
     if not _attached:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
@@ -27,20 +27,20 @@ def warn_at_exit(steps: _KeepsApart) -> None:
 
 
 def forget(steps: _KeepsApart) -> None:
-    """Leave it alone when the process ends."""
+    """Do not warn at the end of the process."""
     _attached.discard(steps)
 
 
 def warn_apart(name: str, what: str, steps: int) -> None:
-    """Warn that ranks differ, and say what to do.
+    """Warn that the ranks' parameters differ, and say how to avoid it.
 
     Args:
-        name: of the hook.
-        what: has happened to it.
-        steps: since the ranks were together; 0 where they are apart by unsent updates alone.
+        name: the hook's name.
+        what: the event, as a verb after the hook's name.
+        steps: steps since the last exchange; 0 if only unsent updates differ.
     """
     if steps:
-        when = f"{steps} step{'' if steps == 1 else 's'} after the ranks were together last"
+        when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
     else:
         when = "while ranks had updates that they had not sent"
     warn_user(
@@ -52,6 +52,6 @@ def warn_apart(name: str, what: str, steps: int) -> None:
 
 def _at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
-        return  # an exception has ended the program, which is news enough
+        return  # an exception has ended the program; its traceback suffices
     for steps in list(_attached):
         steps.warn_if_apart("was still attached when the process ended,")

@@ -1,4 +1,4 @@
-"""Attaching a hook to a model: the checks, and the choice of its road."""
+"""Attaches a hook to a model: checks the arguments, and chooses the reducer that runs the hook."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @outside_inference_mode
-# Over 80 lines: the docstring tells each argument and error.
+# Over 80 lines: the docstring describes each argument and error.
 def attach(
     model: torch.nn.Module,
     hook: Callable[..., Any] | str,
@@ -66,74 +66,76 @@ def attach(
     shard_hook: Callable[..., Any] | str | None = None,
     weights: Codec | None = None,
 ) -> HookHandle:
-    """Let a model's gradients travel through a communication hook.
+    """Average a model's gradients through a communication hook.
 
-    Works eager, under ``torch.compile`` and under compiled autograd. All ranks must attach the same
-    hook between the same two steps.
+    Works in eager code, under ``torch.compile`` and under compiled autograd. All ranks must attach
+    the same hook between the same two steps.
 
     Args:
-        model: any module, whose gradients are from now on averaged over the ranks in each backward;
-            or a ``DistributedDataParallel`` with no hook of its own; or a model whose modules
-            ``fully_shard()`` was applied to, or ``replicate()``. Each may be compiled. On sharded
-            models the hook averages across replicas where the mesh has two dimensions, else it
-            takes part in the reduce-scatters; see ``docs/sharded.md``.
-        hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)`` that
-            returns a ``Future[Tensor]`` or a tensor: the average of the bucket's gradients over the
-            ranks, as many elements as the bucket has, of its dtype. It gets a
-            :class:`torch_commhook.GradBucket`, and should communicate through
-            ``bucket.process_group()``. Or a text that :func:`torch_commhook.parse_hook` reads, such
-            as ``"error_feedback(blockwise(bits=4))"``.
-        state: passed to a callable of your own as its first argument.
-        scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
-            ``get_scale()``. The hook rescales its error memory when the scale changes, and
-            ``clip`` takes the norm of unscaled gradients. All ranks must give one, with the same
-            scale, or none. Asked at the beginning of each backward that synchronises, for hooks to
-            which it matters; on CUDA that waits for the device.
-        process_group: the ranks, for a module; None for the default group.
-        bucket_cap_mb: capacity of a bucket in MiB, for a module; 25 by default.
-        gradient_as_bucket_view: for a module: gradients stay in the buckets' memory, as views of
-            it, which saves the memory and most of the copies. Off by default.
-        broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
-            before each forward that trains and synchronises. On by default.
-        init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
-        connections: how many connections between two ranks a large message takes over Gloo, on the
-            CPU, 1 to 16. Several serve a far link, which one TCP connection cannot fill. By default
-            ``attach`` takes four if it finds that they are faster, else one. To find out, ranks of
-            several machines whose round trip takes 5 ms or more send each other some MiB.
-        elastic: for a module on the CPU: how the training goes on when ranks are lost, and lets new
-            ones in, over connections of its own; see :class:`torch_commhook.Elastic`.
+        model: a module, a ``DistributedDataParallel`` without a hook, or a model with modules that
+            ``fully_shard()`` or ``replicate()`` was applied to. It may be compiled. The hook
+            averages a plain module's gradients over the ranks in each backward. On a sharded model
+            it averages across replicas if the mesh has two dimensions; else it takes part in the
+            reduce-scatters: see ``docs/sharded.md``.
+        hook: one of :mod:`torch_commhook.hooks`; or a callable ``hook(state, bucket)``; or a text
+            for :func:`torch_commhook.parse_hook`, such as ``"error_feedback(blockwise(bits=4))"``.
+            A callable gets a :class:`torch_commhook.GradBucket`, and returns a ``Future[Tensor]``
+            or a tensor: the mean over the ranks of the bucket's gradients, with the bucket's number
+            of elements and dtype. It should communicate through ``bucket.process_group()``.
+        state: the first argument of a callable hook.
+        scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with a method
+            ``get_scale()``. The hook then rescales its error memory when the scale changes, and
+            ``clip`` takes the norm of unscaled gradients. Either all ranks give a scaler, with the
+            same scale, or none does. Hooks that need the scale read it at the beginning of each
+            backward that synchronises; on CUDA the host then waits for the device.
+        process_group: the ranks that average, for a module. None means the default group.
+        bucket_cap_mb: the capacity of a bucket in MiB, for a module. The default is 25.
+        gradient_as_bucket_view: for a module: whether gradients are views of the buckets' memory.
+            Views save a copy of all gradients, in memory and in most of the time. Off by default.
+        broadcast_buffers: for a module: whether rank 0 sends its buffers (running statistics) to
+            all ranks before each forward that trains and synchronises. On by default.
+        init_sync: for a module: whether rank 0 sends its parameters and buffers to all ranks now.
+            On by default.
+        connections: the number of connections between two ranks that carry a large message, 1 to
+            16. It applies to Gloo and tensors on the CPU. Several connections fill a link with long
+            delays better than one. By default ``attach`` takes four if they are faster, else one.
+            To find out, ranks on several machines with a round trip of 5 ms or more send each other
+            a few MiB.
+        elastic: for a module on the CPU: how training continues when ranks are lost, and how it
+            admits new ranks. Uses connections of the library's own: see
+            :class:`torch_commhook.Elastic`.
         shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
-            reduce-scatters. None leaves them as they are.
-        weights: for a sharded model: the codec through which its parameters are gathered, in
-            forward and in backward. Each rank's own shards stay exact. None gathers them as they
-            are.
+            reduce-scatters. None leaves the reduce-scatters unchanged.
+        weights: for a sharded model: the codec that compresses parameters in their all-gathers, in
+            forward and backward. Each rank's own shards stay exact. None gathers parameters
+            uncompressed.
 
     Returns:
-        A handle that removes or replaces the hook and tells what it sent. In a ``with`` statement
-        it removes the hook at the end.
+        A handle that removes or replaces the hook and reports what it sent. As a context manager
+        it removes the hook at the end of the block.
 
-    An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
-    the next backward works. On Gloo the other ranks get a :class:`PeerError` in the same step; over
-    other backends they wait for the group's timeout. With tensors on another device than the CPU,
-    or over groups of other backends, the next backward raises a RuntimeError: collectives of the
-    step that failed may still be under way there.
+    If the hook raises an exception, ``backward()`` raises it with its type and traceback, and the
+    next backward works. Over Gloo the other ranks raise a :class:`PeerError` in the same step. Over
+    other backends they wait until the group's timeout. With tensors on another device than the
+    CPU, or over other backends, the next backward raises a RuntimeError, because collectives of the
+    failed step may still be running.
 
-    Under ``model.join()`` a rank that has run out of inputs adds zeros, and hooks of this library
-    divide by all ranks, as with ``divide_by_initial_world_size=True``.
+    Inside ``model.join()`` a rank without inputs contributes zeros. Hooks of this library divide by
+    the number of all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: no module, no scaler, connections that are no int, or
+        TypeError: ``model`` is no module, ``scaler`` no scaler, ``connections`` no int, or
             :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
-            ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; on a
-            sharded model, a hook that needs more than a rank has there.
-        ValueError: a text is no hook expression; an annotation of the hook says that it is none; a
-            scale that is not positive and finite (in a later ``backward()`` too); connections out
-            of range; a setting that DDP has itself; no parameter requires grad; a parameter is on
-            the meta device, or has an optimizer in backward.
-        RuntimeError: a hook is attached already, or to another model with one of the parameters, or
-            was registered with DDP itself; replicate() was applied to a module; the ranks'
-            parameters differ; a step over the group has failed, whose collectives may still be
-            under way; torch.distributed is not initialized.
+            ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; the hook
+            of a sharded model needs whole gradients, which no rank has.
+        ValueError: a text is no hook expression; an annotation of the hook's return type is wrong;
+            the scale is not positive and finite (``backward()`` raises this too); ``connections``
+            is out of range; a setting belongs to DDP; no parameter requires grad; a parameter is
+            on the meta device, or has an optimizer in backward.
+        RuntimeError: a hook is attached to the model, to another model with one of its parameters,
+            or to DDP itself; replicate() was applied to a module; the ranks' parameters differ; a
+            step over the group has failed, and its collectives may still be running;
+            torch.distributed is not initialized.
 
     Example:
         >>> def train(rank):
@@ -195,14 +197,14 @@ def _attach(
     process_group: dist.ProcessGroup | None,
     given: dict[str, Any],
 ) -> HookHandle:
-    """:func:`attach` for a hook that has been checked.
+    """Attach a hook that has been checked; as :func:`attach`.
 
     Args:
         model: the module.
         attached: the hook.
-        scale: what the scaler multiplies the loss by at the moment.
-        process_group: as given.
-        given: the settings; None for those that were not.
+        scale: the scaler's current scale.
+        process_group: the user's argument.
+        given: the user's settings, by name; None for those that the user left out.
     """
     road = _unoccupied_road(model)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -229,14 +231,14 @@ def _attach(
     )
     try:
         check_agreement(group, parameters, shared, step_group.all_alike)
-        step_group.expect_comparison()  # of begin_hook
+        step_group.expect_comparison()  # begin_hook compares
         if road is None:
             road = roads[model] = _new_road(model, parameters, step_group, settings)
     except BaseException:
         if is_new:
             step_group.close()
         raise
-    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
+    prefix = "module." if is_ddp else ""  # states and patterns are the same with and without DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
     attached.memory.set_parameters(names, rank=group_rank(group), world_size=group.size())
     handle = HookHandle(road, attached)
@@ -245,7 +247,7 @@ def _attach(
     except BaseException:
         handle.remove()
         if is_new and road.attached is None:
-            road.attached = None  # the next hook may come with other settings
+            road.attached = None  # the next hook may have other settings
             release(model)
             if not road.is_alive:
                 roads.pop(model, None)
@@ -256,8 +258,8 @@ def _attach(
 def _attach_elastic(
     model: torch.nn.Module, attached: Attached, given: dict[str, Any], elastic: Elastic
 ) -> HookHandle:
-    """:func:`attach` among ranks that come and go."""
-    # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
+    """Attach a hook with ``elastic``; as :func:`attach`."""
+    # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
     from torch_commhook.attachment.elastic import ElasticTraining, check_fits
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
@@ -269,8 +271,8 @@ def _attach_elastic(
         raise ValueError("attach: with elastic, model must be the module itself, got one in DDP")
     if given["gradient_as_bucket_view"]:
         raise ValueError(
-            "attach: with elastic, gradient_as_bucket_view must be False: a step that is taken "
-            "again needs the gradients"
+            "attach: with elastic, gradient_as_bucket_view must be False, since a step that is "
+            "repeated needs the gradients"
         )
     _unoccupied_road(model)
     settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
@@ -311,7 +313,7 @@ def _attach_elastic(
 
 
 def _checked_module(model: object) -> torch.nn.Module:
-    """The module that a user gives, without what compiles it."""
+    """The user's module; if it is compiled, the module inside."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -321,7 +323,7 @@ def _checked_module(model: object) -> torch.nn.Module:
 
 
 def _unoccupied_road(model: torch.nn.Module) -> Road | None:
-    """The road that the model has already, with no hook on it; None where there is none to use."""
+    """The model's existing road, if it has no hook; None if the model has no road to reuse."""
     first = roads.get(model)
     if first is None:
         return None
@@ -346,7 +348,7 @@ _SHARDED = "follow from how fully_shard() was applied", "a sharded model"
 
 
 def _check_none_given(given: dict[str, object], why: tuple[str, str]) -> None:
-    """Refuse settings that the model has itself."""
+    """Refuse settings that the model already has."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"attach: {name} must {why[0]}; got {value!r} for {why[1]}")
@@ -372,7 +374,7 @@ def _check_capacity(mebibytes: object) -> None:
 def _shared(
     model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
 ) -> dict[str, object]:
-    """The settings that all ranks must attach alike."""
+    """The settings that must be the same on all ranks."""
     shared: dict[str, object] = {"the hook": printed_hook(hook)}
     if isinstance(model, DistributedDataParallel):
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
@@ -399,7 +401,7 @@ def _new_road(
             )
         if not model._use_python_reducer:
             return DdpRoad(model, group, _successor)
-    # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
+    # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
@@ -413,7 +415,7 @@ def _successor(
     group: StepGroup,
     used_before: list[bool],
 ) -> Road:
-    """The road that takes the place of DDP's own reducer; see :meth:`DdpRoad.hand_over`."""
+    """The road that replaces DDP's own reducer; see :meth:`DdpRoad.hand_over`."""
     # Imports torch's compiler, as above.
     from torch_commhook.attachment.reducer_road import ReducerRoad
 

@@ -1,4 +1,4 @@
-"""A model's buffers, such as running statistics, on their way from one rank to the others."""
+"""Packs a model's buffers, such as running statistics, into one message between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Returns the buffers that ranks send to each other."""
+    """Returns the module's buffers that rank 0 sends to the others."""
     return [
         buffer.detach()
         for buffer in module.buffers()
@@ -19,7 +19,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def packed(buffers: Sequence[Tensor]) -> Tensor:
-    """Returns the bytes of all buffers, flat, for one broadcast. They are on one device."""
+    """Returns the bytes of all buffers as a flat uint8 tensor. They must be on one device."""
     pieces = [
         buffer.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for buffer in _in_order(buffers)
@@ -29,7 +29,7 @@ def packed(buffers: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def unpack(sent: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Writes the bytes that :func:`packed` returned on another rank into the buffers."""
+    """Writes the bytes that another rank's :func:`packed` returned into the buffers."""
     ordered = _in_order(buffers)
     sizes = [buffer.numel() * buffer.element_size() for buffer in ordered]
     for buffer, piece in zip(ordered, sent.split(sizes), strict=True):
@@ -37,5 +37,5 @@ def unpack(sent: Tensor, buffers: Sequence[Tensor]) -> None:
 
 
 def _in_order(buffers: Sequence[Tensor]) -> list[Tensor]:
-    """Sorts by element size, the largest first, so that each piece is aligned."""
+    """Sorts by element size, the largest first, so that each buffer's bytes are aligned."""
     return sorted(buffers, key=lambda buffer: -buffer.element_size())

@@ -1,4 +1,4 @@
-"""What is left of a backward over DDP's reducer once that has written the results."""
+"""Steps that remain once DDP's reducer has written a backward's results into gradients."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch_commhook.step.attached_hook import Attached
 
 
 def used_by_any_rank(model: DistributedDataParallel) -> Tensor:
-    """For each parameter whether a rank has used it, once a backward has found that out."""
+    """For each parameter, whether any rank has used it. Valid once a backward has computed this."""
     return model.reducer._get_local_used_map().cpu()
 
 
 class KeptGradients:
-    """Gradients that DDP is about to overwrite, in one step."""
+    """Copies of gradients that DDP is about to overwrite, for one step."""
 
     def __init__(
         self, model: DistributedDataParallel, parameters: Sequence[tuple[str, Tensor]]
     ) -> None:
         self._reducer = weakref.ref(model.reducer)
         self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
-        self._members: dict[int, list[int]] = {}  # of each bucket
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and what was in it
+        self._members: dict[int, list[int]] = {}  # parameters by bucket
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and its old values
 
     def keep(self, index: int, parameters: Sequence[Tensor], *, rebuilt: bool) -> None:
         """Copy the gradients of a full bucket that this rank has not used."""
@@ -48,11 +48,11 @@ class KeptGradients:
                 self._kept[number] = parameter.grad, parameter.grad.detach().clone()
 
     def before(self, number: int, now: Tensor | None) -> Tensor | None:
-        """A parameter's gradient as it was before DDP may have overwritten it."""
+        """A parameter's gradient before DDP may have overwritten it."""
         return self._kept[number][1] if number in self._kept else now
 
     def put_back(self, used: Tensor) -> None:
-        """Restore those that no rank has used."""
+        """Restore the gradients of parameters that no rank has used."""
         is_used = used.tolist()
         with torch.no_grad():
             for number, (gradient, before) in self._kept.items():
@@ -61,7 +61,7 @@ class KeptGradients:
         self.clear()
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget the copies."""
         self._kept.clear()
 
     def __bool__(self) -> bool:
@@ -69,10 +69,10 @@ class KeptGradients:
 
 
 def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Average gradients that a failed step has left on the ranks, each its own.
+    """Average the gradients that a failed step has left, which differ among ranks.
 
-    Called on all ranks alike. A rank that has none gets the mean, too, where another has one.
-    Sparse ones stay as they are.
+    All ranks must call this with the same parameters. If a gradient exists on some ranks only, the
+    others get the mean too. Sparse gradients stay unchanged.
     """
     if not parameters:
         return
@@ -97,20 +97,21 @@ def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup
 
 
 class DdpResults:
-    """What hooks gave in one backward, as far as it is needed after DDP has written it.
+    """The hooks' results of one backward, kept while they are needed after DDP has written them.
 
-    DDP scales nothing. Gradients that no rank has used it leaves alone, or overwrites, if views.
+    DDP scales no results. It leaves gradients that no rank has used, or overwrites them if they
+    are views of the buckets.
 
     Args:
-        model: the DDP.
-        watched: its parameters, as long as it lives.
-        buckets: those that hooks were given, by index.
+        model: the DDP model.
+        watched: its parameters, while they exist.
+        buckets: the buckets of this backward, by index.
 
     Attributes:
-        kept: gradients that this rank has not used, as they were: DDP overwrites those that are
-            views. None where it does not.
-        follow_a_failure: whether the step before has failed, which may have left gradients that
-            this one does not use.
+        kept: old values of gradients that this rank has not used, if gradients are views, which
+            DDP overwrites. Else None.
+        follow_a_failure: whether the previous step failed. It may have left gradients that this
+            step does not use.
     """
 
     def __init__(
@@ -124,27 +125,27 @@ class DdpResults:
         self._buckets = buckets
         overwrites_unused = model.find_unused_parameters and model.gradient_as_bucket_view
         self.kept = KeptGradients(model, watched.parameters) if overwrites_unused else None
-        # Give the results, where they may have to be kept.
+        # Functions that return results which may have to be kept.
         self._unsent: dict[int, Callable[[], Tensor]] = {}
-        # Of other dtypes than the gradients: scaled first, and rounded to those then.
+        # Results of another dtype than the gradients: scaled first, rounded afterwards.
         self._unrounded: dict[int, Callable[[], Tensor]] = {}
         self.follow_a_failure = False
 
     def keep_for_unused(self, index: int, result: Callable[[], Tensor]) -> None:
-        """Keep a bucket's result, whose part for unused parameters the hook is to remember."""
+        """Keep a bucket's result. The hook is to remember its part for unused parameters."""
         self._unsent[index] = result
 
     def keep_unrounded(self, index: int, result: Callable[[], Tensor]) -> None:
-        """Keep a bucket's result of another dtype than its gradients, which is to be scaled."""
+        """Keep a bucket's result if its dtype differs from the gradients' and it must be scaled."""
         self._unrounded[index] = result
 
     def leaves_some_out(self, attached: Attached) -> bool:
-        """Whether DDP may leave gradients alone for which results hold earlier errors."""
+        """Whether DDP may skip gradients whose results contain earlier errors."""
         model = self._model()
         return attached.keeps_error and model is not None and model.find_unused_parameters
 
     def are_needed(self, attached: Attached) -> bool:
-        """Whether :meth:`finish` has anything to do."""
+        """Whether :meth:`finish` has work to do."""
         return (
             attached.scales_steps
             or self.leaves_some_out(attached)
@@ -153,7 +154,7 @@ class DdpResults:
         )
 
     def forget(self) -> None:
-        """Drop the results of a backward that is over, or has failed."""
+        """Drop the results of a backward that has ended or failed."""
         self._unsent.clear()
         self._unrounded.clear()
         if self.kept is not None:
@@ -162,17 +163,17 @@ class DdpResults:
     def finish(
         self, attached: Attached, past: Mapping[int, bool] | None, group: dist.ProcessGroup
     ) -> None:
-        """Do what DDP left undone, once it has written the last gradients.
+        """Finish the step, once DDP has written the last gradients.
 
         Args:
             attached: the hook.
             past: as in :meth:`Attached.step_scale`.
-            group: the ranks.
+            group: the group of the ranks.
         """
         if self._unsent:
             self._keep_unsent()
         model = self._model()
-        if self.kept and model is not None:  # last, since results may lie where gradients do
+        if self.kept and model is not None:  # last: results may share memory with gradients
             self.kept.put_back(used_by_any_rank(model))
         if attached.scales_steps:
             self._scale_gradients(attached, past)
@@ -187,7 +188,7 @@ class DdpResults:
         return [parameter for _, parameter in self._watched.parameters]
 
     def _keep_unsent(self) -> None:
-        """Let the hook remember results that DDP has written into no gradient."""
+        """Let the hook remember results that DDP has written to no gradient."""
         results, self._unsent = self._unsent, {}
         model = self._model()
         if model is None:
@@ -210,7 +211,7 @@ class DdpResults:
             add_unsent_to_errors(errors, values, gradients, used, table)
 
     def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
-        """Scale what has been written, as our own reducer does on the way into the gradients."""
+        """Scale the written gradients. Our own reducer scales while it writes them."""
         unrounded, self._unrounded = self._unrounded, {}
         results: dict[int, Tensor] = {}
         for index, result in unrounded.items():
@@ -231,13 +232,13 @@ class DdpResults:
                     parameter.grad.copy_(scaled_result(value, scale, parameter.dtype))
                 elif value.layout is torch.strided:
                     as_written.append(value)
-                else:  # whose product in place rounds the factor, too
+                else:  # an in-place product would round the factor too
                     parameter.grad = scaled_result(value, scale, parameter.dtype)
             if as_written:
                 torch._foreach_mul_(as_written, scale)
 
     def _parameters_of_this_step(self) -> list[Any]:
-        """Those whose gradients results have been written to; others may have earlier ones."""
+        """The parameters whose gradients this step has written; others may have older gradients."""
         model = self._model()
         if model is None:
             return []

@@ -1,4 +1,4 @@
-"""The road of a hook on DDP's C++ reducer."""
+"""Runs a hook on DDP's C++ reducer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MakeSuccessor = Callable[
 ]
 
 
-#: For compiled code, which knows an object by text.
+#: Compiled code finds an object by a string key.
 _roads: weakref.WeakValueDictionary[str, DdpRoad] = weakref.WeakValueDictionary()
 
 
@@ -47,39 +47,39 @@ def _parameters_changed(key: str) -> bool:
     return _roads[key].what_is_wrong() is not None
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler.
+# As torch.compiler.assume_constant_result, without the import of the compiler.
 _parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
-    """For each parameter, whether backward passes under ``no_sync()`` have used it since a step."""
+    """For each parameter, whether a backward under ``no_sync()`` has used it since a step."""
     if model.find_unused_parameters and not model.static_graph:
         return [bool(used) for used in _C.locally_used(model.reducer).tolist()]
-    # DDP has not looked. A gradient that is averaged twice stays; one that is not, differs.
+    # DDP has not counted these. Averaging a gradient twice is harmless; not averaging it is not.
     return [parameter.grad is not None for _, parameter in named]
 
 
 def _delivery(model: DistributedDataParallel) -> str:
-    """Who brings a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
+    """Who writes a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
     if model.find_unused_parameters or model.static_graph:
-        return "reducer"  # it alone knows which gradients to leave as they are
+        return "reducer"  # only DDP knows which gradients must stay unchanged
     if any(parameter.is_complex() for parameter in model.parameters()):
-        return "reducer"  # the operators take no complex tensors
+        return "reducer"  # the operators support no complex tensors
     return "buffer" if model.gradient_as_bucket_view else "write"
 
 
 class DdpRoad:
-    """What stands between DDP's reducer and the hook that is attached at the moment.
+    """The communication hook that DDP's reducer calls; it calls the hook attached at the moment.
 
-    A reducer takes one communication hook in its life. This one stays, and calls whatever is
-    attached; with nothing attached it averages as DDP does with no hook.
+    A reducer accepts one communication hook in its life. This one stays registered. Without an
+    attached hook it averages as DDP does.
 
     Args:
-        model: the DDP.
+        model: the DDP model.
         group: its ranks.
-        make_successor: makes the road that takes this one's place, of the model, the names and
-            parameters that are averaged, the ranks, and which parameters backward passes under
-            ``no_sync()`` have used since a step.
+        make_successor: makes the road that replaces this one. Its arguments: the model, the names
+            and parameters to average, the ranks, and the parameters that backward passes under
+            ``no_sync()`` have used since the last step.
     """
 
     def __init__(
@@ -89,21 +89,22 @@ class DdpRoad:
         self._group = group
         named = trainable(model)
         self._device = named[0][1].device
-        self._used: list[UsedTensors | None] = []  # by the buckets of this backward
-        #: The road that has taken this one's place.
+        self._used: list[UsedTensors | None] = []  # for each bucket of this backward
+        #: The road that has replaced this one.
         self.successor: Road | None = None
         self._attached: Attached | None = None
-        self._running: Attached | None = None  # in this backward
-        self._is_first = True  # the next bucket of it
-        self._averaged_epoch = self._group.epoch  # of the last step that went well
-        self._seen_in_forward = False  # the parameters, since the last backward
+        self._running: Attached | None = None  # the hook of this backward
+        self._is_first = True  # whether this backward's next bucket is its first
+        self._averaged_epoch = self._group.epoch  # of the last step that succeeded
+        self._seen_in_forward = False  # whether parameters were checked since the last backward
         self._key = str(id(self))
         _roads[self._key] = self
         self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, BucketWithMemory] = {}
-        self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
-        # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
+        self._loaded: list[list[str]] = []  # names by bucket, from a loaded memory
+        # The model's reducer owns this object; a handle that outlives the model keeps no model
+        # memory.
         buckets = self._buckets
         watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
         self._results = DdpResults(model, watched, buckets)
@@ -114,7 +115,7 @@ class DdpRoad:
 
         self.model = weakref.ref(model, model_is_gone)
 
-        if model.logger is not None:  # for DDP's own statistics
+        if model.logger is not None:  # DDP's own statistics
             model.logger._set_comm_hook_name("torch_commhook")
         _C.register_ddp_hook(
             model.reducer,
@@ -130,30 +131,30 @@ class DdpRoad:
 
     @property
     def _parameters(self) -> list[Tensor]:
-        """Those that DDP averages, in its order, as long as the model lives."""
+        """The parameters that DDP averages, in its order; none once the model is freed."""
         return [parameter for _, parameter in self._watched.parameters]
 
     @property
     def group(self) -> StepGroup:
-        """What the hook communicates through."""
+        """The group through which the hook communicates."""
         return self._group
 
     def check_fits(self, attached: Attached) -> None:
-        """Nothing: any hook averages whole gradients."""
+        """Accept any hook: DDP averages whole gradients."""
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
-        """The user's group."""
+        """The user's process group."""
         return [self.group.parent]
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Go on together with all ranks, or not at all; see :func:`agree`."""
+        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
         agree(self.group.parent, what, error, settings, self.group.all_alike)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order.
 
-        Before the first backward those of what was loaded, or else of such as DDP might form.
+        Before the first backward: the loaded buckets, or else buckets that DDP might form.
         """
         model = self.model()
         if model is None:
@@ -162,7 +163,7 @@ class DdpRoad:
         buckets: list[list[Tensor]] = []
         left = len(parameters)
         for _, bucket in sorted(self._buckets.items()):
-            if left:  # those past that are of before DDP formed them anew
+            if left:  # buckets past this one date from before DDP rebuilt its buckets
                 buckets.append(bucket.parameters())
                 left -= len(buckets[-1])
         if left == 0:
@@ -180,19 +181,19 @@ class DdpRoad:
         return WholeReplica(self.model, self.parameter_buckets, self.group)
 
     def _loaded_buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """Those of a memory that was loaded; none where they are not of all parameters."""
+        """The loaded memory's buckets; none if they do not cover all parameters."""
         names = None if self._attached is None else self._attached.memory.names_of(parameters)
         by_name = dict(zip(names or (), parameters, strict=False))
         if sorted(by_name) != sorted(name for names in self._loaded for name in names):
             return []
         loaded = [[by_name[name] for name in names] for names in self._loaded]
-        return [  # a model of other dtypes has others
+        return [  # a model of other dtypes has other buckets
             [parameters[place] for place in places]
             for parameters in loaded
             for places in split_by_kind(parameters)
         ]
 
-    #: What is under way ends with DDP's own reducer.
+    #: A running backward ends with DDP's own reducer.
     is_closing = False
 
     @property
@@ -203,36 +204,36 @@ class DdpRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
-        if self._running is None:  # else that backward goes on with what its own hook remembers
+        if self._running is None:  # else that backward continues with its own hook's memory
             self._forget_memory()
         if attached is not None:
             attached.use_group(self._group, self._device)
             self._prepare_memory(self.parameter_buckets())
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere."""
+        """Note the buckets of a memory that was loaded."""
         self._loaded = buckets
         self._forget_memory()
         model = self.model()
         if model is not None:
-            # Not those of now, which DDP may be about to form anew.
+            # Not the present buckets, which DDP may be about to rebuild.
             loaded = self._loaded_buckets(self._parameters)
             self._prepare_memory(loaded or self.parameter_buckets())
 
     def _prepare_memory(self, buckets: list[list[Tensor]]) -> None:
-        """Let the hook ask for what it remembers: its state has it before a backward too."""
+        """Let the hook ask for memory, so that its state is complete before the first backward."""
         attached = self._attached
         for index, parameters in enumerate(buckets):
             if attached is not None:
                 attached.memory_of(parameters, index)
 
     def _forget_memory(self) -> None:
-        """Let buckets ask for the hook's memory anew."""
+        """Let buckets ask for the hook's memory again."""
         for bucket in self._buckets.values():
             bucket.memory = None
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Called by the model before its own forward."""
+        """Check the parameters. The model calls this before its own forward."""
         if not torch.compiler.is_dynamo_compiling():
             self._check_group_of_buffers()
         if not torch.is_grad_enabled():
@@ -241,7 +242,7 @@ class DdpRoad:
             self._check_parameters()
             self._seen_in_forward = self._watched.is_sure
         elif _parameters_changed(self._key):
-            # The compiler leaves this to Python, which comes here again.
+            # The compiler leaves this to Python, which calls this method again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
 
     @left_to_python
@@ -258,20 +259,20 @@ class DdpRoad:
             raise error if self._attached is None else self._group.fail_with(error)
 
     def what_is_wrong(self) -> str | None:
-        """What keeps a forward from leading to a step, if anything."""
+        """The reason why a forward cannot lead to a step, or None."""
         model = self.model()
         if model is not None and static_graph.is_lost(model):
             return static_graph.LOST
         return self.change_of_parameters()
 
     def change_of_parameters(self) -> str | None:
-        """What has happened to the parameters since a hook was attached, if anything."""
+        """How the parameters have changed since a hook was attached, or None."""
         return None if self._attached is None else self._watched.change()
 
     def _numbers_buckets(self) -> bool:
-        """Whether the buckets of a step have the numbers 0, 1, 2 and so on, and come in this order.
+        """Whether a step's buckets come with the numbers 0, 1, 2 and so on, in this order.
 
-        False for a static graph: in its first step DDP gives each bucket the number 0.
+        False for a static graph: DDP numbers each bucket 0 in the first step.
         """
         model = self.model()
         return model is not None and not model.static_graph
@@ -279,17 +280,17 @@ class DdpRoad:
     # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
 
     def choose_delivery(self) -> str:
-        """Who brings a bucket's result into the gradients."""
+        """Who writes a bucket's result into the gradients."""
         model = self.model()
         return "reducer" if model is None else _delivery(model)
 
     @left_to_python
     def begin_step(self) -> tuple[_C.CppHook, dist.ProcessGroup, dist.ProcessGroup] | None:
-        """A backward begins. Gives the C++ hook for its buckets, and groups, where there is one."""
+        """Begin a backward. Returns the C++ hook and the groups for its buckets, if it has one."""
         attached = self._running = self.attached
         self._is_first = True
         self._used.clear()
-        if self._then:  # the backward before was left by an exception
+        if self._then:  # an exception ended the previous backward
             self._forget_memory()
             self._do_then()
         seen, self._seen_in_forward = self._seen_in_forward, False
@@ -310,7 +311,7 @@ class DdpRoad:
             and model is not None
             and model.find_unused_parameters
             and not model.static_graph
-            # In join() a rank without inputs has no part in what follows a step.
+            # In join(), a rank without inputs does not take part in what follows a step.
             and not model._join_config.enable
         )
         attached.look_at_scale(
@@ -329,14 +330,14 @@ class DdpRoad:
     def run(
         self, torch_bucket: dist.GradBucket, rebuilt: bool
     ) -> tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None]:
-        """A bucket is full."""
+        """Run the hook on a full bucket."""
         index = torch_bucket.index()
         if rebuilt:
             bucket = self._buckets[index] = BucketWithMemory.from_torch(torch_bucket)
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
-            bucket._bucket_count = _C.bucket_count(torch_bucket)  # others may be formed anew
+            bucket._bucket_count = _C.bucket_count(torch_bucket)  # DDP may have rebuilt its buckets
             bucket._sparse_grad_indices = _C.sparse_grad_indices(torch_bucket)
         attached = self._running
         if attached is None:
@@ -366,7 +367,7 @@ class DdpRoad:
             return attached.name, call.future, call.dtype, None
 
         def after(result: Tensor) -> Tensor:
-            if leaves_some_out:  # what post-hooks make of it is no error of earlier steps
+            if leaves_some_out:  # post-hooks' changes are no errors of earlier steps
                 copied = result.clone()
                 self._results.keep_for_unused(index, lambda: copied)
             return attached.stages.after(bucket, result, local, where)
@@ -375,7 +376,7 @@ class DdpRoad:
 
     @left_to_python
     def give_up(self, error: BaseException) -> None:
-        """Something failed: let what has not been issued yet fail, which nobody will issue."""
+        """Fail collectives that were prepared and that no rank will issue after an error."""
         if self._running is not None:
             self._running.second_stages.give_up(error)
 
@@ -383,8 +384,8 @@ class DdpRoad:
     def end_step(
         self, error: BaseException | None, sent: list[tuple[int, torch.dtype, int | None]] | None
     ) -> None:
-        """All results are written, or something failed."""
-        # What has been taken off meanwhile is kept no longer.
+        """End a backward, once all results are written or an error was raised."""
+        # Hooks that were removed meanwhile are released.
         attached, self._running = self._running, None
         if error is None:  # the reducer has waited for all results
             for used in self._used:
@@ -396,7 +397,7 @@ class DdpRoad:
         if self._attached is None:
             self._forget_memory()
             self._do_then()
-        if attached.keeps_ranks_apart:  # an error comes out of backward() by itself
+        if attached.keeps_ranks_apart:  # backward() raises an error by itself
             if error is None and attached.stages.has_post_accumulate_hooks:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached))
@@ -410,7 +411,7 @@ class DdpRoad:
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 attached.count_bucket(index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == NO_BACKWARD:
-                # In join(), where a rank without inputs takes part and has no gradients.
+                # In join(), where a rank without inputs takes part without gradients.
                 self._results.forget()
             elif sent is None and (
                 attached.stages.has_post_accumulate_hooks or self._results.are_needed(attached)
@@ -421,7 +422,7 @@ class DdpRoad:
             return
         self._results.forget()
         raised = self._group.fail_with(error)
-        if raised is not error:  # which comes out of backward() by itself
+        if raised is not error:  # backward() raises the error itself
             raise raised
 
     @left_to_python
@@ -434,7 +435,7 @@ class DdpRoad:
             attached.stages.done(bucket, where)
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` where no backward that the last hook is in is under way any more."""
+        """Call ``then`` when no backward of the last hook is running."""
         self._then.append(then)
         if self._running is None:
             self._do_then()
@@ -450,10 +451,11 @@ class DdpRoad:
 
     @torch.inference_mode(False)
     def hand_over(self) -> bool:
-        """Let our own reducer take over for good, where a hook is attached.
+        """Let our own reducer replace DDP's for good, if a hook is attached.
 
-        DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
-        DDP is told that it has a Python reducer, which asks nothing of the other.
+        DDP's C++ reducer does not support compiled autograd. This removes its hooks from autograd,
+        and
+        tells DDP that it has a Python reducer, so that DDP never asks the C++ one.
         """
         model = self.model()
         if model is None or self.attached is None:
@@ -462,13 +464,14 @@ class DdpRoad:
             model, "_static_graph_delay_allreduce_enqueued", True
         ):
             raise RuntimeError(
-                "torch_commhook: the first backward() of a DistributedDataParallel with "
-                "static_graph=True must not be compiled autograd's; run one eager step first"
+                "torch_commhook: compiled autograd must not run the first backward() of a "
+                "DistributedDataParallel with static_graph=True; run one eager step first"
             )
         if model._join_config.enable:
             raise RuntimeError(
-                "torch_commhook: inside join() of a DistributedDataParallel backward() must not be "
-                "compiled autograd's; run one compiled step before, and then join() its handle"
+                "torch_commhook: inside join() of a DistributedDataParallel compiled autograd "
+                "must not "
+                "run the first backward(); run one compiled step before, and then join() its handle"
             )
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
@@ -476,7 +479,7 @@ class DdpRoad:
         named = list(self._watched.parameters)
         self._watched.clear()
         used_before = _used_before(model, named)
-        if self._group.epoch != self._averaged_epoch:  # a failed step has left what differs
+        if self._group.epoch != self._averaged_epoch:  # a failed step has left different gradients
             used_before = [True] * len(named)
         self.successor = self._make_successor(model, named, self._group, used_before)
         self.successor.attached, self.attached = self.attached, None

@@ -1,4 +1,4 @@
-"""What a model calls before its forward."""
+"""The library's forward pre-hook, which a model calls before its forward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch_commhook.native.dynamo import left_to_python
 
 class _Listener(Protocol):
     def before_forward(self, module: nn.Module) -> None:
-        """The module's forward begins."""
+        """Called when the module's forward begins."""
 
 
 class BeforeForward:
-    """A forward pre-hook of the library's. A copy of the module is another one, with none."""
+    """A forward pre-hook of the library. A copy of the module gets an empty one."""
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener
 
-    # Where the module's own call is not traced, this would be compiled by itself, with nothing that
-    # tells when it must be compiled anew.
+    # If the module's own call is not traced, Dynamo would compile this alone, without guards that
+    # recompile it when needed.
     @left_to_python
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._listener.before_forward(module)
@@ -35,10 +35,10 @@ class BeforeForward:
 
 
 def register_first(module: nn.Module, hook: BeforeForward) -> RemovableHandle:
-    """Have a hook called before the forward pre-hooks that a module has already."""
+    """Register a hook that runs before the module's existing forward pre-hooks."""
     handle = module.register_forward_pre_hook(hook, prepend=True)
-    # An OrderedDict that has been reordered keeps its old order for dict's own methods, by which
-    # Dynamo of torch 2.11 tells hooks apart.
+    # After reordering, an OrderedDict keeps the old order for dict's own methods. Dynamo of torch
+    # 2.11 uses these to tell hooks apart.
     hooks = module._forward_pre_hooks
     for number in list(hooks):
         hooks[number] = hooks.pop(number)

@@ -1,4 +1,4 @@
-"""The handle of a hook that is attached to a model."""
+"""The handle of an attached hook."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats
 from torch_commhook.step.attached_hook import Attached
 
-#: Tensors that are made inside of ``torch.inference_mode()`` cannot be modified outside of it.
+#: Tensors made inside ``torch.inference_mode()`` cannot be modified outside it.
 outside_inference_mode = torch.inference_mode(False)
 
 
 class HookHandle:
-    """A hook that is attached to a model. Made by :func:`attach`.
+    """A handle to a hook that is attached to a model. :func:`attach` makes it.
 
     Example:
         >>> def train(rank):
@@ -54,7 +54,7 @@ class HookHandle:
         self._attached = attached
         self._logged: HookStats | None = None
 
-    # As an argument, since the module may have ended before the handle does.
+    # An argument, since the module may be gone before the handle is.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         local_steps = self._attached.local_steps
         if local_steps is not None and not is_finalizing():
@@ -71,16 +71,18 @@ class HookHandle:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the hook is still the one that the model uses."""
+        """Whether the model still uses this hook."""
         return self._road.attached is self._attached and self._road.is_alive
 
     def remove(self) -> None:
-        """Take the hook off.
+        """Remove the hook from the model.
 
-        A DDP model's gradients are averaged as without one from the next backward on; those of a
-        plain module stay each rank's own. A backward that is under way goes on through the hook.
-        Does nothing where the hook is off already. All ranks must do so between the same two steps.
-        A hook that keeps ranks apart leaves them where they are: :meth:`synchronize` comes first.
+        From the next backward on, a DDP model averages its gradients as without a hook, and a plain
+        module's gradients stay each rank's own. A running backward still uses the hook. Does
+        nothing if
+        the hook was removed before. All ranks must call this between the same two steps. If the
+        hook
+        keeps ranks apart, call :meth:`synchronize` first, or the ranks' parameters differ.
         """
         if not self.is_attached:
             return
@@ -88,7 +90,7 @@ class HookHandle:
         try:
             if self._attached.local_steps is not None:
                 self._attached.local_steps.close()
-        finally:  # what it warns of may be an error
+        finally:  # the warning may be raised as an error
             self._take_off()
 
     def _take_off(self) -> None:
@@ -109,20 +111,26 @@ class HookHandle:
 
     @outside_inference_mode
     def replace(self, hook: Callable[..., Any] | str, *, state: object = None) -> None:
-        """Put another hook in this one's place, from the next backward on.
+        """Replace the hook by another one, from the next backward on.
 
-        Statistics begin anew, and the new hook remembers nothing: what the old one had not sent
-        goes with it. The scaler stays. All ranks must do so between the same two steps.
+        Statistics restart, and the new hook starts without memory: what the old hook had not sent
+        is
+        lost. The scaler stays. All ranks must call this between the same two steps.
+
+        Args:
+            hook: as for :func:`attach`.
+            state: the first argument of a callable hook.
 
         Raises:
-            RuntimeError: the handle's hook is not attached any more.
-            TypeError, ValueError: as :func:`torch_commhook.check_hook`; the old hook then stays,
-                on all ranks.
-            RuntimeError: the ranks' hooks differ, or one is refused on another rank.
+            RuntimeError: the handle's hook is no longer attached; the ranks' hooks differ, or
+                another
+                rank refuses its hook.
+            TypeError, ValueError: as :func:`torch_commhook.check_hook`. The old hook then stays, on
+                all ranks.
         """
         if not self.is_attached:
             raise RuntimeError(
-                f"HookHandle.replace: hook '{self._attached.name}' is not attached any more; "
+                f"HookHandle.replace: hook '{self._attached.name}' is no longer attached; "
                 "use attach()"
             )
         replacement, error, given = None, None, hook
@@ -161,12 +169,15 @@ class HookHandle:
     def register_buffer_prehook(
         self, hook: Callable[[GradBucket], Tensor | None]
     ) -> RemovableHandle:
-        """Call ``hook(bucket)`` first with each bucket. It may return another buffer.
+        """Call ``hook(bucket)`` first with each bucket.
 
-        This hook and the next three stay when the communication hook is replaced. What they return
-        is checked as autograd checks its hooks: ``TypeError`` for something else than asked for,
-        ``RuntimeError`` for another number, dtype, layout, device or size. Under compiled autograd
-        they are traced together with the communication hook.
+        The hook returns None, or another buffer: a flat tensor of the bucket's size and dtype.
+
+        This hook and those of the next three methods stay when the communication hook is replaced.
+        Their results are checked as autograd checks its hooks'. A result of the wrong type raises a
+        ``TypeError``; one of another number, dtype, layout, device or size raises a
+        ``RuntimeError``.
+        Compiled autograd traces them together with the communication hook.
         """
         return self._attached.stages.register("buffer_prehooks", hook)
 
@@ -175,8 +186,9 @@ class HookHandle:
     ) -> RemovableHandle:
         """Call ``hook(gradients)`` before the communication hook.
 
-        ``gradients`` is a tuple of views of the bucket's buffer, in its parameters' order. The hook
-        may return a tuple of others, None in it for those that stay.
+        ``gradients`` is a tuple of views of the bucket's buffer, in the order of its parameters.
+        The
+        hook returns None, or a tuple of new gradients with None for each that stays.
         """
         return self._attached.stages.register("prehooks", hook)
 
@@ -186,39 +198,43 @@ class HookHandle:
     ) -> RemovableHandle:
         """Call ``hook(reduced, local)`` with each bucket's result, before it is written.
 
-        Both are tuples of gradients: as the communication hook has made them, and as they were
-        before it. The hook may return a tuple of others for ``reduced``.
+        Both are tuples of gradients. ``reduced`` has the communication hook's results, ``local``
+        has
+        its inputs. The hook returns None, or a tuple of gradients that replace ``reduced``.
         """
         return self._attached.stages.register("posthooks", hook)
 
     def register_post_accumulate_hook(self, hook: Callable[[GradBucket], None]) -> RemovableHandle:
         """Call ``hook(bucket)`` for each bucket when all gradients are written.
 
-        The gradients are those of ``bucket.parameters()``. The hook must return None.
+        ``bucket.parameters()`` have the gradients. The hook must return None.
         """
         return self._attached.stages.register("post_accumulate_hooks", hook)
 
     # ---- around a step ---------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank, without communication, inside a ``with`` block.
+        """Return a context manager: gradients accumulate on each rank, without communication.
 
-        For gradient accumulation. As in DDP, what counts is whether the model's forward runs
-        inside; where it does not run at all, whether backward does. The next backward outside
-        averages what has added up.
+        For gradient accumulation. As in DDP, the place of the model's forward decides, or that of
+        ``backward()`` if the model's own forward does not run. The next backward outside the block
+        averages the accumulated gradients.
         """
         return self._road.no_sync()
 
     def join(self) -> AbstractContextManager[Any]:
-        """Let ranks run out of inputs at different times, inside a ``with`` block.
+        """Return a context manager in which ranks may have different numbers of inputs.
 
-        A rank that leaves the block takes part in the others' steps with gradients of zeros, and
-        hooks of this library go on dividing by all ranks. In the end all ranks have the parameters
-        of one that was the last to leave. Same as ``DistributedDataParallel.join()``; for other
-        participants see ``torch.distributed.algorithms.join``.
+        A rank that leaves the block takes part in the others' steps with gradients of zero. Hooks
+        of
+        this library still divide by the number of all ranks. At the end all ranks get the
+        parameters of
+        a rank that left last. ``DistributedDataParallel.join()`` does the same. For other
+        participants
+        see ``torch.distributed.algorithms.join``.
 
         Raises:
-            RuntimeError: the hook keeps ranks apart, which must take equally many steps.
+            RuntimeError: the hook keeps ranks apart; all ranks must then take equally many steps.
         """
         if self._attached.keeps_ranks_apart:
             raise RuntimeError(
@@ -229,25 +245,26 @@ class HookHandle:
 
     @outside_inference_mode
     def synchronize(self) -> None:
-        """Bring ranks together that the hook keeps apart: all have the same parameters then.
+        """Give all ranks the same parameters, if the hook keeps ranks apart.
 
-        For the end of training, an evaluation in between, or before :meth:`remove`. Does nothing
-        where they are together, as with all hooks but :class:`torch_commhook.hooks.local_sgd`. All
-        ranks must call it at the same point.
+        Call it at the end of training, before an evaluation, or before :meth:`remove`. It does
+        nothing
+        while the ranks have the same parameters, as with every hook but
+        :class:`torch_commhook.hooks.local_sgd`. All ranks must call it at the same point.
 
         Raises:
-            RuntimeError: the handle's hook is not attached any more.
-            PeerError: it failed on another rank. Parameters are as before.
+            RuntimeError: the handle's hook is no longer attached.
+            PeerError: another rank failed. The parameters are unchanged.
         """
         if not self.is_attached:
             raise RuntimeError(
-                f"HookHandle.synchronize: hook '{self._attached.name}' is not attached any more"
+                f"HookHandle.synchronize: hook '{self._attached.name}' is no longer attached"
             )
         if self._attached.local_steps is not None:
             self._attached.local_steps.synchronize()
 
     def stats(self) -> HookStats:
-        """What the hook has sent while it was attached, up to now; see :class:`HookStats`."""
+        """Return what the hook has sent since it was attached; see :class:`HookStats`."""
         attached = self._attached
         stats = attached.stats
         attached.traced_steps.move_to(stats)
@@ -268,12 +285,12 @@ class HookHandle:
 
         Args:
             writer: TensorBoard's ``SummaryWriter``, a logger of Lightning or MLflow, a run of
-                Weights & Biases, anything with ``log(dict)``, or a function of a dict.
-            step: of which this is; None where the writer counts itself.
-            prefix: of the names.
+                Weights & Biases, any object with ``log(dict)``, or a function of a dict.
+            step: the number of the step; None if the writer counts steps itself.
+            prefix: the beginning of each name.
 
         Raises:
-            TypeError: no such writer.
+            TypeError: ``writer`` is none of these.
         """
         stats = self.stats()
         values = stats.scalars(self._logged)
@@ -282,20 +299,22 @@ class HookHandle:
 
     @property
     def steps(self) -> int:
-        """Steps of the training that have counted: on a new rank those before it came, too.
+        """The number of steps that training has counted. On a new rank it includes earlier steps.
 
-        With local steps these are the optimizer's. Without ``elastic``, steps that the hook has
-        taken since it was attached; of local steps, exchanges.
+        With local steps these are the optimizer's steps. Without ``elastic`` it is the number of
+        steps
+        since the hook was attached; with local steps, of exchanges.
         """
         elastic = getattr(self._road, "elastic", None)
         return self._attached.memory.steps if elastic is None else elastic.ranks.trained
 
     @property
     def is_joining(self) -> bool:
-        """Whether this rank gets the state of a training in pieces, and does not have all yet.
+        """Whether this rank is still receiving the state of a running training in pieces.
 
-        Until then its parameters and its loss mean nothing, and its gradients do not count. False
-        without ``elastic``.
+        Until it has all pieces, its parameters and loss are meaningless and its gradients do not
+        count.
+        Always False without ``elastic``.
         """
         elastic = getattr(self._road, "elastic", None)
         return elastic is not None and bool(elastic.lacks_state)
@@ -303,11 +322,14 @@ class HookHandle:
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` now, and whenever ranks are lost or join.
 
-        The thread that trains calls it, between two steps or before it repeats a step. For data
-        samplers. See :class:`Elastic`.
+        Data samplers need this. The training thread makes the call, between two steps or before it
+        repeats a step. See :class:`Elastic`.
+
+        Args:
+            callback: gets this rank's number and the number of ranks.
 
         Raises:
-            RuntimeError: the hook was not attached with ``elastic``.
+            RuntimeError: the hook was attached without ``elastic``.
         """
         elastic = getattr(self._road, "elastic", None)
         if elastic is None:
@@ -318,29 +340,35 @@ class HookHandle:
 
     @outside_inference_mode
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """What the hook remembers on this rank, to go on from later.
+        """Return what the hook remembers on this rank, for a checkpoint.
 
-        Error memory, factors, momentum and steps, by the names of parameters, as plain values and
-        tensors: it loads with ``torch.load(..., weights_only=True)`` and goes into
-        ``torch.distributed.checkpoint`` as it is. Each rank has its own, under ``"rank0"``,
-        ``"rank1"`` and so on. Empty for a hook that remembers nothing.
+        The state holds error memory, factors, momentum and steps by parameter name, as plain values
+        and
+        tensors. It loads with ``torch.load(..., weights_only=True)``, and
+        ``torch.distributed.checkpoint`` saves it unchanged. Each rank's state is its own, under
+        ``"rank0"``, ``"rank1"`` and so on. It is empty if the hook remembers nothing.
 
-        Training that goes on from it takes the same steps, bit for bit, where the buckets are the
-        same: those of a module are made so when it is loaded; DDP forms its buckets anew after its
-        first step, before which they may be others. Seeds are settings of the hook.
+        Training that resumes from it takes the same steps, bit for bit, if the buckets are the
+        same.
+        Loading gives a module the state's buckets. DDP rebuilds its buckets after the first step,
+        so
+        they may differ before. Seeds are settings of the hook, and not part of the state.
 
-        Of a hook that keeps ranks apart this has the rank's parameters too. Where a sharded model
-        has a ``shard_hook``, what that remembers is under ``"shard_hook"``.
+        If the hook keeps ranks apart, the state contains the rank's parameters. The memory of a
+        sharded
+        model's ``shard_hook`` is under ``"shard_hook"``.
 
         Args:
-            gather: whether to give what the hook remembers on all ranks, in one state that each of
-                them can load: for a file that one rank writes, as frameworks do. All ranks must
-                call this at the same point then, and get the same, in the memory of the host: as
-                much as all of them remember together.
+            gather: whether to return the memory of all ranks, in one state that every rank can
+                load.
+                Use it for a file that one rank writes, as frameworks do. All ranks must then call
+                this
+                at the same point. The state is in host memory, as large as the memory of all ranks.
 
         Raises:
-            RuntimeError: with ``gather``, it failed on another rank, the ranks are at different
-                steps, or ``torch.distributed`` does not know the process group.
+            RuntimeError: with ``gather``: it failed on another rank, the ranks are at different
+                steps,
+                or ``torch.distributed`` does not know the process group.
         """
         if gather:
             return self._gathered_state()
@@ -367,23 +395,28 @@ class HookHandle:
 
     @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank.
+        """Load a state that :meth:`state_dict` returned on this rank.
 
-        All ranks must do so at the same point. For another number of ranks see
-        :func:`torch_commhook.reshard_states`. With a hook that keeps ranks apart, this writes the
-        rank's parameters; it comes after the model's own ``load_state_dict()``.
+        All ranks must call this at the same point. For another number of ranks see
+        :func:`torch_commhook.reshard_states`. If the hook keeps ranks apart, this writes the rank's
+        parameters; call it after the model's own ``load_state_dict()``.
+
+        Args:
+            state: the state.
 
         Raises:
-            RuntimeError: the handle's hook is not attached any more; the ranks' states are of
-                different steps or buckets, or one is refused on another rank.
-            ValueError: no such state, or one of other parameters, of another number of ranks, or of
-                a hook that remembers other things.
+            RuntimeError: the handle's hook is no longer attached; the ranks' states are of
+                different
+                steps or buckets, or another rank refuses its state.
+            ValueError: ``state`` is no such state, or belongs to other parameters, another number
+                of
+                ranks, or another kind of hook.
 
-        What the hook remembers then stays, on all ranks.
+        After an error the hook's memory is unchanged, on all ranks.
         """
         if not self.is_attached:
             raise RuntimeError(
-                f"HookHandle.load_state_dict: hook '{self._attached.name}' is not attached any more"
+                f"HookHandle.load_state_dict: hook '{self._attached.name}' is no longer attached"
             )
         memory, local_steps = self._attached.memory, self._attached.local_steps
         settings: dict[str, object] = {}
@@ -414,21 +447,21 @@ class HookHandle:
 
 
 def begin_hook(first: Road, attached: Attached, op: str) -> None:
-    """Have a model use a hook: all ranks, or none.
+    """Start a hook on a model: on all ranks, or on none.
 
     Args:
         first: the road that the model's handle was made with.
         attached: the hook.
-        op: whose errors these are.
+        op: the function's name in errors.
 
     Raises:
-        Exception: what the hook raised when it was asked what it remembers.
-        RuntimeError: it raised on another rank.
+        Exception: the hook raised it when it asked for memory.
+        RuntimeError: the hook raised an exception on another rank.
     """
     road = road_in_use(first)
     error = _refused(attached, road)
     try:
-        # Also a hook that is refused here: the others may be measuring the link with this rank.
+        # Also if this rank refuses the hook: the others may be measuring the link with this rank.
         if error is None or getattr(road, "elastic", None) is None:
             road.attached = attached
         if error is None:
@@ -441,7 +474,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
 
 
 def _refused(attached: Attached, road: Road) -> Exception | None:
-    """Why the hook cannot have these ranks and parameters, if so."""
+    """The error if the hook does not fit the ranks and parameters, or None."""
     hook = attached.hook
     try:
         if isinstance(hook, Hook):
@@ -462,12 +495,12 @@ def _begin_local_steps(first: Road, attached: Attached) -> None:
 
 
 def printed_hook(hook: object) -> str:
-    """What ranks compare. Hooks of the library print as they are written; of others none knows."""
+    """The text that ranks compare. A hook of the library prints as its expression."""
     return repr(hook) if type(hook).__module__.startswith(hooks_module) else "another"
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:
-    """What of a checked state all ranks must load alike: plain values, since they are sent."""
+    """The parts of a checked state that must be equal on all ranks, as plain values."""
     shared = {"steps": state["steps"], "choices": state["choices"], LOCAL_STEPS: position}
     return {
         f"the state's {key}": value for key, value in {**shared, **comparable_form(state)}.items()

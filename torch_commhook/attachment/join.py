@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out of them takes part in the others' steps with zeros."""
+"""Uneven inputs: a rank without inputs takes part in the others' steps with zeros."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 
 class _Participant(Protocol):
-    """A model whose rank takes part in the others' steps."""
+    """A model whose rank can take part in the others' steps."""
 
     @property
     def parent_group(self) -> dist.ProcessGroup:
@@ -18,21 +18,21 @@ class _Participant(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's rank in it."""
+        """This process's rank in the process group."""
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """The first parameter's device."""
 
     def shadow_step(self) -> None:
-        """Take part in a step of the others, with zeros."""
+        """Take part in the others' step, with gradients of zero."""
 
     def broadcast_from(self, rank: int) -> None:
-        """Give all ranks one rank's parameters and buffers."""
+        """Broadcast one rank's parameters and buffers to all ranks."""
 
 
 class ReducerJoinable(Joinable):
-    """A road on the module, for ``torch.distributed.algorithms.join.Join``."""
+    """Lets ``torch.distributed.algorithms.join.Join`` use a model that has a hook."""
 
     def __init__(self, road: _Participant) -> None:
         super().__init__()
@@ -41,31 +41,31 @@ class ReducerJoinable(Joinable):
 
     @property
     def enabled(self) -> bool:
-        """Whether a join context is around."""
+        """Whether a join context is active."""
         enable: bool = self._join_config.enable
         return enable
 
     @property
     def is_notified(self) -> bool:
-        """Whether the ranks that have joined know of this step."""
+        """Whether the ranks that have joined know about this step."""
         return self.enabled and self._notified
 
     def notify(self) -> None:
-        """Tell the ranks that have joined of a step, once."""
+        """Notify the ranks that have joined of a step, once."""
         if self.enabled and not self._notified:
             self._notified = True
             Join.notify_join_context(self)
 
     def take_part(self) -> None:
-        """This rank has joined, and takes part in a step that another one told of."""
+        """Take part in a step of which another rank has notified this one, which has joined."""
         self._notified = True
 
     def step_ended(self) -> None:
-        """The next step is to be told of again."""
+        """Note that the next step needs a new notification."""
         self._notified = False
 
     def common_rank(self, candidate: bool) -> int:
-        """The highest of the ranks that are candidates."""
+        """The highest rank among the candidates."""
         road = self.road
         rank = torch.tensor(
             [road.rank if candidate else -1], dtype=torch.int64, device=self.join_device

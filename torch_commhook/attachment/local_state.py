@@ -1,4 +1,4 @@
-"""The parts of a local-steps state that the hook's memory does not hold."""
+"""The parts of a local-steps state that are not in the hook's memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def taken_apart(
 ) -> CheckedState:
     """Split a state into this rank's parameters, the position in the round, and the rest.
 
-    The rest is not checked.
+    Does not check the rest.
 
     Args:
-        state: to be loaded.
-        hook_name: for errors.
+        state: the state to load.
+        hook_name: the hook's name, for errors.
         own_key: the state's key for this rank's tensors.
         by_name: the parameters, as the hook's memory has them.
 
     Raises:
-        ValueError: it lacks a part of such a state, or has parameters of other names or shapes.
+        ValueError: the state lacks a part, or its parameters have other names or shapes.
     """
     if not isinstance(state, dict) or LOCAL_STEPS not in state:
         raise load_error(
@@ -48,7 +48,7 @@ def taken_apart(
         )
     position = checked_position(state, "its ", load_error)
     pieces = state.get(own_key)
-    if not isinstance(pieces, dict):  # the memory's check raises
+    if not isinstance(pieces, dict):  # the memory's check raises an error
         return CheckedState([], position, state)
     kinds = [kind for kind in pieces if kind not in (PARAMETERS, MEANS)]
     rest = {**state, own_key: {kind: pieces[kind] for kind in kinds}}
@@ -65,17 +65,17 @@ def taken_apart(
 
 
 def check_fragment(position: Mapping[str, Any], hook: local_sgd) -> None:
-    """Refuse a position that a hook with other fragments cannot go on from.
+    """Refuse a position that a hook with other fragments cannot continue from.
 
     Raises:
-        ValueError: an exchange was under way, and the fragment has other parameters in the hook; or
-            the hook has no fragment of the number whose turn is next.
+        ValueError: an exchange was running, and its fragment has other parameters in this hook; or
+            this hook has no fragment with the next number.
     """
     there = position.get("fragments", hook.fragments)
     if position.get("steps_in_flight", -1) >= 0 and there != hook.fragments:
         raise load_error(
-            f"an exchange of one of {there} fragments was under way, which the hook with fragments="
-            f"{hook.fragments} cannot go on with; load it with fragments={there}, and call "
+            f"an exchange of one of {there} fragments was running, and the hook with fragments="
+            f"{hook.fragments} cannot continue it; load it with fragments={there}, and call "
             "synchronize()"
         )
     if position.get("fragment", 0) >= hook.fragments:
@@ -89,15 +89,15 @@ def check_fragment(position: Mapping[str, Any], hook: local_sgd) -> None:
 def checked_means(
     state: Mapping[str, Any], own_key: str, memories: Sequence[BucketMemory]
 ) -> dict[str, Tensor]:
-    """The mean distances of a fragment whose exchange was under way.
+    """The mean distances of a fragment whose exchange was running.
 
     Args:
-        state: to be loaded.
+        state: the state to load.
         own_key: its key for this rank's tensors.
-        memories: of the fragment's buckets.
+        memories: the hook's memory of the fragment's buckets.
 
     Raises:
-        ValueError: the state has others.
+        ValueError: the state has other means.
     """
     parameters: dict[str, Tensor] = {}
     for memory in memories:
@@ -106,8 +106,8 @@ def checked_means(
     values = own.get(MEANS) if isinstance(own, dict) else None
     if not isinstance(values, dict):
         raise load_error(
-            f"its '{MEANS}' must have the mean distances of the fragment whose exchange was under "
-            f"way, by name, got {shown(values)}"
+            f"its '{MEANS}' must have, by name, the mean distances of the fragment whose exchange "
+            f"was running, got {shown(values)}"
         )
     return {
         name: _checked(values, MEANS, name, each, precise(each.dtype)).to(each.device, copy=True)
@@ -116,13 +116,13 @@ def checked_means(
 
 
 def position_of(place: Round, background: BackgroundExchange | None) -> dict[str, Any]:
-    """The position in a round, as a state saves it.
+    """The position in a round, in the form of a state.
 
     An exchange that has failed counts as not begun.
 
     Args:
-        place: in the round.
-        background: an exchange under way, which is settled.
+        place: the position in the round.
+        background: a running exchange with a known outcome.
     """
     if background is None:
         return place.position(-1)
@@ -134,12 +134,12 @@ def position_of(place: Round, background: BackgroundExchange | None) -> dict[str
 def exchange_of_state(
     replica: Replica, place: Round, steps: int, means: Mapping[str, Tensor]
 ) -> BackgroundExchange:
-    """An exchange under way whose means are known.
+    """A running exchange with known means.
 
     Args:
-        replica: whose parameters these are.
-        place: in the round.
-        steps: since it began.
+        replica: the parameters' copy of the model.
+        place: the position in the round.
+        steps: the number of steps since the exchange began.
         means: mean distances by parameter name.
     """
     return BackgroundExchange(
@@ -170,9 +170,9 @@ def own_tensors(
     """Copies of this rank's tensors for a state. Kinds and names are the same at every step.
 
     Args:
-        parameters: by name.
-        means: mean distances that have come of an exchange under way, by name; zeros stand for the
-            others. None for a hook that has no exchanges under way.
+        parameters: the parameters by name.
+        means: the mean distances of a running exchange by name, as far as they have arrived;
+            others are saved as zeros. None for a hook without exchanges in the background.
     """
     own = {PARAMETERS: {name: each.detach().clone() for name, each in parameters.items()}}
     if means is not None:
@@ -188,14 +188,14 @@ def own_tensors(
 def check_anchors(state: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check that a state has an anchor of each parameter.
 
-    Without it each rank would take its own parameter for the anchor.
+    Otherwise each rank would use its own parameter as the anchor.
 
     Args:
-        state: to be loaded, after the memory's check.
-        names: of the parameters.
+        state: the state to load, already checked by the memory.
+        names: the parameters' names.
 
     Raises:
-        ValueError: it lacks some.
+        ValueError: the state lacks an anchor.
     """
     missing = sorted(set(names) - set(state["shared"].get(ANCHOR, {})))
     if missing:

@@ -1,4 +1,4 @@
-"""Steps on each rank's own gradients, and the exchanges that bring the ranks together."""
+"""Steps on each rank's own gradients, and the exchanges that give ranks the same parameters."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from torch_commhook.step.ranks_apart import CheckedState
 
 
 class LocalSteps:
-    """Counts the steps of a model that a hook keeps apart, and brings the ranks together.
+    """Counts the steps of a model whose hook keeps ranks apart, and runs the exchanges.
 
     Args:
-        model: whose parameters these are.
+        model: the model.
         attached: the hook, a :class:`local_sgd`.
-        road: gives the road that the hook is on at the moment.
+        road: returns the road that the hook uses at the moment.
 
     Attributes:
-        done: steps since the ranks were together.
-        is_open: whether a step has begun and is not over.
+        done: the number of steps since the last exchange.
+        is_open: whether a step has begun and not ended.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class LocalSteps:
         self._round = Round(self.hook.H, self.hook.fragments)
         self._background: BackgroundExchange | None = None
         attached.memory.before_change = self._settle_background
-        self._in_step = False  # of an optimizer, which may run forward and backward
-        self._is_counted = False  # a step, after which nothing has been exchanged yet
-        self._stepped: set[int] = set()  # parameters, in the step that is open
+        self._in_step = False  # inside an optimizer's step, which may run forward and backward
+        self._is_counted = False  # a step was counted, and its exchange has not run yet
+        self._stepped: set[int] = set()  # parameters that the open step has changed
         # DDP asks for memory in the first backward, when an optimizer may have stepped already.
         self._names = [name for memory in self._memories() for name in memory.names or ()]
         self._references = self._replica.references()
         self._is_let_go = False
-        self._is_over = False  # nobody is to be warned any more
-        self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
+        self._is_over = False  # no more warnings
+        self._loaded: set[int] = set()  # parameters whose anchors have moved since an exchange
         self._versions = self._versions_now()
         self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
-        # First, since what else the model sends before a forward comes after the exchange.
+        # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         add_step_counter(self)
         self._end = weakref.finalize(model, self._model_gone)
@@ -92,15 +92,15 @@ class LocalSteps:
         return hook
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._end.detach()
         try:
-            self.warn_if_apart("was taken off")
+            self.warn_if_apart("was removed")
         finally:  # the warning may be an error
             self._stop()
 
     def handle_gone(self) -> None:
-        """Nobody can bring the ranks together any more, but for the steps to come."""
+        """Warn, since only the next exchanges can give the ranks the same parameters now."""
         self.warn_if_apart("lost its handle")
 
     def _model_gone(self) -> None:
@@ -110,10 +110,10 @@ class LocalSteps:
             self._stop()
 
     def warn_if_apart(self, what: str) -> None:
-        """Warn where ranks differ now, once.
+        """Warn once if the ranks' parameters differ now.
 
         Args:
-            what: has happened to the hook.
+            what: the event, as a verb after the hook's name.
         """
         if self._is_over or self._attached.memory.world_size == 1:
             return
@@ -123,7 +123,7 @@ class LocalSteps:
             warn_apart(self._attached.name, what, steps)
 
     def let_go(self) -> None:
-        """Keep no parameter; :meth:`state_dict` finds them by their names."""
+        """Release the parameters; :meth:`state_dict` finds them by name."""
         self._references.clear()
         self._is_let_go = True
 
@@ -133,11 +133,11 @@ class LocalSteps:
 
     @property
     def _survivors(self) -> ExchangeSurvivors | None:
-        """The ranks, where they come and go."""
+        """The ranks, with ``elastic``; else None."""
         return getattr(self._road(), "elastic", None)
 
     def _by_name(self) -> dict[str, Tensor]:
-        """The parameters that there are, as the hook's memory has them."""
+        """The parameters that still exist, as the hook's memory has them."""
         return self._replica.find(self._names)
 
     def _stop(self) -> None:
@@ -148,10 +148,10 @@ class LocalSteps:
         if self._background is not None:
             self._background.leave()
 
-    # ---- what a step is --------------------------------------------------------------------------
+    # ---- counting steps --------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """A backward begins whose gradients a step is to use, or ends where ranks have shards.
+        """Note a backward: at its begin, or on sharded models at its end.
 
         Raises:
             RuntimeError: in ``join()``, or while a CUDA graph captures the current stream.
@@ -163,12 +163,12 @@ class LocalSteps:
         model = self._model()
         if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             raise RuntimeError(
-                f"hook '{self._attached.name}': all ranks must take equally many steps, which "
-                "join() is not for; give each as many batches"
+                f"hook '{self._attached.name}': all ranks must take equally many steps, so join() "
+                "cannot be used; give each as many batches"
             )
         if self._is_at_rest:
             self._look_for_anchor()
-        self._give_state()  # where the model's own forward was not called
+        self._give_state()  # if the model's own forward was not called
         if not self._replica.counts_writes:
             gradients = [parameter.grad for parameter in self._living()]
             self._gradient_versions = {
@@ -177,19 +177,19 @@ class LocalSteps:
         self.is_open = True
 
     def before_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer is about to step parameters of these ids."""
+        """Note that an optimizer is about to step parameters with these ids."""
         if not self._ids().isdisjoint(parameters):
             self._in_step = True
             self._give_state()
 
     def _give_state(self) -> None:
-        """Give new ranks what they need, before the first step after an exchange."""
+        """Send new ranks their state, before the first step after an exchange."""
         survivors = self._survivors
         if survivors is not None:
             survivors.give_state()
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer has stepped parameters of these ids."""
+        """Note that an optimizer has stepped parameters with these ids."""
         own = self._ids() & parameters
         if not own:
             return
@@ -201,19 +201,19 @@ class LocalSteps:
             self._count()
 
     def after_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """Exchange what is due, once all have counted the step."""
+        """Run the exchange that is due, once all models have counted the step."""
         if self._is_counted and not self._ids().isdisjoint(parameters):
             self._take_turn()
 
     def before_forward(self, module: nn.Module) -> None:
-        """Called by the model before its own forward."""
+        """End a step before the model's own forward. The model calls this."""
         if self.is_open and torch.is_grad_enabled():
             _end_step(self)
 
     def end_step(self) -> None:
-        """End a step that optimizers have not ended, where another one begins."""
+        """End a step that optimizers have not ended, when another one begins."""
         if self._in_step or not (self._stepped or self._gradients_are_gone()):
-            return  # a closure, or gradients that add up
+            return  # a closure, or accumulated gradients
         self._count()
         self._take_turn()
 
@@ -250,10 +250,11 @@ class LocalSteps:
         return all(each is None or self._is_zeroed(each) for each in gradients)
 
     def _is_zeroed(self, gradient: Tensor) -> bool:
-        """Whether somebody has made a gradient zero; all ranks that have shards of it say so."""
+        """Whether a user has zeroed a gradient. All ranks with shards of it return the same."""
         if isinstance(gradient, DTensor):
-            # One rank's shard may be empty, or zero by itself. What fully_shard() adds to a
-            # gradient that is there does not count as a version of the whole.
+            # One rank's shard may be empty or zero anyway. An addition of fully_shard() to an
+            # existing
+            # gradient does not change the version of the whole.
             if gradient._version == self._gradient_versions.get(id(gradient), 0):
                 return False
             return not gradient.to_local().any()
@@ -264,11 +265,11 @@ class LocalSteps:
 
     @property
     def _is_at_rest(self) -> bool:
-        """Whether parameters are where an exchange has put them, unless somebody wrote to them."""
+        """Whether parameters are where an exchange has put them, apart from a user's writes."""
         return self.done == 0 and not self.is_open and not self._stepped
 
     def _memories(self) -> list[BucketMemory]:
-        """What the hook remembers of each bucket."""
+        """The hook's memory of each bucket."""
         found = []
         for index, parameters in enumerate(self._road().parameter_buckets()):
             memory = self._attached.memory_of(parameters, index)
@@ -277,24 +278,24 @@ class LocalSteps:
         return found
 
     def _pieces(self, fragment: int | None = None) -> list[BucketMemory]:
-        """What the hook remembers of what travels by itself: of a fragment, or of all."""
+        """The hook's memory of the parts that one exchange sends: a fragment's, or all."""
         memories = self._memories()
         return [piece for each in memories for piece in self.hook.pieces(each, fragment)]
 
     def _settle_background(self) -> None:
-        """Have nothing under way that writes to what the hook remembers."""
+        """Wait until no exchange writes to the hook's memory."""
         if self._background is not None:
             self._background.look()
 
     def _versions_now(self) -> list[int] | None:
-        """Numbers that differ after somebody has written to a parameter; None if nobody counts."""
+        """Numbers that change when a user writes to a parameter; None if writes are not counted."""
         if not self._replica.counts_writes:
             return None
         return [parameter._version for parameter in self._living()]
 
     @torch.no_grad()
     def _look_for_anchor(self) -> None:
-        """Move the anchor to parameters that were loaded since it was where they are."""
+        """Move the anchors of parameters that a user has loaded since the last exchange."""
         versions = self._versions_now()
         if versions is None or versions != self._versions:
             for memory in self._memories():
@@ -302,28 +303,28 @@ class LocalSteps:
             self._versions = versions
 
     def _agree_on_anchors(self) -> None:
-        """Move what other ranks have moved."""
+        """Move the anchors of parameters that other ranks have loaded."""
         self._loaded |= moved_elsewhere(
             self.hook, self._memories(), self._loaded, self._replica.group
         )
 
     # ---- the exchange ----------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # under which an optimizer may step
+    @torch.inference_mode(False)  # an optimizer may step in inference mode
     @torch.no_grad()
     def _take_turn(self) -> None:
-        """Do what is due after a step that has been counted. All ranks come here together.
+        """Run the exchange that is due after a counted step. All ranks must call this together.
 
         Raises:
             PeerError: an exchange has failed on another rank.
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         self._is_counted = False
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
             self._end_background(background)
             if self._survivors is not None:
-                return  # new ranks get what they need before the next step
+                return  # new ranks get their state before the next step
         if self._background is not None or not self._round.is_due:
             return
         fragment = self._round.turn
@@ -344,7 +345,7 @@ class LocalSteps:
     @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Have the ranks together, with nothing that is not sent or on its way."""
+        """Give all ranks the same parameters, with nothing unsent and no exchange running."""
         if self._background is not None:
             self._end_background(self._background, at_the_end=True)
         if self._is_at_rest:
@@ -353,15 +354,15 @@ class LocalSteps:
         self._round.reset()
 
     def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> None:
-        """End an exchange of a fragment, and move that: on all ranks, or on none.
+        """End the exchange of a fragment and move its parameters: on all ranks, or on none.
 
         Args:
             background: the exchange.
-            at_the_end: whether ranks are brought together.
+            at_the_end: whether ranks are to have the same parameters afterwards.
 
         Raises:
             PeerError, Exception: as :meth:`_take_turn`.
-            BaseException: the ranks do not know the outcome, and end the exchange after the next
+            BaseException: the ranks do not know the outcome; they end the exchange after the next
                 step.
         """
         survivors = self._survivors
@@ -385,10 +386,10 @@ class LocalSteps:
     def _end_among(
         self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
     ) -> None:
-        """:meth:`_end_background` where ranks come and go.
+        """End an exchange among ranks that come and go; as :meth:`_end_background`.
 
-        The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is
-        lost meanwhile, all exchange the fragment again, at once.
+        The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is lost
+        meanwhile, all exchange the fragment again at once.
         """
         survivors.stop_clock()
         background.settle()
@@ -419,18 +420,19 @@ class LocalSteps:
         repeatable.end(lets_in=lets_in)
 
     def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
-        """Average how far the ranks have come, and move by that.
+        """Average the ranks' distances from the anchor, and move the parameters by the mean.
 
-        A step of its own, on which the ranks agree before anything changes.
+        This is a step of its own: the ranks agree before any parameter changes.
 
         Args:
-            fragment: that is exchanged; None for all.
-            at_the_end: bring the ranks together: where they go on from places of their own, send
-                all that there is; where they are together, do nothing.
+            fragment: the fragment to exchange; None for all.
+            at_the_end: whether ranks are to have the same parameters afterwards. The hook then
+                sends
+                all that is unsent, and does nothing if the parameters are equal already.
 
         Raises:
             PeerError: it failed on another rank.
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         unsent = at_the_end and self.hook.error_reset
 
@@ -451,15 +453,15 @@ class LocalSteps:
         if exchanged is not None:
             exchanged.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
             self._have_moved(exchanged.traffic, together=at_the_end)
-        # Not by synchronize(): the new rank would call it, too, when the others are done with it.
+        # Not in synchronize(): the new rank would call it too, after the others have finished it.
         repeatable.end(lets_in=not at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
-        """Parameters are where an exchange has put them.
+        """Note that an exchange has written the parameters.
 
         Args:
-            traffic: of each bucket.
-            together: whether all parameters of all ranks are; known of some exchanges anyway.
+            traffic: the traffic of each bucket.
+            together: whether all ranks have the same parameters now. Some exchanges ensure this.
         """
         attached = self._attached
         if together or (self.hook.fragments == 1 and not self.hook.mix):
@@ -476,16 +478,16 @@ class LocalSteps:
             )
 
     def _is_apart(self) -> bool:
-        """Whether this rank's parameters may be elsewhere than others'."""
+        """Whether this rank's parameters may differ from the others'."""
         if self.done > 0 or self._stepped:
             return True
-        # Where a step is written by hand, all that tells of the last one is what it has written.
+        # If the user writes a step by hand, only its writes to parameters show it.
         if self.is_open and self._is_written():
             return True
         return any(map(self.hook.is_ahead, self._memories()))
 
     def _is_written(self) -> bool:
-        """Whether somebody has written to parameters since an exchange has, or a load."""
+        """Whether a user has written to parameters since the last exchange or load."""
         versions = self._versions_now()
         if versions is None:
             return any(map(self.hook.has_moved, self._memories()))
@@ -494,13 +496,13 @@ class LocalSteps:
     # ---- a new rank ------------------------------------------------------------------------------
 
     def place(self) -> tuple[int, int, int]:
-        """The place in a round, for :meth:`begin_at` on a new rank."""
+        """The position in a round, for :meth:`begin_at` on a new rank."""
         return self.done, self._round.turn, self._round.steps
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_at(self, place: tuple[int, int, int]) -> None:
-        """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
+        """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
         self.done, turn, steps = place
         self._round.repeat(turn, steps)
         # With error_reset, the other rank is ahead of the anchor.
@@ -511,10 +513,10 @@ class LocalSteps:
     # ---- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook remembers, with the rank's parameters. Waits for an exchange under way.
+        """Return the hook's memory and the rank's parameters. Waits for a running exchange.
 
-        An exchange that has failed counts as not begun; it raises in the step in which it was to
-        end. On a sharded model, all ranks of a replica must call this at the same step.
+        An exchange that has failed counts as not begun; it raises in the step that ends it. On a
+        sharded model, all ranks of a replica must call this at the same step.
         """
         background = self._background
         if background is not None:
@@ -525,13 +527,13 @@ class LocalSteps:
         state = memory.state_dict()
         state[LOCAL_STEPS] = self._position(background)
         means = (background and background.means) or {}
-        # At rest too, so that what a state has is always the same.
+        # While the parameters are equal too, so that states always have the same parts.
         own = own_tensors(self._by_name(), means if self.hook.delay else None)
         state[memory.own_key].update(own)
         return state
 
     def _look(self, background: BackgroundExchange) -> None:
-        """Wait for the outcome of an exchange under way, the same on all ranks of a replica."""
+        """Wait for the outcome of a running exchange, the same on all ranks of a replica."""
         try:
             background.look()
         finally:  # the others wait for this rank
@@ -545,10 +547,10 @@ class LocalSteps:
         return position
 
     def check_state(self, state: Any) -> CheckedState:
-        """What of a :meth:`state_dict` is what.
+        """Check a :meth:`state_dict` and split it into its parts.
 
         Raises:
-            ValueError: no such state, or one that does not fit.
+            ValueError: it is no such state, or does not fit.
         """
         memory = self._attached.memory
         checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
@@ -565,7 +567,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def take_state(self, checked: CheckedState) -> None:
-        """Go on from what :meth:`check_state` gave. Writes the parameters."""
+        """Continue from the result of :meth:`check_state`. Writes the parameters."""
         if self._background is not None:
             self._background.leave()
             self._background = None

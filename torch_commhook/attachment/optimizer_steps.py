@@ -1,8 +1,8 @@
-"""Tells subscribers of the steps of optimizers.
+"""Notifies subscribers of optimizers' steps.
 
-An optimizer tells nobody of its steps but hooks that are registered with it, or with all of them.
-So there is one of ours with all optimizers as long as somebody counts. An optimizer may be made of
-others, and step by their steps; only the step of the whole counts then.
+An optimizer reports its steps only to hooks, of one optimizer or of all. So the library registers
+one hook for all optimizers while there are subscribers. An optimizer may consist of others, and
+step by their steps; only the outer step counts then.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.utils.hooks import RemovableHandle
 
 
 class StepCounter(Protocol):
-    """Who is told of each optimizer's step, with the ids of the optimizer's parameters."""
+    """A subscriber. Each call gets the ids of the stepping optimizer's parameters."""
 
     def before_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer is about to step."""
+        """Called before an optimizer steps."""
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer has stepped."""
+        """Called after an optimizer has stepped."""
 
     def after_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """All have counted the step."""
+        """Called when all subscribers have counted the step."""
 
 
-#: In the order in which the hooks were attached, which is that of the exchanges on all ranks.
+#: In the order in which hooks were attached; all ranks run exchanges in this order.
 _counters: weakref.WeakValueDictionary[int, StepCounter] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _handles: list[RemovableHandle] = []
 
 
 class _Begun(threading.local):
-    """The optimizers whose steps have begun in this thread, and not ended; or have raised."""
+    """The optimizers of this thread whose steps have begun and not ended, or have raised."""
 
     def __init__(self) -> None:
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -51,17 +51,17 @@ _begun = _Begun()
 
 
 def add_step_counter(counter: StepCounter) -> None:
-    """Tell a subscriber of steps, as long as it lives."""
+    """Notify a subscriber of steps, while it exists."""
     _counters[next(_numbers)] = counter
     if not _handles:
-        # What a rank sends, and when, is for no compiler.
+        # Compilers must not trace when a rank sends messages.
         before, after = map(torch.compiler.disable, (_before_step, _after_step))
         _handles.append(register_optimizer_step_pre_hook(before))
         _handles.append(register_optimizer_step_post_hook(after))
 
 
 def remove_step_counter(counter: StepCounter) -> None:
-    """Tell a subscriber of no more steps."""
+    """Stop notifying a subscriber."""
     for number, other in list(_counters.items()):
         if other is counter:
             del _counters[number]
@@ -86,7 +86,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if _is_part_of_a_step(optimizer, parameters):
         return
     counters = [counter for _, counter in sorted(_counters.items())]
-    # An exchange that fails must not keep the others from counting.
+    # A failed exchange must not keep other subscribers from counting.
     for counter in counters:
         counter.count_optimizer_step(parameters)
     for counter in counters:
@@ -94,7 +94,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _is_part_of_a_step(optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> bool:
-    """Whether another optimizer, of the same parameters, is stepping by this one's step."""
+    """Whether this step is part of the step of another optimizer with the same parameters."""
     others = [other for other in (ref() for ref in _begun.optimizers) if other is not None]
     others = [other for other in others if other is not optimizer and _is_stepping(other)]
     _begun.optimizers = [weakref.ref(other) for other in others]
@@ -102,7 +102,7 @@ def _is_part_of_a_step(optimizer: torch.optim.Optimizer, parameters: frozenset[i
 
 
 def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a method of an optimizer calls this: a step that has raised never ends."""
+    """Whether a method of the optimizer is on the call stack. A step that raised never ends."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Exchanges of how far ranks have come from their anchors, at once or in the background."""
+"""Exchanges of the ranks' distances from their anchors, at once or in the background."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class ParameterExchange:
-    """The mean of the ranks' distances from the anchor, of some buckets.
+    """Averages the ranks' distances from the anchor, for some buckets.
 
     Args:
         attached: the hook, a :class:`local_sgd`.
-        group: the ranks.
-        keeps_all: whether :meth:`undo` restores all that the hook remembers. Else only what it has
-            not sent: ranks then go on together, with the same rest.
+        group: the group of the ranks.
+        keeps_all: whether :meth:`undo` restores all memory of the hook. Otherwise it restores
+            only the unsent part, with which ranks continue together.
 
     Attributes:
-        means: by :meth:`receive`, for each bucket a mean distance of each parameter, of the shape
-            of the parameter and the dtype of the anchor.
+        means: set by :meth:`receive`: for each bucket the mean distance of each parameter, with
+            the parameter's shape and the anchor's dtype.
     """
 
     def __init__(self, attached: Attached, group: StepGroup, *, keeps_all: bool = False) -> None:
@@ -57,7 +57,7 @@ class ParameterExchange:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._lock = threading.Lock()
         self._has_agreed = False
-        self._number = 0  # of the exchange, the same on all ranks
+        self._number = 0  # the exchange's number, the same on all ranks
         self._is_given_up = False
         self.means: list[list[Tensor]] = []
 
@@ -72,16 +72,16 @@ class ParameterExchange:
         """Average the distances at once, on all ranks or on none.
 
         Args:
-            replica: whose parameters these are.
-            memories, unsent: as :meth:`send` takes them.
-            is_wanted: asked first, on all ranks: whether there is anything to average.
+            replica: the parameters' copy of the model.
+            memories, unsent: as for :meth:`send`.
+            is_wanted: returns whether there are distances to average. Called first, on all ranks.
 
         Returns:
-            Whether there was.
+            Whether any rank had distances to average.
 
         Raises:
             PeerError: it failed on another rank.
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         replica.begin()
         try:
@@ -100,14 +100,14 @@ class ParameterExchange:
         return wanted
 
     def send(self, memories: Sequence[BucketMemory], *, unsent: bool = False) -> None:
-        """Measure distances, and start to average them.
+        """Measure the distances, and start to average them.
 
         Args:
-            memories: of the buckets.
-            unsent: send all that the hook has not sent, uncompressed.
+            memories: the hook's memory of the buckets.
+            unsent: whether to send all that the hook has not sent, uncompressed.
 
         Raises:
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         self._memories = list(memories)
         for memory in memories:
@@ -122,7 +122,7 @@ class ParameterExchange:
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
 
     def _copies(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
-        """All that an exchange changes before :meth:`move`, with copies."""
+        """All tensors that an exchange changes before :meth:`move`, with copies."""
         tensors = memory.changing_tensors(but=(ANCHOR, MOMENTUM))
         found = [(tensor, tensor.clone()) for tensor in tensors]
         for part in memory.parts.values():
@@ -130,27 +130,27 @@ class ParameterExchange:
         return found
 
     def set_fragment(self, fragment: int) -> None:
-        """Number the exchange, so that the ranks can check that they are at the same one.
+        """Number the exchange, so that ranks can check that they run the same one.
 
         Args:
-            fragment: the number of the fragment that is exchanged.
+            fragment: the number of the fragment.
         """
-        # A rank that counts an earlier exchange as failed has counted one less. Sums of squares of
-        # numbers of 16 bits are exact in float64.
+        # A rank on which an earlier exchange failed has a smaller count. Sums of squares of 16-bit
+        # numbers are exact in float64.
         exchanges = self._attached.memory.steps
         self._number = (exchanges * self._hook.fragments + fragment) % (1 << 16)
 
     def agree_later(self) -> torch.futures.Future[Tensor] | None:
-        """Have the ranks agree that all went well, as soon as it has on each.
+        """Let the ranks agree on success in the background, once each has its means.
 
         Returns:
-            A Future of the sums that :meth:`check_agreed` takes. None where the ranks do not agree,
-            or have more to do that may fail.
+            A Future of the sums for :meth:`check_agreed`. None if the ranks do not agree in the
+            background, because later work may still fail.
         """
         if not self._group.recovers or self._averages.scales_steps:
             return None
         agreed: torch.futures.Future[Tensor] = torch.futures.Future()
-        # Gloo's threads, which run this, must not drop the process group last.
+        # Gloo's threads run this. They must not release the process group last.
         itself = weakref.ref(self)
 
         def agree(done: torch.futures.Future[Any]) -> None:
@@ -158,9 +158,9 @@ class ParameterExchange:
                 done.value()
                 exchange = itself()
                 if exchange is None:
-                    raise RuntimeError("the exchange was left")
+                    raise RuntimeError("the exchange was abandoned")
                 issued = exchange.agree()
-            except BaseException as error:  # a callback's error reaches no caller
+            except BaseException as error:  # no caller would see a callback's error
                 set_error(agreed, error)
                 return
             issued.add_done_callback(
@@ -171,10 +171,10 @@ class ParameterExchange:
         return agreed
 
     def agree(self) -> torch.futures.Future[Tensor]:
-        """Tell the other ranks that all went well here. The means must have come.
+        """Tell the other ranks that this rank succeeded. It must have its means.
 
         Returns:
-            A Future of the sums that :meth:`check_agreed` takes.
+            A Future of the sums for :meth:`check_agreed`.
 
         Raises:
             RuntimeError: the exchange was given up, or a result does not fit its bucket.
@@ -189,25 +189,28 @@ class ParameterExchange:
             return issue_all_reduce(numbers, self._group.group)
 
     def check_agreed(self, sums: Tensor) -> None:
-        """Check that all ranks are at the same exchange. All find the same.
+        """Check that all ranks run the same exchange. All ranks get the same answer.
 
         Args:
-            sums: float64, of shape (2,): the sum over the ranks of their numbers of this exchange,
-                and that of the numbers' squares.
+            sums: float64 of shape (2,): the sums over the ranks of their exchange's number and of
+                its
+                square.
 
         Raises:
-            RuntimeError: the ranks are at different exchanges.
+            RuntimeError: the ranks run different exchanges.
         """
         size = self._group.size
         if sums.tolist() != [size * self._number, size * self._number**2]:
             raise RuntimeError(
-                "local_sgd: ranks exchanged different fragments, since an earlier exchange failed "
-                "on some of them only. Their anchors differ: load the last checkpoint on all "
-                "ranks, the model's and that of handle.state_dict()"
+                "local_sgd: ranks exchanged different fragments, because an earlier exchange "
+                "failed on "
+                "some ranks only. Their anchors differ: on all ranks load the last checkpoint of "
+                "the "
+                "model and of handle.state_dict()"
             )
 
     def give_up(self) -> bool:
-        """Do not tell the others that all went well. False if the rank has already told them."""
+        """Do not report success to the others. False if this rank has reported it already."""
         with self._lock:
             self._is_given_up = True
             return not self._has_agreed
@@ -216,7 +219,7 @@ class ParameterExchange:
         """Wait for the means.
 
         Raises:
-            Exception: what went wrong on this rank.
+            Exception: the exchange failed on this rank.
         """
         results = [call.wait(self._group.timeout) for call in self._calls]
         scale = None
@@ -233,7 +236,7 @@ class ParameterExchange:
         ]
 
     def means_by_name(self) -> dict[str, Tensor]:
-        """:attr:`means` by the parameters' names. Beside these it keeps only what is not sent."""
+        """Return :attr:`means` by parameter name. Releases all other memory but the unsent part."""
         found: dict[str, Tensor] = {}
         for memory, means in zip(self._memories, self.means, strict=True):
             names = memory.names
@@ -243,47 +246,47 @@ class ParameterExchange:
         return found
 
     def move(self, *, unsent: bool = False, mix: float = 0.0) -> None:
-        """Move the anchors by the means, and the parameters; as :meth:`local_sgd.move`."""
+        """Move the anchors and the parameters by the means; as :meth:`local_sgd.move`."""
         for memory, means in zip(self._memories, self.means, strict=True):
             self._hook.move(memory, means, unsent=unsent, mix=mix)
 
     @property
     def traffic(self) -> list[BucketTraffic]:
-        """What the hook has put on the wire for each bucket."""
+        """Return the hook's traffic for each bucket."""
         return [call.traffic for call in self._calls]
 
     def drain(self) -> bool:
-        """Wait for what is in flight, before its buffers go; not for long. Whether all has come."""
+        """Wait briefly for collectives that use the buffers. Returns whether all have ended."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for call in self._calls:
             call.drain(deadline)
         return all(call.future.done() for call in self._calls)
 
     def undo(self) -> None:
-        """Let the hook have sent nothing: the same distance is to be sent again."""
+        """Restore the hook's memory as if it had not sent, so that it sends the distance again."""
         self.drain()
         for tensor, before in self._kept:
             tensor.copy_(before)
 
 
 class BackgroundExchange:
-    """An exchange of a fragment, while ranks take their next steps on parameters of their own.
+    """A fragment's exchange that runs while ranks take their next steps on their own parameters.
 
-    All ranks begin it and end it after the same steps. If one rank fails in between, all ranks
-    raise where they end it.
+    All ranks begin and end it after the same steps. If one rank fails in between, all ranks raise
+    when they end it.
 
     Args:
-        replica: whose parameters these are.
-        fragment: their number.
-        began_at: steps of the round when it began.
-        steps: since it began.
-        means: mean distances by parameter name, where these are known: of an exchange of a state.
-        keeps_all: as of :class:`ParameterExchange`.
+        replica: the parameters' copy of the model.
+        fragment: the fragment's number.
+        began_at: the number of steps in the round when the exchange began.
+        steps: the number of steps since it began.
+        means: the mean distances by parameter name, for an exchange from a loaded state.
+        keeps_all: as for :class:`ParameterExchange`.
 
     Attributes:
         fragment, began_at, steps, means: as given.
-        failure: what all ranks are to raise when they end it.
-        traffic: of each bucket.
+        failure: the error that all ranks raise when they end the exchange.
+        traffic: the traffic of each bucket.
     """
 
     def __init__(
@@ -307,12 +310,12 @@ class BackgroundExchange:
         self._exchange: ParameterExchange | None = None
         self._agreed: torch.futures.Future[Tensor] | None = None
         self._has_begun = False
-        self._error: BaseException | None = None  # with which it has begun
+        self._error: BaseException | None = None  # raised at its begin
 
     def begin(self, attached: Attached, memories: Sequence[BucketMemory]) -> None:
         """Send the distances of a fragment's buckets.
 
-        What the hook raises is kept for the end, where the other ranks learn of it.
+        Keeps an exception of the hook until the end, when the other ranks learn of it.
         """
         group = self._replica.group
         self._exchange = ParameterExchange(attached, group, keeps_all=self._keeps_all)
@@ -329,10 +332,10 @@ class BackgroundExchange:
             raise
 
     def settle(self) -> None:
-        """Wait for the outcome: sets :attr:`means` or :attr:`failure`.
+        """Wait for the outcome, and set :attr:`means` or :attr:`failure`.
 
         Raises:
-            KeyboardInterrupt: it came when the other ranks had learnt that all went well.
+            KeyboardInterrupt: Ctrl-C, after the other ranks had learnt of this rank's success.
         """
         exchange = self._exchange
         if self.means is not None or self.failure is not None or exchange is None:
@@ -345,7 +348,7 @@ class BackgroundExchange:
         except BaseException as error:
             if self._goes_on(exchange):
                 self._take(exchange)
-                if isinstance(error, Exception):  # it has come all the same
+                if isinstance(error, Exception):  # the means have arrived nevertheless
                     return
                 raise
             exchange.undo()
@@ -364,14 +367,14 @@ class BackgroundExchange:
         self.means = exchange.means_by_name()
 
     def _goes_on(self, exchange: ParameterExchange) -> bool:
-        """Whether the other ranks use what has come, so that this rank must not fail alone."""
+        """Whether the other ranks use the means, so that this rank must not fail alone."""
         agreed = self._agreed
         if agreed is None or exchange.give_up() or not _C.wait_for(agreed, DRAIN_SECONDS):
             return False
         try:
             exchange.receive()
             self._end()
-        except Exception:  # it has failed on another rank
+        except Exception:  # it failed on another rank
             return False
         return True
 
@@ -393,10 +396,10 @@ class BackgroundExchange:
         exchange.check_agreed(agreed.value())
 
     def look(self) -> None:
-        """:meth:`settle` before the exchange's end, without delaying a Ctrl-C until there.
+        """Wait for the outcome early; as :meth:`settle`, but raises a Ctrl-C at once.
 
         Raises:
-            KeyboardInterrupt: it came meanwhile.
+            KeyboardInterrupt: Ctrl-C.
         """
         self.settle()
         failure = self.failure
@@ -406,11 +409,11 @@ class BackgroundExchange:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it was begun here, so that ranks with other shards may find another outcome."""
+        """Whether this process began it. Ranks with other shards may then see another outcome."""
         return self._exchange is not None
 
     def fail_if(self, failure: BaseException | None) -> None:
-        """Fail because the exchange of another shard has failed. Does nothing after a failure.
+        """Fail because another shard's exchange has failed. Does nothing if it has failed already.
 
         Args:
             failure: the result of :meth:`Replica.share_failure`.
@@ -420,17 +423,17 @@ class BackgroundExchange:
             self.failure, self.means = failure, None
 
     def undo(self) -> None:
-        """Let the hook have sent nothing, where what has come is not to be used."""
+        """Restore the hook's memory as if it had not sent, if the means must not be used."""
         if self._exchange is not None:
             self._exchange.undo()
 
     def leave(self) -> None:
-        """Have nothing under way any more, on all ranks. Means that have come are kept.
+        """End all communication, on all ranks. Means that have arrived are kept.
 
-        The exchange fails if its means do not come soon.
+        The exchange fails if its means do not arrive soon.
 
         Raises:
-            KeyboardInterrupt: it came meanwhile.
+            KeyboardInterrupt: Ctrl-C.
         """
         exchange, agreed = self._exchange, self._agreed
         if exchange is None:
@@ -441,9 +444,7 @@ class BackgroundExchange:
                 if is_done and agreed is not None:
                     is_done = _C.wait_for(agreed, DRAIN_SECONDS)
                 if not is_done and self._error is None:
-                    self._error = RuntimeError(
-                        "an exchange was under way when its hook was taken off"
-                    )
+                    self._error = RuntimeError("an exchange was running when its hook was removed")
             self.look()
         finally:
             self._exchange = None
@@ -451,7 +452,7 @@ class BackgroundExchange:
 
 def _left_by(error: BaseException) -> RuntimeError:
     """The error to raise later in place of one that ends the program."""
-    return RuntimeError(f"an exchange was left by {type(error).__name__}")
+    return RuntimeError(f"an exchange was interrupted by {type(error).__name__}")
 
 
 def _bucket_of(

@@ -23,8 +23,7 @@ FLATTENED = "_fsdp_flattened"
 def class_name(module: nn.Module) -> str:
     """The name of a module's class, such as ``package.module.Net``.
 
-    PyTorch's sharding gives a module a class of its own, derived from the user's; this is the
-    user's.
+    PyTorch's sharding derives a class of its own from the user's. This returns the user's.
     """
     classes = [each for each in type(module).__mro__ if not _is_of_sharding(each)]
     found = type(module) if classes[0] is nn.Module else classes[0]
@@ -36,11 +35,10 @@ def _is_of_sharding(kind: type) -> bool:
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The names and parameters that require grad, without those that DDP is told to ignore.
+    """The names and parameters that require grad, except those that DDP ignores.
 
     Raises:
-        ValueError: there are none, one has no memory yet, or is stepped by an optimizer in
-            backward.
+        ValueError: there are none, one has no memory yet, or an optimizer steps one in backward.
         TypeError: one is a DTensor, or FullyShardedDataParallel has flattened one.
         RuntimeError: replicate() was applied to a part of the model.
     """
@@ -74,8 +72,8 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
             )
         if hasattr(parameter, "device_mesh") or (may_be_gathered and _is_gathered(model, name)):
             raise TypeError(
-                f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
-                f"communicates; {_WHOLE}"
+                f"attach: parameter '{name}' is a DTensor, and its sharding communicates its "
+                f"gradients; {_WHOLE}"
             )
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
@@ -87,19 +85,19 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def ignored_names(model: nn.Module) -> Collection[str]:
-    """The names of the parameters that DDP is told to ignore."""
+    """The names of the parameters that DDP was told to ignore."""
     if isinstance(model, DistributedDataParallel):
         return {f"module.{name}" for name in model.parameters_to_ignore}
     return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
-    """Name the sharding that has replaced a parameter, in a sentence; None where there is none.
+    """Describe the sharding that has replaced a parameter, for an error; None if there is none.
 
     Args:
         model: the model.
-        name: the parameter's name in it when the hook was attached.
-        parameter: the one that had this name then.
+        name: the parameter's name when the hook was attached.
+        parameter: the parameter that had this name then.
     """
     sharding = _sharding(model, name, parameter)
     if sharding is None:
@@ -111,7 +109,7 @@ def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
 
 
 def is_whole(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is still where it was, and no sharding has flattened it."""
+    """Whether a parameter is still in its place, and no sharding has flattened it."""
     module = _path(model, name)[-1]
     now = module._parameters.get(name.rpartition(".")[2])
     return now is parameter and FLATTENED not in vars(parameter)
@@ -119,12 +117,12 @@ def is_whole(model: nn.Module, name: str, parameter: Tensor) -> bool:
 
 def _is_flattened(module: nn.Module) -> bool:
     """Whether FullyShardedDataParallel has replaced a module's parameters by a flat one."""
-    # With use_orig_params=True they stay the module's, and carry FLATTENED.
+    # With use_orig_params=True the module keeps its parameters, which carry FLATTENED.
     return getattr(module, "_fsdp_use_orig_params", True) is False
 
 
 def _path(model: nn.Module, name: str) -> list[nn.Module]:
-    """The modules from a model to the one that has a parameter, as far as they are there."""
+    """The modules from a model down to the one with a parameter, as far as they exist."""
     modules = [model]
     for part in name.split(".")[:-1]:
         module = getattr(modules[-1], part, None)
@@ -154,7 +152,7 @@ def _sharding(model: nn.Module, name: str, parameter: Tensor) -> str | None:
 
 
 def _is_fully_sharded(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is in a module of ``fully_shard``, or of the newer ``replicate()``."""
+    """Whether a parameter is in a module of ``fully_shard`` or of the newer ``replicate()``."""
     path = _path(model, name)
     in_it = any(hasattr(module, "reshard") for module in path)
     return in_it or getattr(path[-1], "_is_fsdp_managed_module", False)
@@ -165,33 +163,33 @@ def _is_gathered(model: nn.Module, name: str) -> bool:
     for module in _path(model, name):
         reshard = getattr(module, "reshard", None)
         if "fully_shard" in _composables(module) and reshard is not None:
-            reshard()  # leaves the parameters in its ignored_params as they are
+            reshard()  # leaves the parameters in its ignored_params unchanged
     return hasattr(model.get_parameter(name), "device_mesh")
 
 
 def _check_not_replicated(model: nn.Module) -> None:
-    """Refuse replicate(), whose DDP is made in the first forward and averages gradients, too."""
+    """Refuse replicate(): its DDP, made in the first forward, would average gradients again."""
     for name, module in model.named_modules():
-        # The newer replicate() is a fully_shard(), and makes DTensors.
+        # The newer replicate() is a fully_shard() and makes DTensors.
         if "replicate" in _composables(module) and not hasattr(module, "reshard"):
             place = f"its module '{name}'" if name else class_name(module)
             raise RuntimeError(
-                f"attach: replicate() was applied to {place}, whose gradients a "
-                "DistributedDataParallel averages from the first forward on; call "
+                f"attach: replicate() was applied to {place}, so a DistributedDataParallel "
+                "averages its gradients from the first forward on; call "
                 "module.register_comm_hook(None, hook), or use the newer replicate() of "
                 "torch.distributed._composable.replicate_with_fsdp"
             )
 
 
 def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool = False) -> None:
-    """Refuse parameters whose gradients DDP averages, which would come after and undo the hook.
+    """Refuse parameters whose gradients a DDP averages, since DDP would overwrite the results.
 
     Args:
         parameters: names and parameters.
-        attached: whether a hook is attached to them already.
+        attached: whether they have a hook already.
 
     Raises:
-        RuntimeError: there is one.
+        RuntimeError: a DDP averages one.
     """
     for name, parameter in parameters:
         hooks: Any = parameter._post_accumulate_grad_hooks or {}
@@ -202,22 +200,22 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
         ):
             if attached:
                 raise RuntimeError(
-                    f"torch_commhook: the gradient of parameter '{name}' is averaged by a "
-                    "DistributedDataParallel, too, which was made after the hook was attached, or "
-                    "by replicate(); remove() the hook, and attach it to that DDP"
+                    f"torch_commhook: a DistributedDataParallel averages the gradient of parameter "
+                    f"'{name}' too, which was made after the hook was attached, or by replicate(); "
+                    "remove() the hook, and attach it to that DDP"
                 )
             around = _ddp_of(parameter)
             which = "" if around is None else f", the one around {class_name(around.module)}"
             raise RuntimeError(
-                f"attach: the gradient of parameter '{name}' is averaged by a "
-                f"DistributedDataParallel already; attach the hook to that{which}: "
+                f"attach: a DistributedDataParallel averages the gradient of parameter '{name}' "
+                f"already; attach the hook to that{which}: "
                 "attach(ddp, hook). It is trainer.model in Lightning, trainer.model_wrapped in "
                 "transformers, and what prepare() returns in Accelerate"
             )
 
 
 def _ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
-    """The DDP that has a parameter, as far as the garbage collector knows of one."""
+    """The DDP that has a parameter, if the garbage collector knows one."""
     found: list[DistributedDataParallel] = [
         each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
     ]
@@ -226,31 +224,31 @@ def _ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
 
 _Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]
 
-#: The models that have claimed each parameter, each with what names the hook attached to it.
+#: The models that have claimed each parameter, each with a function that names its hook.
 _owners: MutableMapping[Tensor, _Owners] = WeakIdKeyDictionary()
 
 
 def claim(
     parameters: list[tuple[str, Tensor]], owner: nn.Module, hook: Callable[[], str | None]
 ) -> None:
-    """Take parameters for one model. DDP models may share them, as without a hook.
+    """Claim parameters for one model. DDP models may share them, as without a hook.
 
     Args:
         parameters: names and parameters.
         owner: the model.
-        hook: gives the name of the hook that is attached to the model, or None.
+        hook: returns the name of the hook that is attached to the model, or None.
 
     Raises:
-        RuntimeError: one belongs to another model, to which a hook is attached.
+        RuntimeError: one belongs to another model that has a hook.
     """
     taken = _taken(parameters, owner)
     if taken is not None:
-        gc.collect()  # a DDP that nobody uses any more may wait for that
+        gc.collect()  # an unused DDP may be waiting for collection
         taken = _taken(parameters, owner)
     if taken is not None:
         name, hook_name = taken
         raise RuntimeError(
-            f"attach: parameter '{name}' belongs to another module as well, to which hook "
+            f"attach: parameter '{name}' also belongs to another module, to which hook "
             f"'{hook_name}' is attached already"
         )
     for _, parameter in parameters:
@@ -259,13 +257,13 @@ def claim(
 
 
 def release(owner: nn.Module) -> None:
-    """Give up what a model has claimed."""
+    """Release the parameters that a model has claimed."""
     for parameter in owner.parameters():
         others = [other for other in _owners_of(parameter) if other[0]() is not owner]
         if others:
             _owners[parameter] = others
         else:
-            _owners.pop(parameter, None)  # its weak reference would be in the way of swap_tensors
+            _owners.pop(parameter, None)  # its weak reference would prevent swap_tensors
 
 
 def _owners_of(parameter: Tensor) -> _Owners:

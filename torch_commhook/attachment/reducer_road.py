@@ -1,4 +1,4 @@
-"""The road of a hook on a plain module, or on DDP with its Python reducer."""
+"""Runs a hook on our own reducer: for a plain module, or DDP with its Python reducer."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
-#: Of a model that is broadcast as a copy, while the ranks go on attaching.
+#: A model up to this size is broadcast from a copy, while the ranks go on attaching.
 _MOST_COPIED_BYTES = 64 << 20
 
 
 class ReducerRoad:
-    """A model whose gradients our own reducer averages, for as long as a hook is attached.
+    """Averages a model's gradients with our own reducer, while a hook is attached.
 
     Args:
         model: a module, or a DDP that was made with the Python reducer.
         parameters: the names and parameters whose gradients are averaged.
-        group: the ranks.
-        bucket_cap_mb: capacity of a bucket, in MiB.
-        gradient_as_bucket_view: gradients stay in the buckets' memory.
-        broadcast_buffers: rank 0's buffers go to all ranks before each training step.
-        init_sync: rank 0's parameters and buffers go to all ranks now.
-        elastic: the ranks, where they come and go.
+        group: the group of the ranks.
+        bucket_cap_mb: the capacity of a bucket in MiB.
+        gradient_as_bucket_view: whether gradients stay in the buckets' memory.
+        broadcast_buffers: whether rank 0 sends its buffers to all ranks before each training step.
+        init_sync: whether rank 0 sends its parameters and buffers to all ranks now.
+        elastic: the ranks, if they come and go.
 
     Attributes:
         elastic: as given.
     """
 
-    #: None takes this one's place.
+    #: No other road replaces this one.
     successor = None
 
     def __init__(
@@ -70,18 +70,19 @@ class ReducerRoad:
         self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
-        # What rank 0 has sent, what tells when it has come, and where it belongs.
+        # Rank 0's message, the Future of its arrival, and its destination.
         self._first_values: tuple[Tensor, dist.Work, list[Tensor]] | None = None
         if init_sync and self._group.size > 1:
             self._begin_first_broadcast()
         self._watched = WatchedParameters(model, parameters, in_ddp=False)
-        self._seen_in_forward = False  # the parameters, since the last step
+        self._seen_in_forward = False  # whether parameters were checked since the last step
         self._sync = True
         self._sync_of_forward: bool | None = None
-        self._to_check = parameters  # whether DDP has them; the first alone after one step
+        self._to_check = parameters  # whether a DDP has them; only the first one after a step
         self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
-        # Ranks that come and go send theirs at the end of a step, which is taken again as a whole.
+        # With elastic, rank 0's buffers are sent at the end of a step, which is repeated as a
+        # whole.
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1 and elastic is None
         self._joinable = ReducerJoinable(self)
         self.reducer = Reducer(
@@ -107,7 +108,7 @@ class ReducerRoad:
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
         self._closed = False
-        # A parameter, its hook in C++, and what that holds of the parameter are a cycle that
+        # A parameter, its hook in C++, and that hook's reference to the parameter form a cycle that
         # Python's collector does not see.
         self._end = weakref.finalize(model, self._close)
         self._end.atexit = False
@@ -119,7 +120,7 @@ class ReducerRoad:
         parameters: list[tuple[str, Tensor]],
         group: StepGroup,
     ) -> ReducerRoad:
-        """One with the settings of a DDP, whose own hooks it takes off."""
+        """Make one with the settings of a DDP, and remove the DDP's own hooks."""
         return cls(
             model,
             parameters,
@@ -143,11 +144,11 @@ class ReducerRoad:
             self._close()
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere, where these were the buckets."""
+        """Use the buckets of a memory that was loaded."""
         self.reducer.memory_loaded(buckets)
 
     def keep_buckets(self) -> None:
-        """Form buckets anew no more."""
+        """Do not rebuild the buckets any more."""
         self.reducer.keep_buckets()
 
     def bucket_names(self) -> list[list[str]]:
@@ -156,7 +157,7 @@ class ReducerRoad:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model still exists and nothing has been taken off it."""
+        """Whether the model still exists, and :meth:`close` has removed nothing from it."""
         return not self._closed and self.model() is not None
 
     @property
@@ -180,8 +181,8 @@ class ReducerRoad:
     def join(self) -> Join:
         if self.elastic is not None:
             raise RuntimeError(
-                "HookHandle.join: the hook was attached with elastic, where a rank without more "
-                "inputs leaves: remove() it"
+                "HookHandle.join: the hook was attached with elastic; a rank without more inputs "
+                "leaves by remove()"
             )
         return Join([self._joinable])
 
@@ -191,17 +192,17 @@ class ReducerRoad:
         return self._group if self.elastic is None else self.elastic.group
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuses what ``elastic`` does not support. Else any hook averages whole gradients."""
+        """Refuse hooks that ``elastic`` does not support; without it any hook fits."""
         if self.elastic is not None:
             check_elastic_hook(attached)
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
-        """The user's group."""
+        """The user's process group."""
         return [self.group.parent]
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Go on together with all ranks, or not at all; see :func:`agree`."""
+        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
         if self.elastic is not None:  # the others are in their steps
             if error is not None:
                 raise error
@@ -222,28 +223,28 @@ class ReducerRoad:
 
     @property
     def parent_group(self) -> dist.ProcessGroup:
-        """The process group that was given."""
+        """The process group that the user gave."""
         return self._group.parent
 
     @property
     def rank(self) -> int:
-        """This process's rank in it."""
+        """This process's rank in the process group."""
         return self._group.rank
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """The first parameter's device."""
         return self.reducer.device
 
     def broadcast_from(self, rank: int) -> None:
-        """Give all ranks one rank's parameters and buffers."""
+        """Broadcast one rank's parameters and buffers to all ranks."""
         tensors = self._shared_tensors()
         if tensors:
             group = seen_by_cpp(self._group.parent)
             dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, rank)
 
     def _begin_first_broadcast(self) -> None:
-        """Give all ranks those of rank 0, if they are few while the ranks go on attaching."""
+        """Broadcast rank 0's parameters and buffers; a few of them while ranks go on attaching."""
         tensors = self._shared_tensors()
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         is_plain = self._group.recovers and all(
@@ -271,7 +272,7 @@ class ReducerRoad:
         model = self.model()
         assert model is not None
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-        # Of frozen parameters that are DTensors each rank has its own part.
+        # Frozen parameters that are DTensors differ among ranks.
         return [
             tensor
             for tensor in tensors
@@ -279,7 +280,7 @@ class ReducerRoad:
         ]
 
     def shadow_step(self) -> None:
-        """Take part in a step of the others, with zeros."""
+        """Take part in the others' step, with gradients of zero."""
         self._joinable.take_part()
         model = self.model()
         assert model is not None
@@ -299,11 +300,11 @@ class ReducerRoad:
 
     @property
     def is_closing(self) -> bool:
-        """Whether its last backward is still under way."""
+        """Whether the last backward is still running."""
         return self._closed and not self.reducer.is_closed
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once no backward of the last hook is under way."""
+        """Call ``then`` once no backward of the last hook is running."""
         if self.is_closing:
             self._then.append(then)
         else:
@@ -328,17 +329,17 @@ class ReducerRoad:
         return self._sync if ddp is None else ddp.require_backward_grad_sync
 
     def _should_sync(self) -> bool:
-        """Whether the backward that begins is to synchronise: as in DDP, its forward decides."""
+        """Whether the backward that begins synchronises: as in DDP, its forward decides."""
         decided, self._sync_of_forward = self._sync_of_forward, None  # for one backward
-        # None where the model's own forward was not called.
+        # None if the model's own forward was not called.
         return self._wants_sync() if decided is None else decided
 
     def _in_join(self) -> bool:
-        """Whether ranks that have joined know of the step under way."""
+        """Whether ranks that have joined know about the current step."""
         return self._joinable.is_notified
 
     def before_forward(self, module: nn.Module) -> None:
-        """Called by the model before its own forward."""
+        """Check the parameters and send buffers. The model calls this before its own forward."""
         if not torch.is_grad_enabled():
             return
         if torch.compiler.is_dynamo_compiling():
@@ -361,27 +362,27 @@ class ReducerRoad:
             self._send_buffers(module)
 
     def _on_step(self, begins: bool) -> None:
-        """Called around each backward that synchronises, where it is not traced."""
+        """Called around each backward that synchronises and is not traced."""
         if begins:
             if not isinstance(self.model(), DistributedDataParallel):
                 check_not_in_ddp(self._to_check, attached=True)
                 self._to_check = self._to_check[:1]
             if not self._seen_in_forward:
                 self._check_parameters()
-            self._joinable.notify()  # where the model's own forward was not called
+            self._joinable.notify()  # if the model's own forward was not called
         else:
             self._seen_in_forward = False
             self._joinable.step_ended()
 
     def _on_captured(self) -> None:
-        """Compiled autograd takes in a backward, and tells of no end."""
+        """Note that compiled autograd captures a backward; it reports no end."""
         self._seen_in_forward = False
         self._joinable.step_ended()
 
     def _check_parameters(self) -> None:
         change = self._watched.change()
         if change is not None:
-            # The other ranks may have nothing to say of theirs.
+            # The other ranks' parameters may be unchanged.
             raise self.group.fail_with(RuntimeError(change))
 
     @torch.compiler.disable
@@ -402,9 +403,9 @@ class ReducerRoad:
             unpack(sent, buffers)
 
 
-# DDP with the Python reducer has Inductor put all-reduces together, in the whole process, since its
-# own hooks are for single parameters. Ours have buckets, and ranks that compile different graphs,
-# as after an exception, must still issue the same collectives.
+# DDP with the Python reducer lets Inductor fuse all-reduces in the whole process, since its own
+# hooks are for single parameters. Our hooks have buckets. Ranks that compile different graphs, as
+# after an exception, must still issue the same collectives.
 _roads_without_fusion: weakref.WeakSet[ReducerRoad] = weakref.WeakSet()
 _fusion_before = False
 

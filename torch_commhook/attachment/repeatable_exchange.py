@@ -16,48 +16,48 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class ExchangeSurvivors(Protocol):
-    """The ranks of a training, which may be others in its next exchange."""
+    """The ranks of a training. They may change between exchanges."""
 
     def give_state(self) -> None:
-        """Give new ranks what they need, if this rank is to do that."""
+        """Send new ranks their state, if this rank is the sender."""
 
     def count_local_step(self) -> None:
         """Count a step that this rank has taken on its own."""
 
     def stop_clock(self) -> None:
-        """From here on, this rank waits for others."""
+        """Stop measuring this rank's time: it waits for others from now on."""
 
     def note(self) -> Tensor:
-        """What this rank tells the others: uint8, flat. All take the maximum over the ranks."""
+        """This rank's message to the others: uint8, flat. All ranks get the elementwise maximum."""
 
     def packed_buffers(self) -> Tensor | None:
-        """The bytes of the model's buffers, of which all ranks take the first one's; or None."""
+        """The bytes of the model's buffers, or None. All ranks take the first rank's."""
 
     def unpack_buffers(self, sent: Tensor) -> None:
         """Write the buffers of the first rank."""
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
-        """Agree with the other ranks on who goes on; as :meth:`Survivors.go_on`."""
+        """Agree with the other ranks on who continues; as :meth:`Survivors.go_on`."""
 
     def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
         """Count an exchange; as :meth:`Survivors.step_ended`.
 
         Args:
             note: as there.
-            lets_in: whether new ranks may be let in now.
+            lets_in: whether new ranks may join now.
         """
 
     def use_group(self) -> None:
-        """Communicate among the ranks that are left."""
+        """Communicate among the remaining ranks."""
 
 
 class RepeatableExchange:
-    """An exchange that moves nothing until all ranks have all means.
+    """An exchange that moves no parameter until all ranks have all means.
 
     Args:
         attached: the hook, a :class:`local_sgd`.
         survivors: the ranks.
-        group: gives the group of the ranks at the moment.
+        group: returns the present group of the ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RepeatableExchange:
         self._group = group
         self._has_results = False
         self._wanted = False
-        self._has_changed = False  # the ranks, since the means have come
+        self._has_changed = False  # whether the ranks have changed since the means arrived
         self._note: Tensor | None = None
         self._buffers: Tensor | None = None
 
@@ -83,19 +83,19 @@ class RepeatableExchange:
         unsent: bool = False,
         before_repeat: Callable[[], None] = lambda: None,
     ) -> ParameterExchange | None:
-        """Average the distances among the ranks that are left.
+        """Average the distances among the remaining ranks.
 
         Args:
-            memories: gives those of the buckets, which are others among other ranks.
-            is_wanted: asked on all ranks: whether there is anything to average.
-            unsent: as :meth:`ParameterExchange.send`.
-            before_repeat: called before the ranks become others, and repeat the exchange.
+            memories: returns the hook's memory of the buckets, which depends on the ranks.
+            is_wanted: returns whether there are distances to average. Called on all ranks.
+            unsent: as for :meth:`ParameterExchange.send`.
+            before_repeat: called before the ranks change and repeat the exchange.
 
         Returns:
-            The exchange, which has the means; None where there was nothing to average.
+            The exchange with its means; None if there was nothing to average.
 
         Raises:
-            BaseException: this rank does not go on. Its parameters are as before.
+            BaseException: this rank does not continue. Its parameters are unchanged.
         """
         self._survivors.give_state()
         while True:
@@ -104,7 +104,7 @@ class RepeatableExchange:
                 self._average(exchange, memories(), is_wanted, unsent=unsent)
                 break
             except BaseException as error:
-                # First: else the ranks would wait for each other.
+                # First: otherwise the ranks would wait for each other.
                 raised = self._group().fail_with(error)
                 if self._goes_on(exchange, raised, before_repeat):
                     self._note, self._has_changed = None, True
@@ -125,7 +125,7 @@ class RepeatableExchange:
         self._wanted = is_wanted()
         if self._wanted:
             exchange.send(memories, unsent=unsent)
-        # Before this rank says that it has all means: others may have to know the rest.
+        # Before this rank reports that it has all means: others may need the rest.
         maximum = begin_maximum(group.group, note)
         buffers = self._survivors.packed_buffers()
         sent = None if buffers is None else broadcast(buffers, src=0, group=group.group)
@@ -142,10 +142,10 @@ class RepeatableExchange:
         error: BaseException,
         before_repeat: Callable[[], None],
     ) -> bool:
-        """Agree on the ranks that are left. Returns whether the exchange counts.
+        """Agree on the remaining ranks. Returns whether the exchange counts.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
         exchange.drain()
         try:
@@ -163,10 +163,10 @@ class RepeatableExchange:
         """Count the exchange, once the parameters have moved.
 
         Args:
-            lets_in: whether new ranks may be let in now.
+            lets_in: whether new ranks may join now.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)

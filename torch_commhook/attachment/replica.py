@@ -1,4 +1,4 @@
-"""A model of which ranks have copies that a hook keeps apart."""
+"""Copies of a model that a hook keeps apart."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class Replica(Protocol):
-    """This rank's copy of a model, or its part of one.
+    """This rank's copy of a model, or its part of a copy.
 
-    All ranks that take part in an exchange begin it, and end it, at the same point.
+    All ranks of an exchange must begin and end it at the same point.
 
     Attributes:
-        counts_writes: whether a parameter's ``_version`` differs after somebody has written to it.
+        counts_writes: whether a parameter's ``_version`` changes when a user writes to it.
     """
 
     counts_writes: bool
 
     @property
     def group(self) -> StepGroup:
-        """The ranks that have other copies of the same."""
+        """The ranks that have other copies of the same part."""
 
     def references(self) -> list[Callable[[], Tensor | None]]:
-        """What gives each parameter as optimizers have it, as long as it lives."""
+        """Functions that return each parameter as optimizers have it, or None once it is freed."""
 
     def find(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Those parameters of these names that there still are, as the hook's memory has them."""
+        """The existing parameters with these names, as the hook's memory has them."""
 
     def drop_copies(self) -> None:
-        """Drop what was made of the parameters, which are about to be written."""
+        """Drop copies that were made of the parameters, which are about to be written."""
 
     def begin(self) -> None:
         """Begin an exchange.
@@ -46,40 +46,39 @@ class Replica(Protocol):
         """
 
     def end(self) -> None:
-        """End an exchange that went well on this rank, together with all ranks.
+        """End an exchange that succeeded on this rank, together with all ranks.
 
         Raises:
             PeerError: it failed on another rank.
         """
 
     def fail_with(self, error: BaseException) -> BaseException:
-        """Let all ranks leave an exchange; gives what to raise, as :meth:`StepGroup.fail_with`."""
+        """Fail an exchange on all ranks; returns an error as :meth:`StepGroup.fail_with`."""
 
     def on_any_rank(self, value: bool) -> bool:
-        """Whether it is so on some rank. All ranks ask at the same point of an exchange."""
+        """Whether ``value`` is True on any rank. All ranks must call this at the same point."""
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
-        """Tell the ranks that have the rest of this copy how an exchange in background has ended.
+        """Share the outcome of a background exchange with the ranks of the same copy.
 
         Args:
-            failure: of this rank's part; None where that went well.
+            failure: the error of this rank's part; None if it succeeded.
 
         Returns:
-            What this rank is to raise: ``failure``, or a PeerError where another rank's part has
-            failed.
+            The error to raise: ``failure``, or a PeerError if another rank's part failed.
 
         Raises:
-            BaseException: a rank left before all ranks knew the outcome. Ask again.
+            BaseException: a rank left before all ranks knew the outcome. Call this again.
         """
 
 
 class WholeReplica:
-    """A copy that has whole parameters.
+    """A copy with whole parameters.
 
     Args:
-        model: gives it, as long as it lives.
-        buckets: gives the parameters of each bucket.
-        group: the ranks.
+        model: returns the model, or None once it is freed.
+        buckets: returns the parameters of each bucket.
+        group: the group of the ranks.
     """
 
     counts_writes = True
@@ -110,7 +109,7 @@ class WholeReplica:
         return {name: every[name] for name in names if name in every}
 
     def drop_copies(self) -> None:
-        """Nothing: there are none."""
+        """Do nothing: there are no copies."""
 
     def begin(self) -> None:
         self._group.begin()
@@ -125,17 +124,17 @@ class WholeReplica:
         return is_on_any_rank(value, [self._group], self._buckets()[0][0].device)
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
-        """The failure: this rank has the whole copy."""
+        """Return ``failure``: this rank has the whole copy."""
         return failure
 
 
 def is_on_any_rank(value: bool, groups: Sequence[StepGroup], device: torch.device) -> bool:
-    """Whether it is so on some rank of groups along the axes of a mesh.
+    """Whether ``value`` is True on any rank of groups along the axes of a mesh.
 
     Args:
-        value: on this rank.
-        groups: all their ranks come here at the same point.
-        device: through whose groups the ranks tell each other.
+        value: this rank's value.
+        groups: the groups. All their ranks must call this at the same point.
+        device: the device of the tensors that the groups send.
     """
     for group in groups:
         own = torch.tensor([float(value)], dtype=torch.float32, device=device)

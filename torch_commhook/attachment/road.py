@@ -16,21 +16,23 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class Road(Protocol):
-    """Hands a model's gradients to the hook that is attached at the moment.
+    """Runs the attached hook on a model's gradients.
+
+    Each kind of reducer has a road: DDP's, our own, and ``fully_shard``'s.
 
     Attributes:
-        attached: the hook; None where there is none.
+        attached: the hook, or None.
     """
 
     attached: Attached | None
 
     @property
     def model(self) -> Callable[[], nn.Module | None]:
-        """Gives the model, as long as it lives."""
+        """Returns the model, or None once it is freed."""
 
     @property
     def successor(self) -> Road | None:
-        """The road that has taken this one's place."""
+        """The road that has replaced this one, or None."""
 
     @property
     def group(self) -> StepGroup:
@@ -38,21 +40,21 @@ class Road(Protocol):
 
     @property
     def parents(self) -> Sequence[dist.ProcessGroup]:
-        """A user's groups through which all of the model's ranks are reached, one after another."""
+        """The user's process groups that together reach all ranks of the model."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model still exists, and may have a hook on this road."""
+        """Whether the model still exists and this road can run a hook."""
 
     @property
     def is_closing(self) -> bool:
-        """Whether the hook was taken off in a backward that is still under way."""
+        """Whether the hook was removed during a backward that is still running."""
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuse another hook that cannot do what this road asks of it, with a TypeError."""
+        """Raise a TypeError if this road cannot run the hook."""
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Go on together with all ranks, or not at all; see :func:`agree`."""
+        """Raise on all ranks if one fails or settings differ; see :func:`agree`."""
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order, as the hook's memory has them."""
@@ -62,26 +64,26 @@ class Road(Protocol):
         """This rank's copy of the model, for a hook that keeps ranks apart."""
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere, where these were the buckets."""
+        """Note that the hook's memory was loaded, with these names of parameters by bucket."""
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once no backward of the last hook is under way."""
+        """Call ``then`` once no backward of the last hook is running."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank, without communication."""
+        """Return a context manager: gradients accumulate on each rank, without communication."""
 
     def join(self) -> AbstractContextManager[Any]:
-        """Let ranks run out of inputs at different times."""
+        """Return a context manager in which ranks may have different numbers of inputs."""
 
 
-#: The first road of each model that a hook was attached to.
+#: The first road of each model that has had a hook.
 roads: weakref.WeakKeyDictionary[nn.Module, Road] = weakref.WeakKeyDictionary()
 
 
 def road_in_use(first: Road) -> Road:
-    """The road that a model's hook is on at the moment, which may have taken the first one's place.
+    """The road that a model's hook uses at the moment.
 
     Args:
-        first: of the model.
+        first: the model's first road; another may have replaced it.
     """
     return first if first.successor is None else first.successor

@@ -1,4 +1,4 @@
-"""When the fragments of a model are exchanged."""
+"""The schedule in which a model's fragments are exchanged."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 class Round:
-    """The place in a round of ``H`` steps, in which each fragment has its turn.
+    """The position in a round of ``H`` steps, in which each fragment is exchanged once.
 
     A fragment's turn comes ``H / fragments`` steps after the previous one. The last turn ends the
-    round. A turn that failed comes again after the next step. Later turns keep their steps, but
-    wait while an exchange is under way; the next round is late if the last turn is.
+    round. A failed turn is repeated after the next step. Later turns keep their steps, but wait
+    while an exchange is running. The next round is late if the last turn is late.
 
     Args:
-        H: steps of a round.
-        fragments: their number.
+        H: the number of steps in a round.
+        fragments: the number of fragments.
 
     Attributes:
-        steps: since the last fragment's exchange began.
-        turn: the fragment whose exchange begins next.
+        steps: the number of steps since the last fragment's exchange began.
+        turn: the fragment that is exchanged next.
     """
 
     def __init__(self, H: int, fragments: int) -> None:  # noqa: N803 (as the papers call it)
@@ -29,26 +29,26 @@ class Round:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next exchange is to begin."""
+        """Whether the next exchange is due."""
         return self.steps >= (self.turn + 1) * self._H // self._fragments
 
     def next_turn(self) -> None:
-        """An exchange has begun, or has been done at once."""
+        """Note that an exchange has begun, or has run at once."""
         self.turn += 1
         if self.turn == self._fragments:
             self.reset()
 
     def repeat(self, turn: int, steps: int) -> None:
-        """An exchange has failed.
+        """Note that an exchange has failed.
 
         Args:
-            turn: whose it was.
-            steps: since the round that it began in.
+            turn: its fragment.
+            steps: the number of steps since the round in which it began.
         """
         self.turn, self.steps = turn, steps
 
     def before(self, turn: int, steps: int) -> Round:
-        """Another place, after :meth:`repeat`."""
+        """The position after :meth:`repeat`, as a new object."""
         place = Round(self._H, self._fragments)
         place.repeat(turn, steps)
         return place
@@ -59,18 +59,18 @@ class Round:
 
     @property
     def fragment_before(self) -> int:
-        """The fragment whose turn was the last."""
+        """The fragment of the last turn."""
         return (self.turn - 1) % self._fragments
 
     def began_at(self, steps_ago: int) -> int:
-        """After how many steps of its round the last turn began, as far as can be told."""
+        """The number of steps in its round after which the last turn began, if known."""
         return self._H if self.turn == 0 else self.steps - steps_ago
 
     def position(self, in_flight: int) -> dict[str, Any]:
-        """What a state has of it.
+        """The position in the form of a state.
 
         Args:
-            in_flight: steps since an exchange began that has not ended; -1 where none is under way.
+            in_flight: the number of steps since a running exchange began; -1 if none is running.
         """
         return {
             "steps_of_round": self.steps,

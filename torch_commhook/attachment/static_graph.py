@@ -1,8 +1,8 @@
-"""A static graph of DDP whose first backward has not come to its end.
+"""Detects a static graph of DDP whose first backward has not ended.
 
-DDP notes once, in the first backward, that all gradients are to be averaged at its end. Where an
-exception ends that backward, or it uses no parameter, DDP takes each later one for the first, too:
-it averages nothing from there on, and says nothing.
+In the first backward DDP notes once that it must average all gradients at the end. If an exception
+ends that backward, or it uses no parameter, DDP takes each later backward for the first one too.
+It then averages no gradients, and reports no error.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
 
-#: What autograd says outside of backward.
+#: Autograd's error outside of backward.
 NO_BACKWARD = -1
 
 
 def is_lost(model: DistributedDataParallel) -> bool:
-    """Whether DDP would average nothing from here on. Not known, and False, inside of backward."""
+    """Whether DDP would average nothing from now on. Unknown, and False, inside a backward."""
     return (
         model.static_graph
         and getattr(model, "_static_graph_delay_allreduce_enqueued", False)
@@ -26,10 +26,11 @@ def is_lost(model: DistributedDataParallel) -> bool:
     )
 
 
-#: What to say then.
+#: The error in this case.
 LOST = (
-    "torch_commhook: the first backward() of this DistributedDataParallel with static_graph=True "
-    "was left by an exception, or used no parameter. It would average no gradients from here on, "
-    "and say nothing. Make a new one on all ranks, over a new process group if only some of them "
+    "torch_commhook: an exception ended the first backward() of this DistributedDataParallel with "
+    "static_graph=True, or that backward used no parameter. DDP would silently average no "
+    "gradients "
+    "from now on. Make a new one on all ranks, over a new process group if only some of them "
     "failed"
 )

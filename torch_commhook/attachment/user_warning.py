@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line."""
+"""Warnings with the user's line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost frame that is outside of the package.
+    """Warn with the location of the innermost frame outside the package.
 
     Python 3.12 has ``skip_file_prefixes`` for this.
 
     Args:
         message: the text.
-        category: of the warning.
+        category: the warning's class.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
@@ -27,5 +27,5 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_inside(file: str) -> bool:
-    # torch.inference_mode() as a decorator has a frame between the user's and the function's.
+    # As a decorator, torch.inference_mode() has a frame between the user's and the function's.
     return file.startswith(_PACKAGE) or file == decorators.__file__

@@ -16,18 +16,18 @@ _FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
 
 
 class WatchedParameters:
-    """The parameters of a model, as they were when a hook was attached.
+    """The parameters that a model had when a hook was attached.
 
-    Gradients of a parameter that came later would silently stay each rank's own; buckets do not fit
-    one that has been converted.
+    The gradient of a parameter that is added later would silently stay each rank's own. A converted
+    parameter no longer fits its bucket.
 
     Args:
-        model: whose parameters these are.
-        parameters: names and parameters whose gradients the hook averages.
+        model: the model.
+        parameters: the names and parameters whose gradients the hook averages.
         in_ddp: whether DDP's own reducer calls the hook.
 
     Attributes:
-        parameters: as given; none once :meth:`clear` was called.
+        parameters: as given; empty after :meth:`clear`.
         is_sure: whether the last call of :meth:`change` saw the model's own parameters.
     """
 
@@ -55,7 +55,7 @@ class WatchedParameters:
         )
 
     def clear(self) -> None:
-        """Watch no longer, and hold no parameter."""
+        """Stop watching, and release the parameters."""
         self.parameters.clear()
         self._averaged.clear()
         self._forms.clear()
@@ -63,7 +63,7 @@ class WatchedParameters:
         self._members = 0
 
     def change(self) -> str | None:
-        """A change of the parameters, as an error says it, or None."""
+        """How the parameters have changed, as the text of an error, or None."""
         model = self._model()
         self.is_sure = True
         if model is None or not self.parameters:
@@ -85,7 +85,7 @@ class WatchedParameters:
         members = _C.module_members(model)
         if members == self._members:
             return None
-        # There torch.func.functional_call has put other tensors in the parameters' place.
+        # torch.func.functional_call has put other tensors in the parameters' place.
         self.is_sure = not is_inside(_FUNCTIONAL_FILE)
         if not self.is_sure:
             return None
@@ -98,7 +98,7 @@ class WatchedParameters:
                 parameter.requires_grad
                 and id(parameter) not in self._averaged
                 and name not in ignored
-                # Other tensors stand there for a while, put by those who take their gradients.
+                # A function that computes gradients may have put other tensors there for a while.
                 and isinstance(parameter, nn.Parameter)
             ):
                 return (

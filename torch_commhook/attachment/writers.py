@@ -1,4 +1,4 @@
-"""Writes numbers to whatever shows them."""
+"""Writes numbers to a user's log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 
 def write(writer: Any, values: Mapping[str, float], step: int | None) -> None:
-    """Write numbers to a log of a step.
+    """Write numbers to a log.
 
     Args:
         writer: TensorBoard's ``SummaryWriter``, with ``add_scalar(name, value, step)``; a logger of
             Lightning or MLflow, with ``log_metrics(values, step)``; a run of Weights & Biases, a
-            tracker of Accelerate, or anything else with ``log(values)``; or a function of the
-            values.
-        values: by name.
-        step: of which they are; None where the writer counts itself.
+            tracker of Accelerate, or any object with ``log(values)``; or a function of the values.
+        values: the numbers by name.
+        step: the number of the step; None if the writer counts steps itself.
 
     Raises:
         TypeError: the writer is none of these.

@@ -1,6 +1,6 @@
-"""Codecs: what gradients become on the wire.
+"""Codecs: encode gradients into messages, and decode messages.
 
-Each is a module of this package, which is found and imported by itself; see
+The package imports each of its modules. For the interface see
 :class:`torch_commhook.codecs.Codec`.
 """
 
@@ -11,6 +11,6 @@ from torch_commhook.codecs.base import CODECS, Codec, Shard, register_codec
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-globals().update(CODECS)  # a codec is called as its module is
+globals().update(CODECS)  # a codec's class has the name of its module
 
 __all__ = ["CODECS", "Codec", "Shard", "register_codec"]

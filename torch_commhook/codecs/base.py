@@ -1,4 +1,4 @@
-"""What all codecs share, and the table of them."""
+"""The base class of all codecs, and the table of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch_commhook.native.bucket_ops import flatten, unflatten_into
 
 
 def check_setting(codec: str, name: str, value: object, kind: str) -> None:
-    """Refuse a codec's setting that is of another type.
+    """Refuse a codec's setting of the wrong type.
 
     Args:
-        codec: its name.
-        name: of the setting.
-        value: what was given.
+        codec: the codec's name.
+        name: the setting's name.
+        value: the setting.
         kind: ``"an int"``, ``"a number"``, ``"a bool"`` or ``"a str"``.
 
     Raises:
-        TypeError: the value is none. A bool is no number.
+        TypeError: the value is of another kind. A bool is no number.
     """
     types: dict[str, tuple[type, ...]] = {
         "an int": (int,),
@@ -39,8 +39,8 @@ class Shard(NamedTuple):
     """A part of a message that can be decoded by itself.
 
     Attributes:
-        numel: values in it.
-        nbytes: bytes in it.
+        numel: the number of values.
+        nbytes: the number of bytes.
 
     Example:
         >>> codecs.fp8().shards(1024, 2)
@@ -52,15 +52,15 @@ class Shard(NamedTuple):
 
 
 class Codec(ABC):
-    """What gradients become on the wire, and back.
+    """The base class of codecs: encodes gradients into a message, and decodes it.
 
-    A message is a flat tensor of bytes. Its length follows from the number of values alone, so that
-    all ranks know it. It may be made in shards, each of which is a message of its own; a shard's
-    values follow each other in the bucket.
+    A message is a flat tensor of bytes. Its length depends on the number of values only, so all
+    ranks know it. It may consist of shards. Each shard is a message of its own, with consecutive
+    values of the bucket.
 
-    A codec keeps nothing between calls: what a message has lost, and what random numbers follow
-    from, are the caller's. It prints as it is written, by which ranks compare what they attach: one
-    with settings brings a ``__repr__`` that shows them.
+    A codec keeps no state between calls: the caller keeps the error memory and the seeds of random
+    numbers. Ranks compare the text of the codecs that they attach. A codec with settings needs a
+    ``__repr__`` that shows them.
 
     Example:
         >>> codec = codecs.blockwise(bits=8)
@@ -77,16 +77,19 @@ class Codec(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    #: How ranks add up what they encode (:func:`torch_commhook.collectives.compressed_all_reduce`):
-    #: ``"all_to_all"``: in shards, with :meth:`reduce`; ``"all_gather"``: each rank gets every
-    #: message, and adds them up with :meth:`decode_sum`; ``"all_reduce"``: messages are float32
-    #: numbers that may be added up, if all ranks give the same ``rounding``. The last two need no
-    #: shards but one, and no :meth:`reduce`.
+    #: How ranks add up their messages (:func:`torch_commhook.collectives.compressed_all_reduce`).
+    #: ``"all_to_all"``: in shards, with :meth:`reduce`. ``"all_gather"``: each rank gets all
+    #: messages,
+    #: and adds them up with :meth:`decode_sum`. ``"all_reduce"``: messages are float32 numbers that
+    #: may
+    #: be added up, if all ranks give the same ``rounding``. The last two need one shard only, and
+    #: no
+    #: :meth:`reduce`.
     exchange: str = "all_to_all"
 
     @classmethod
     def examples(cls) -> Sequence[Codec]:
-        """The settings that tests and benchmarks try."""
+        """Return the settings that tests and benchmarks try."""
         return [cls()]
 
     @property
@@ -96,16 +99,16 @@ class Codec(ABC):
 
     @property
     def takes_error(self) -> bool:
-        """Whether :meth:`encode` may be given an error."""
+        """Whether :meth:`encode` accepts an error."""
         return True
 
-    #: The dtypes of errors that :meth:`encode` and :meth:`reduce` take. Collectives give a codec
-    #: that takes float32 alone a copy of a bfloat16 error.
+    #: The dtypes of errors that :meth:`encode` and :meth:`reduce` accept. For a codec that accepts
+    #: float32 only, collectives copy a bfloat16 error.
     error_dtypes: Sequence[torch.dtype] = (torch.float32,)
 
     @abstractmethod
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        """The parts of a message of ``numel`` values, in order; some may be empty."""
+        """Return the parts of a message of ``numel`` values, in order. Some may be empty."""
 
     @abstractmethod
     def encode(
@@ -118,26 +121,30 @@ class Codec(ABC):
         error: Tensor | None = None,
         rounding: Tensor | None = None,
     ) -> None:
-        """Write the message of tensors, whose values come in the order of ``flatten``.
+        """Write the message of tensors. Their values are in the order of ``flatten``.
 
         Args:
-            tensors: dense, of dtype float64, float32, float16 or bfloat16, of any shapes and
+            tensors: dense tensors of dtype float64, float32, float16 or bfloat16, of any shapes and
                 strides, on one device.
-            message: written, all of it; contiguous, uint8, as long as :meth:`shards` says in
-                all, at an address that is a multiple of 4.
-            shards: how many.
-            scale: factor, applied in float32.
-            error: what earlier messages have lost, flat, as many as the values, of one of
-                :attr:`error_dtypes`. Added to them, and replaced by what this message loses. It
-                stays as it was where that is not finite, or it would never be finite again.
-                Computed in float32, and rounded to its dtype.
-            rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
-                follow. Needed where :attr:`is_random`.
+            message: a contiguous uint8 tensor with the total length of :meth:`shards`, at an
+                address
+                that is a multiple of 4. All of it is written.
+            shards: the number of shards.
+            scale: the values' factor, applied in float32.
+            error: the errors of earlier messages: a flat tensor of one of :attr:`error_dtypes`,
+                with
+                one element per value. Added to the values, and replaced by this message's error.
+                Computed in float32, and rounded to its dtype. An element stays unchanged if its
+                new error is not finite, or it would never be finite again.
+            rounding: int64, ``[seed, step]``, on the tensors' device: determines the random
+                numbers.
+                Needed if :attr:`is_random`.
 
         Raises:
-            TypeError: a tensor of another dtype or layout.
-            ValueError: no tensors, several devices, sizes that do not fit, or memory that is
-                shared.
+            TypeError: a tensor has another dtype or layout.
+            ValueError: there are no tensors, several devices, sizes that do not fit, or tensors
+                that
+                share memory.
             RuntimeError: a tensor requires grad while gradients are recorded.
         """
 
@@ -153,16 +160,17 @@ class Codec(ABC):
         """Write a message's values into tensors.
 
         Args:
-            message: what :meth:`encode` has written, by a codec of the same settings.
-            tensors: dense destinations of any strides that reach each element once, with as many
-                elements as the message has values, sharing no memory.
-            shards: as in :meth:`encode`.
-            rounding: what :meth:`encode` was given. Only codecs whose :attr:`exchange` is
-                ``"all_reduce"`` are sure to get it: elsewhere each rank has its own, and what
-                decoding needs must be in the message.
+            message: a message that :meth:`encode` of a codec with the same settings has written.
+            tensors: dense destinations with any strides that reach each element once. They share no
+                memory, and have the message's number of values.
+            shards: as for :meth:`encode`.
+            rounding: the argument of :meth:`encode`. Only guaranteed for codecs with the
+                :attr:`exchange` ``"all_reduce"``. For others each rank has its own, so a message
+                must
+                contain all that decoding needs.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
 
     def decode_sum(
@@ -173,19 +181,20 @@ class Codec(ABC):
         scale: float = 1.0,
         rounding: Tensor | None = None,
     ) -> None:
-        """Write ``scale`` times the sum of what several messages hold into tensors.
+        """Write ``scale`` times the sum of several messages' values into tensors.
 
-        The values are added up in float32, in the order of the messages, then scaled, and then
-        rounded to the tensors' dtypes.
+        Sums the values in float32, in the order of the messages, then scales the sum and rounds it
+        to
+        the tensors' dtypes.
 
         Args:
-            messages: of shape ``(messages, bytes)``, each in one shard.
-            tensors: as in :meth:`decode`.
-            scale: factor, applied in float32.
-            rounding: as in :meth:`decode`.
+            messages: shape ``(messages, bytes)``, one shard each.
+            tensors: as for :meth:`decode`.
+            scale: the sum's factor, applied in float32.
+            rounding: as for :meth:`decode`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
         numel = sum(tensor.numel() for tensor in tensors)
         total = self._sum_of(messages, numel, rounding)
@@ -203,22 +212,25 @@ class Codec(ABC):
         error: Tensor | None = None,
         rounding: Tensor | None = None,
     ) -> None:
-        """Write a message for each of several runs of the tensors' values, one after another.
+        """Write one message for each of several consecutive runs of the tensors' values.
 
-        Unlike shards, chunks end where the caller says. Each has a message of its own, in one
-        shard, which :meth:`decode` and :meth:`decode_sum` take.
+        The caller chooses where chunks end, unlike shards. Each chunk has its own message of one
+        shard
+        for :meth:`decode` and :meth:`decode_sum`.
 
         Args:
-            tensors: as in :meth:`encode`.
-            message: written; as long as :meth:`chunks` says in all.
-            sizes: values of each chunk, at least one number; 0 is an empty chunk, of no bytes. They
-                add up to the number of the tensors' values.
-            scale, error: as in :meth:`encode`.
-            rounding: as in :meth:`encode`. Block codecs draw other numbers for each chunk; a codec
-                without an operator for chunks draws the same ones.
+            tensors: as for :meth:`encode`.
+            message: as long as all of :meth:`chunks`. Written.
+            sizes: the number of values of each chunk; at least one number. 0 is an empty chunk of
+                no
+                bytes. The sum must be the number of the tensors' values.
+            scale, error: as for :meth:`encode`.
+            rounding: as for :meth:`encode`. Block codecs draw different numbers for each chunk; a
+                codec
+                without an operator for chunks draws the same numbers.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
         counts = self._checked_sizes("encode_chunks", sizes, tensors)
         nbytes = [part.nbytes for part in self.chunks(counts)]
@@ -241,16 +253,16 @@ class Codec(ABC):
         *,
         rounding: Tensor | None = None,
     ) -> None:
-        """Write the values of messages that follow one another into tensors.
+        """Write the values of consecutive messages into tensors.
 
         Args:
-            message: such as :meth:`encode_chunks` has written, or several ranks' messages.
-            tensors: as in :meth:`decode`.
-            sizes: as in :meth:`encode_chunks`.
-            rounding: as in :meth:`decode`.
+            message: the output of :meth:`encode_chunks`, or several ranks' messages.
+            tensors: as for :meth:`decode`.
+            sizes: as for :meth:`encode_chunks`.
+            rounding: as for :meth:`decode`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
         counts = self._checked_sizes("decode_chunks", sizes, tensors)
         nbytes = [part.nbytes for part in self.chunks(counts)]
@@ -289,25 +301,25 @@ class Codec(ABC):
         error: Tensor | None = None,
         rounding: Tensor | None = None,
     ) -> None:
-        """Write the message of ``scale`` times the sum of what several messages hold.
+        """Write the message of ``scale`` times the sum of several messages' values.
 
-        The values are added up in float32, in the order of the messages.
+        Sums the values in float32, in the order of the messages.
 
         Args:
-            messages: of shape ``(messages, bytes)``, each of ``numel`` values in one shard.
-            message: written; of as many bytes as one of them.
-            numel: values in each.
-            scale, error, rounding: as in :meth:`encode`.
+            messages: shape ``(messages, bytes)``, each of ``numel`` values in one shard.
+            message: as many bytes as one of them. Written.
+            numel: the number of values in each.
+            scale, error, rounding: as for :meth:`encode`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
         total = self._sum_of(messages, numel)
         self.encode([total], message, scale=scale, error=error, rounding=rounding)
 
     def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None = None) -> Tensor:
         total = torch.empty(numel, dtype=torch.float32, device=messages.device)
-        if numel == 0:  # of which the messages may have no bytes to look at
+        if numel == 0:  # the messages may have no bytes
             return total
         self.decode(messages[0], [total], rounding=rounding)
         if len(messages) > 1:
@@ -318,43 +330,43 @@ class Codec(ABC):
         return total
 
     def rounds_error_at_random(self, error: Tensor | None) -> bool:
-        """Whether :meth:`encode` rounds this error at random, if it is given ``rounding``."""
+        """Whether :meth:`encode` rounds this error at random, if it gets ``rounding``."""
         return False
 
     def _given(self, method: str, rounding: Tensor | None) -> Tensor:
-        """What random numbers follow from.
+        """The seed and step of random numbers.
 
         Raises:
-            ValueError: it was not given.
+            ValueError: the caller did not give them.
         """
         if rounding is None:
             raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
         return rounding
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
-        """Bytes of a message of ``numel`` values."""
+        """Return the number of bytes of a message of ``numel`` values."""
         return sum(shard.nbytes for shard in self.shards(numel, shards))
 
     def chunks(self, sizes: Sequence[int]) -> list[Shard]:
-        """The messages that :meth:`encode_chunks` writes, one for each of ``sizes``, in order."""
+        """Return the messages that :meth:`encode_chunks` writes, one for each of ``sizes``."""
         return [Shard(size, self.nbytes(size)) for size in sizes]
 
 
 def error_for(codec: Codec, error: Tensor | None) -> Tensor | None:
-    """An error as a codec takes it: the tensor itself, or a copy for :func:`keep_error`."""
+    """An error in a dtype that a codec accepts: itself, or a copy for :func:`keep_error`."""
     if error is None or error.dtype in codec.error_dtypes:
         return error
     return error.to(torch.float32)
 
 
 def keep_error(error: Tensor | None, lost: Tensor | None) -> None:
-    """Write what an encoding has lost into an error, if :func:`error_for` gave a copy."""
+    """Write a new error into an error memory, if :func:`error_for` returned a copy."""
     if error is not None and lost is not None and lost is not error:
         write_saturated(error, lost)
 
 
 def write_saturated(error: Tensor, lost: Tensor) -> None:
-    """Round values to an error's dtype; the largest finite ones stay finite."""
+    """Round values to an error's dtype. The largest finite values stay finite."""
     if lost.dtype == error.dtype:
         error.copy_(lost)
     else:
@@ -365,28 +377,28 @@ def write_saturated(error: Tensor, lost: Tensor) -> None:
 #: The codecs by name.
 CODECS: dict[str, type[Codec]] = {}
 
-#: Names that codecs must not have: those of hooks, of which there is one under each codec's name.
+#: Names that codecs must not have: those of hooks, since each codec has a hook of its name.
 RESERVED_NAMES: set[str] = set()
 
-#: What a codec's hook is given beside the codec's settings.
+#: The arguments of a codec's hook beside the codec's settings.
 HOOK_SETTINGS = ("seed", "process_group")
 
 _Class = TypeVar("_Class", bound=type[Codec])
 
 
 def register_codec(cls: _Class) -> _Class:
-    """Make a codec known under the name of its class: a decorator.
+    """Register a codec under the name of its class. A class decorator.
 
     Args:
-        cls: a subclass of :class:`Codec`. There is then a hook of its name in
-            :mod:`torch_commhook.hooks`.
+        cls: a subclass of :class:`Codec`. :mod:`torch_commhook.hooks` then has a hook of its name.
 
     Returns:
         The class itself.
 
     Raises:
-        TypeError: no subclass of :class:`Codec`.
-        ValueError: another one has the name, or a hook; or a setting has that of one of its hook's.
+        TypeError: ``cls`` is no subclass of :class:`Codec`.
+        ValueError: another codec or a hook has the name; or a setting has the name of an argument
+            of the codec's hook.
 
     Example:
         >>> codecs.register_codec(dict)
@@ -401,8 +413,8 @@ def register_codec(cls: _Class) -> _Class:
     for name in HOOK_SETTINGS:
         if name in inspect.signature(cls).parameters:
             raise ValueError(
-                f"register_codec: {cls.__name__} must have no setting named {name}, which its hook "
-                "has"
+                f"register_codec: {cls.__name__} must have no setting named {name}: its hook has "
+                "an argument of that name"
             )
     other = CODECS.setdefault(cls.__name__, cls)
     if other is not cls:
@@ -411,7 +423,7 @@ def register_codec(cls: _Class) -> _Class:
 
 
 def text_of(cls: type[Codec], settings: dict[str, Any]) -> str:
-    """Such as ``blockwise(bits=4)``: what differs from the defaults."""
+    """The text of a codec with settings that are no defaults, such as ``blockwise(bits=4)``."""
     parameters = inspect.signature(cls).parameters
     said = [
         f"{key}={value!r}" for key, value in settings.items() if value != parameters[key].default

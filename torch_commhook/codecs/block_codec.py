@@ -1,5 +1,5 @@
-"""What the codecs share that send values in blocks: the form of a message, their methods, and the
-fakes of their operators. The same in C++: ``csrc/ops/codecs/block_codec.h``."""
+"""The base of codecs that send values in blocks: the form of a message, the methods, and the
+operators' fakes. In C++: ``csrc/ops/codecs/block_codec.h``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torch_commhook.codecs.checks import (
 
 _MAX_BLOCK_SIZE = 4096
 _MOST_SHARDS = 1 << 20
-#: A message's shards, their codes and their parameters begin at multiples of so many bytes.
+#: A message's shards, their codes and their parameters begin at multiples of this many bytes.
 _SHARD_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class BlockForm:
-    """A few bits for each value, and a few float32 parameters for each block.
+    """A message form: a few bits for each value, and a few float32 parameters for each block.
 
     Attributes:
-        block_size: values in a block.
-        bits: of a value.
-        parameters: of a block.
+        block_size: the number of values in a block.
+        bits: the number of bits of a value.
+        parameters: the number of parameters of a block.
     """
 
     block_size: int
@@ -42,9 +42,9 @@ class BlockForm:
     parameters: int
 
     def shards(self, op: str, numel: int, shards: int) -> list[Shard]:
-        """The parts of a message, each of about equally many whole blocks."""
+        """The parts of a message. Each has about equally many whole blocks."""
         _check_shards(op, shards)
-        if numel < 0:  # torch._check_value takes no message with a size that is not known yet
+        if numel < 0:  # torch._check_value needs a message with a known size
             raise ValueError(f"{op}: numel must be at least 0, got {numel}")
         size = self.block_size
         blocks = (numel + size - 1) // size
@@ -56,10 +56,10 @@ class BlockForm:
         return found
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
-        """Bytes of a message."""
+        """The number of bytes of a message."""
         size = self.block_size
         blocks = (numel + size - 1) // size
-        first = blocks * (shards - 1) // shards  # of the last shard, which alone may end early
+        first = blocks * (shards - 1) // shards  # the last shard; only this one may end early
         least = blocks // shards
         longer = first - (shards - 1) * least
         return (
@@ -69,7 +69,7 @@ class BlockForm:
         )
 
     def _bytes(self, count: int, blocks: int) -> int:
-        """Of a shard."""
+        """The number of bytes of a shard."""
         codes = _filled_up((count * self.bits + 7) // 8)
         return _filled_up(codes + blocks * self.parameters * 4)
 
@@ -104,7 +104,7 @@ def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) 
             f"{op}: sizes must be at least 1 number and at most 2^20, got {len(sizes)}"
         )
     if not all(isinstance(size, int) for size in (*sizes, numel)):
-        return  # without a guard; the kernel sees the rest
+        return  # without a guard; the kernel checks the rest
     if any(size < 0 for size in sizes):
         raise ValueError(f"{op}: sizes must be at least 0, got {list(sizes)}")
     if sum(sizes) != numel:
@@ -118,20 +118,19 @@ class BlockCodec(Codec):
     """A codec that sends values in blocks, through five operators.
 
     ``<name>_encode``, ``<name>_decode``, ``<name>_decode_sum``, ``<name>_reduce`` and
-    ``<name>_reduce_shards`` walk over memory once. The values, in the order of
-    ``torch.ops.commhook.flatten``, are cut into blocks across the tensors' borders. A message's
-    shards have about equally many whole blocks; the last block of all may be shorter. With fewer
-    blocks than shards, some are empty. Of chunks of given sizes, each begins with a block of its
-    own.
+    ``<name>_reduce_shards`` pass over memory once. The values, in the order of
+    ``torch.ops.commhook.flatten``, are divided into blocks across the tensors' borders. A message's
+    shards have about equally many whole blocks; the last block may be shorter. With fewer blocks
+    than shards, some shards are empty. Each chunk begins with a new block.
 
-    A shard holds its blocks' codes, then their parameters. Zeros fill up each to a multiple of 16
-    bytes, so that a message is at most 27 bytes longer for each shard. Chunks and messages that
-    follow each other begin at such multiples, too.
+    A shard has the codes of its blocks, then their parameters. Zeros pad both to multiples of 16
+    bytes, at most 27 bytes for each shard. So consecutive chunks and messages begin at such
+    multiples, too.
 
     Args:
-        name: of the codec, with which the operators' begin.
-        form: of its messages.
-        settings: what its operators take beside what all of them take.
+        name: the codec's name; the operators' names begin with it.
+        form: the form of its messages.
+        settings: its operators' own arguments.
     """
 
     error_dtypes = ERROR_DTYPES
@@ -143,7 +142,7 @@ class BlockCodec(Codec):
 
     @property
     def block_size(self) -> int:
-        """Values in a block."""
+        """The number of values in a block."""
         return self._form.block_size
 
     def _call(self, method: str, *arguments: Any, **more: Any) -> None:
@@ -151,7 +150,7 @@ class BlockCodec(Codec):
         operator(*arguments, **more, **self._settings)
 
     def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
-        """The argument ``rounding`` of operators that take it."""
+        """The argument ``rounding``, for operators that have it."""
         return {"rounding": self._given(method, rounding)} if self.is_random else {}
 
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
@@ -237,18 +236,20 @@ class BlockCodec(Codec):
         rounding: Tensor | None = None,
         failed: Tensor | None = None,
     ) -> None:
-        """:meth:`reduce` of messages in separate tensors, such as those that other ranks share.
+        """Reduce messages in separate tensors, such as other ranks' shared memory; as
+        :meth:`reduce`.
 
         Args:
-            messages: 1 to 16, each of ``numel`` values in one shard.
-            message: written; of as many bytes as one of them, sharing no memory with them.
-            numel: values in each.
-            scale, error, rounding: as in :meth:`encode`.
-            failed: one int64. Where it is not zero, nothing is read or written: other ranks may
-                still read what ``message`` holds.
+            messages: 1 to 16 messages, each of ``numel`` values in one shard.
+            message: as many bytes as one of them, sharing no memory with them. Written.
+            numel: the number of values in each.
+            scale, error, rounding: as for :meth:`encode`.
+            failed: one int64. If it is not zero, nothing is read or written: other ranks may still
+                be
+                reading ``message``.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+            TypeError, ValueError, RuntimeError: as :meth:`encode`.
         """
         drawn = self._drawn_from("reduce_shards", rounding)
         more = {"scale": scale, "error": error, "failed": failed}
@@ -262,15 +263,15 @@ class BlockCodec(Codec):
 
 
 def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
-    """Register the fakes of a block codec's operators, which check what needs no data.
+    """Register the fakes of a block codec's operators; they check all that needs no data.
 
-    The operators' schemas name this module (``set_python_module``), which PyTorch holds against
-    the one that registers.
+    The operators' schemas name this module (``set_python_module``), and PyTorch compares it with
+    the module that registers.
 
     Args:
-        name: of the codec.
-        form_of: ``form_of(op, **settings)`` checks the codec's own settings, naming the operator
-            in errors, and gives the form of its messages.
+        name: the codec's name.
+        form_of: ``form_of(op, **settings)`` checks the codec's own settings, with the operator's
+            name in errors, and returns the form of its messages.
     """
 
     @torch.library.register_fake(f"commhook::{name}_encode")
@@ -364,7 +365,7 @@ def _check_coded(
     shards: int,
     sizes: Sequence[int] | None,
 ) -> int:
-    """Check the values and the message of a call that encodes or decodes; gives their number."""
+    """Check the values and the message of a call that encodes or decodes; returns their number."""
     _check_shards(op, shards)
     numel = check_values(op, tensors)
     _check_sizes(op, shards, sizes, numel)
@@ -373,7 +374,7 @@ def _check_coded(
 
 
 def _check_rows(op: str, messages: Tensor, known: int | None) -> None:
-    """Check messages in one tensor, each a row of as many bytes as are known."""
+    """Check messages in one tensor: each row must have the known number of bytes."""
     check_messages(op, messages)
     check_message(op, "messages", messages, None if known is None else known * len(messages))
 
@@ -381,7 +382,7 @@ def _check_rows(op: str, messages: Tensor, known: int | None) -> None:
 def _known_bytes(
     form: BlockForm, numel: int, shards: int = 1, sizes: Sequence[int] | None = None
 ) -> int | None:
-    """What a message must hold, where that is known without a guard; the kernel sees the rest."""
+    """The length of a message, if it is known without a guard; the kernel checks the rest."""
     parts = [numel] if sizes is None else sizes
     if not all(isinstance(part, int) for part in parts):
         return None

@@ -1,7 +1,7 @@
 """Block quantisation: values as integers of 8, 4 or 2 bits, with a step for each block of values.
 
-In ``csrc/ops/codecs`` stand the operators (``blockwise.cpp``), the arithmetic
-(``blockwise_math.h``) and the kernels for the CPU (``blockwise_kernels.inl``).
+``csrc/ops/codecs`` has the operators (``blockwise.cpp``), the arithmetic (``blockwise_math.h``) and
+the CPU kernels (``blockwise_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -30,38 +30,35 @@ register_fakes("blockwise", _form)
 class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     """Integers of 8, 4 or 2 bits, with a step for each block of values.
 
-    With p a value in float32, times the scale, plus its error:
+    Let p be a value in float32, times the scale, plus its error:
 
     - symmetric: ``p ~ q * step``, ``step = max|p| / n``, q from -n to n, n = 127, 7 or 1;
     - else: ``p ~ low + q * step``, ``step = (max - min) / n``, q from 0 to n, n = 255, 15 or 3.
 
     Symmetric codes of 2 bits that are rounded to the nearest have a smaller step: the mean of the
-    magnitudes above 0.767 times the mean magnitude, at most ``max|p|``. Of a Gaussian it is 1.224
-    sigma, the best of three levels, and a message loses 0.190 of its power. Where a few values are
-    large and alike, and the others zeros, it loses nothing. Larger values come back as one step:
-    use error feedback. (As in Li, Zhang, Liu, "Ternary Weight Networks", 2016.)
+    magnitudes above 0.767 times the mean magnitude, at most ``max|p|``. For a Gaussian this is
+    1.224 sigma, the best of three levels; a message then loses 0.190 of its power. It loses nothing
+    if a few values are large and alike, and the others zero. Larger values decode to one step: use
+    error feedback. (As in Li, Zhang, Liu, "Ternary Weight Networks", 2016.)
 
-    Rounded to the nearest (ties to even), all others are off by at most half a step;
-    stochastically by less than a step, and by nothing on average, with numbers that follow from
-    seed, step and a value's place alone (Philox4x32-10, 16 bits for each value; the step's lowest
-    32 bits count). A block of zeros comes back as zeros. A block with an infinity or NaN in it
-    comes back as NaN, and its error stays as it was; so does one that is not symmetric, if
-    ``max - min`` is beyond float32.
+    Rounding to the nearest (ties to even) is off by at most half a step, apart from that case.
+    Stochastic rounding is off by less than a step, and unbiased. Its random numbers depend on seed,
+    step and the value's position only (Philox4x32-10, 16 bits for each value; the step's lowest 32
+    bits count). A block of zeros decodes to zeros. A block with an infinity or NaN decodes to NaN,
+    and its error stays unchanged; so does an asymmetric block if ``max - min`` exceeds float32.
 
-    Bytes for each value: ``bits / 8 + 4 / block_size``, and ``4 / block_size`` more where it is not
-    symmetric.
+    Bytes for each value: ``bits / 8 + 4 / block_size``, plus ``4 / block_size`` if not symmetric.
 
     Args:
-        bits: 8, 4 or 2.
-        block_size: values in a block; a multiple of 8 up to 4096, with 2 bits of 16.
-        symmetric: whether zero is the middle of what a block can hold; else blocks reach from their
-            least value to their largest.
-        rounding: ``"nearest"``, or ``"stochastic"``: right on average, with twice the mean square
-            error.
+        bits: the number of bits of a value: 8, 4 or 2.
+        block_size: the number of values in a block; a multiple of 8 up to 4096, with 2 bits of 16.
+        symmetric: whether a block's range is symmetric around zero; else it reaches from the
+            block's smallest value to its largest.
+        rounding: ``"nearest"``, or ``"stochastic"``: unbiased, with twice the mean square error.
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: another setting.
+        TypeError: a setting has another type.
+        ValueError: a setting has another value.
 
     Example:
         >>> codec = codecs.blockwise(bits=4, block_size=8)

@@ -1,4 +1,4 @@
-"""What the fakes of all codecs' operators check. In C++: ``csrc/ops/codecs/codec_checks.h``."""
+"""Checks of the fakes of all codecs' operators. In C++: ``csrc/ops/codecs/codec_checks.h``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
-#: In what an error is remembered.
+#: The dtypes of errors.
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 
-#: Ranks that may share memory, at most.
+#: The highest number of ranks that may share memory.
 MOST_RANKS = 16
 
 
@@ -83,7 +83,7 @@ def check_messages(op: str, messages: Tensor) -> None:
 
 
 def check_ranks(op: str, name: str, ranks: int, least: int) -> None:
-    """Refuse a list that has too few or too many tensors, one for each rank."""
+    """Refuse a list with too few or too many tensors. It must have one for each rank."""
     torch._check_value(
         least <= ranks <= MOST_RANKS,
         lambda: (
@@ -93,7 +93,7 @@ def check_ranks(op: str, name: str, ranks: int, least: int) -> None:
 
 
 def check_failed(op: str, failed: Tensor | None) -> None:
-    """Refuse what is not one int64."""
+    """Refuse anything but one int64."""
     if failed is None:
         return
     if failed.dtype is not torch.int64:

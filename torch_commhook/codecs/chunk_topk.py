@@ -1,8 +1,8 @@
 """The largest values of each chunk, in few bits.
 
-In ``csrc/ops/codecs`` stand the form of a message and its levels (``chunk_topk_math.h``), the
-operators (``chunk_topk.cpp``), how they run on the CPU (``chunk_topk_cpu.cpp``) and the kernels for
-it (``chunk_topk_kernels.inl``).
+``csrc/ops/codecs`` has the form of a message and its levels (``chunk_topk_math.h``), the operators
+(``chunk_topk.cpp``), their CPU implementation (``chunk_topk_cpu.cpp``) and its kernels
+(``chunk_topk_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = (2, 4, 8)
 
 
 def _words(entries: int, chunk: int, bits: int) -> int:
-    """Words of 32 bits of a chunk's part of a message: levels, places, codes."""
+    """The number of 32-bit words of a chunk's part of a message: levels, places, codes."""
     places = entries * (chunk.bit_length() - 1)
     return min(entries, 1) - (-places // 32) - (-entries * bits // 32)
 
@@ -49,7 +49,7 @@ def _check_bytes(
     op: str, name: str, nbytes: int, numel: int, k: int, chunk: int, bits: int
 ) -> None:
     if not (isinstance(nbytes, int) and isinstance(numel, int)):
-        return  # without a guard; the kernel sees the rest
+        return  # without a guard; the kernel checks the rest
     expected = _bytes(numel, k, chunk, bits)
     torch._check_value(
         nbytes == expected,
@@ -60,7 +60,7 @@ def _check_bytes(
 def _check_coded(
     op: str, tensors: Sequence[Tensor], message: Tensor, k: int, chunk: int, bits: int
 ) -> int:
-    """Check the values and the message of a call that encodes or decodes; gives their number."""
+    """Check the values and the message of a call that encodes or decodes; returns their number."""
     _check_form(op, k, chunk, bits)
     numel = check_values(op, tensors)
     check_message(op, "message", message, None)
@@ -112,22 +112,21 @@ def _decode_sum_fake(
 
 @register_codec
 class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is called)
-    """The k values of largest magnitude of each chunk, in few bits; the others are 0.
+    """The k values of largest magnitude of each chunk, in few bits; the others become 0.
 
-    A chunk is ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
-    one may have fewer. Of equal magnitudes those that come first are sent, and no zeros. The method
-    is that of SparseLoCo (Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo",
-    2025), which sends the updates of local steps so (:class:`~torch_commhook.hooks.local_sgd`).
+    A chunk has ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
+    one may have fewer. Of equal magnitudes the first are sent. Zeros are never sent. The method is
+    that of SparseLoCo (Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo",
+    2025), which sends the updates of local steps (:class:`~torch_commhook.hooks.local_sgd`).
 
-    A value is sent as its place in the chunk, its sign, and the number of the level that stands
-    for its magnitude. The lowest and the highest level of each chunk travel in bfloat16. With 2
-    bits there are no others: they are the means of the smaller and of the larger magnitudes that
-    are sent. Two rounds of Lloyd's algorithm decide which are smaller. With 4 or 8 bits, 8 or 128
-    levels lie between the smallest and the largest of these magnitudes, nearly evenly by their
-    logarithms.
+    A value is sent as its place in the chunk, its sign, and the number of a level that represents
+    its magnitude. The lowest and the highest level of each chunk are sent in bfloat16. With 2 bits
+    there are no others: they are the means of the smaller and of the larger sent magnitudes, which
+    two rounds of Lloyd's algorithm separate. With 4 or 8 bits, 8 or 128 levels lie between the
+    smallest and the largest of these magnitudes, nearly evenly by their logarithms.
 
-    Of k = 64 of 4,096 values the rounding to levels loses this part of the square of those that are
-    sent:
+    For k = 64 of 4,096 values the rounding to levels loses this part of the squares of the sent
+    values:
 
     ========================  =======  =======  ========
     values                    2 bits   4 bits   8 bits
@@ -136,25 +135,25 @@ class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is call
     Student t, 3 degrees      0.052    0.0039   0.000014
     ========================  =======  =======  ========
 
-    Of the square of all values, those that are not sent are at most the part ``1 - k / chunk``.
-    They and the rounding are error.
+    The values that are not sent make up at most the part ``1 - k / chunk`` of the squares of all
+    values. These values and the rounding are error.
 
-    If a chunk has an infinity or a NaN, all that it sends is NaN. Such a value counts as larger
-    than all numbers, so that its place is among those sent, as far as there is room. Finite values
-    of the chunk stay in the error whole; the others leave none.
+    If a chunk has an infinity or a NaN, all values that it sends are NaN. Such a value counts as
+    larger than all numbers, so its place is among those sent, as far as there is room. The chunk's
+    finite values stay in the error completely; the others leave no error.
 
-    Bytes for each chunk: 4 for its levels, and ``log2(chunk) + bits`` bits for each value that is
-    sent, in whole words of 4 bytes; 0.0283 for each element with the defaults. Each rank gets the
-    messages of all, so the traffic grows with the ranks.
+    Bytes for each chunk: 4 for its levels, and ``log2(chunk) + bits`` bits for each sent value, in
+    whole words of 4 bytes. With the defaults, 0.0283 for each element. Each rank gets the messages
+    of all ranks, so the traffic grows with their number.
 
     Args:
-        k: values of each chunk that are sent, at least 1 and at most ``chunk``.
-        chunk: values of a chunk, a power of two from 64 to 4,096.
-        bits: of a sent value, 2, 4 or 8, beside its place.
+        k: the number of values of each chunk that are sent, 1 to ``chunk``.
+        chunk: the number of values of a chunk, a power of two from 64 to 4,096.
+        bits: the number of bits of a sent value beside its place: 2, 4 or 8.
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: a setting of another value.
+        TypeError: a setting has another type.
+        ValueError: a setting has another value.
 
     Example:
         >>> codec = codecs.chunk_topk(k=2, chunk=64)
@@ -179,10 +178,10 @@ class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is call
         return [cls(), cls(20, 64, 4)]
 
     def entries(self, numel: int) -> int:
-        """The most of ``numel`` values that are sent: fewer if they are zeros.
+        """Return the highest number of sent values among ``numel`` values: zeros are not sent.
 
         Raises:
-            ValueError: there are less than 0 or 2^31 values.
+            ValueError: ``numel`` is negative, or 2^31 or more.
         """
         check_numel("chunk_topk", numel)
         k: int = self._settings["k"]

@@ -1,4 +1,4 @@
-"""Decay of what is remembered as lost."""
+"""Decay of error memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.native.tensor_checks import check_dense, check_flat
 
-#: Elements whose copies stay in a cache of the CPU, and so many that other devices take at a time.
+#: Elements whose copies stay in a cache of the CPU; the number that other devices take at a time.
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 20
 
 _WORD = (1 << 32) - 1
-#: Sets these random numbers apart from those with which a codec rounds the same element.
+#: Separates these random numbers from those with which a codec rounds the same element.
 _SALT = 0x6D6F6D65
 
 
 def check_decay(what: str, decay: object) -> None:
-    """Refuse what is no factor in (0, 1].
+    """Refuse a decay that is no factor in (0, 1].
 
     Raises:
-        TypeError: no number.
-        ValueError: another number; NaN is none of these.
+        TypeError: ``decay`` is no number.
+        ValueError: it is out of range, or NaN.
     """
     if not isinstance(decay, (int, float, torch.SymFloat)) or isinstance(decay, bool):
         raise TypeError(f"{what} must be a number, got {type(decay).__qualname__}")
@@ -31,22 +31,22 @@ def check_decay(what: str, decay: object) -> None:
 
 
 def decays_at_random(error: Tensor | None, decay: float) -> bool:
-    """Whether :func:`decay_error` rounds this error at random, if it is given ``rounding``."""
+    """Whether :func:`decay_error` rounds this error at random, if it gets ``rounding``."""
     return error is not None and error.dtype == torch.bfloat16 and decay != 1.0
 
 
 @torch.library.custom_op("commhook::decay_error", mutates_args=("error",))
 def decay_error(error: Tensor, decay: float, rounding: Tensor | None = None) -> None:
-    """Multiply what is remembered as lost by ``decay``, in place.
+    """Multiply an error memory by ``decay``, in place.
 
     Args:
-        error: flat, float32 or bfloat16. Written; multiplied in float32.
+        error: flat, float32 or bfloat16. Multiplied in float32. Written.
         decay: in (0, 1].
-        rounding: int64, ``[seed, step]`` on the same device. A bfloat16 error is then rounded at
-            random, right on average: to the nearest value, factors near 1 would change nothing.
+        rounding: int64, ``[seed, step]``, on the same device. A bfloat16 error is then rounded at
+            random, without bias. Rounded to the nearest, a factor near 1 would change nothing.
 
     Raises:
-        TypeError, ValueError: a tensor of another kind, or another factor.
+        TypeError, ValueError: a tensor is of another kind, or ``decay`` out of range.
     """
     check_flat("decay_error", "error", error, ERROR_DTYPES)
     check_decay("decay_error: decay", decay)
@@ -75,13 +75,13 @@ def _decay_at_random(piece: Tensor, decay: float, key: Tensor, begin: int) -> No
     places = torch.arange(begin, begin + len(piece), dtype=torch.int64, device=piece.device)
     noise = _scrambled((places + key).bitwise_and_(_WORD)).bitwise_right_shift_(16)
     value = piece.to(torch.float32).mul_(decay)
-    # What is added to the magnitude reaches the upper half as often as it is near the next value.
+    # The sum reaches the upper half with the probability that the magnitude rounds up.
     bits = (value.view(torch.int32) + noise.to(torch.int32)).bitwise_and_(-(1 << 16))
     piece.copy_(torch.where(value.isfinite(), bits.view(torch.float32), value))
 
 
 def _key_of(rounding: Tensor) -> Tensor:
-    """What the random numbers of a step follow from, beside the place of an element: 32 bits."""
+    """The 32-bit key of a step's random numbers; an element's place is their other input."""
     seed, step = rounding.unbind()
     key = _scrambled(step.bitwise_and(_WORD).bitwise_xor_(_SALT))
     key = _scrambled((seed >> 32).bitwise_and_(_WORD).bitwise_xor_(key))
@@ -89,7 +89,7 @@ def _key_of(rounding: Tensor) -> Tensor:
 
 
 def _scrambled(bits: Tensor) -> Tensor:
-    """As ``scrambled`` in ``csrc/ops/codecs/error_math.h``, of 32 bits each; written."""
+    """As ``scrambled`` in ``csrc/ops/codecs/error_math.h``, for 32 bits each; in place."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits.bitwise_xor_(bits >> shift).mul_(factor).bitwise_and_(_WORD)  # products wrap around
     return bits.bitwise_xor_(bits >> 16)

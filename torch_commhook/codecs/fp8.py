@@ -1,7 +1,7 @@
 """8-bit floats, with a scale for each block of values.
 
-In ``csrc/ops/codecs`` stand the operators (``fp8.cpp``), the arithmetic (``fp8_math.h``) and the
-kernels for the CPU (``fp8_kernels.inl``).
+``csrc/ops/codecs`` has the operators (``fp8.cpp``), the arithmetic (``fp8_math.h``) and the CPU
+kernels (``fp8_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ register_fakes("fp8", _form)
 class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     """8-bit floats, with a scale for each block: ``p ~ q * step``, ``step = max|p| / largest``.
 
-    ``"e4m3"`` (``torch.float8_e4m3fn``) reaches from 2^-9 to 448 and is off by at most 2^-4 of a
-    value, ``"e5m2"`` from 2^-16 to 57344 and 2^-3; smaller values are off by at most half of the
-    least one. A block with an infinity or NaN in it comes back as NaN, and its error stays as it
-    was.
+    ``"e4m3"`` (``torch.float8_e4m3fn``) has magnitudes from 2^-9 to 448, and is off by at most 2^-4
+    of a value. ``"e5m2"`` has magnitudes from 2^-16 to 57344, and is off by at most 2^-3. Smaller
+    values are off by at most half of the smallest magnitude. A block with an infinity or NaN
+    decodes to NaN, and its error stays unchanged.
 
     Bytes for each value: ``1 + 4 / block_size``.
 
     Args:
         format: ``"e4m3"`` or ``"e5m2"``.
-        block_size: values in a block; a multiple of 8 up to 4096.
+        block_size: the number of values in a block; a multiple of 8 up to 4096.
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: another setting.
+        TypeError: a setting has another type.
+        ValueError: a setting has another value.
 
     Example:
         >>> codec = codecs.fp8(block_size=8)

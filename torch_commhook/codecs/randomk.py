@@ -1,8 +1,7 @@
-"""Values at places that all ranks draw alike, without indices.
+"""Values at random places that are the same on all ranks, without indices.
 
-In ``csrc/ops/codecs`` stand the operators (``randomk.cpp``), which places are drawn
-(``randomk_math.h``), how they run on the CPU (``randomk_cpu.cpp``) and the kernels for it
-(``randomk_kernels.inl``).
+``csrc/ops/codecs`` has the operators (``randomk.cpp``), the choice of places (``randomk_math.h``),
+the CPU implementation (``randomk_cpu.cpp``) and its kernels (``randomk_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -49,30 +48,30 @@ def _decode_fake(message: Tensor, tensors: Sequence[Tensor], rounding: Tensor) -
 
 @register_codec
 class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
-    """k values of a bucket at random places, the same on all ranks; the others are 0.
+    """k values of a bucket at random places, the same on all ranks; the others become 0.
 
     Of d values ``k = ceil(density * d)`` are sent, at least one, each value with probability
-    ``k / d``. Which ones follows from ``rounding``, seed and step (the step's lowest 32 bits
-    count), through a permutation (a Feistel network on Philox4x32-10). So a message needs no
-    indices, and where all ranks give the same ``rounding``, messages can be added up.
+    ``k / d``. ``rounding`` determines the places: seed and step (the step's lowest 32 bits count)
+    select a permutation (a Feistel network on Philox4x32-10). So a message needs no indices. If all
+    ranks give the same ``rounding``, messages can be added up.
 
-    On average ``|x - C(x)|^2 = (1 - k / d) |x|^2``. What is sent is exact and leaves no error; all
-    else is error. ``unbiased`` scales what is sent by ``d / k``: then C(x) is x on average, and the
-    square of what it is off by is ``(d / k - 1) |x|^2``, which no error can hold.
+    On average ``|x - C(x)|^2 = (1 - k / d) |x|^2``. Sent values are exact and leave no error; all
+    others are error. ``unbiased`` scales the sent values by ``d / k``: then C(x) is x on average,
+    and its squared deviation is ``(d / k - 1) |x|^2``, which no error memory can correct.
 
-    Where any value is infinite or NaN, after the scaling by ``d / k`` if there is one, everything
-    that is sent is NaN, whether that value would have been sent or not, and stays in the error as
-    well; that value itself leaves no error.
+    If any value is infinite or NaN, after the scaling by ``d / k`` if there is one, all sent values
+    are NaN, whether that value would be sent or not. The sent values then also stay in the error;
+    the infinite or NaN value leaves no error.
 
-    Bytes for each value that is sent: 4.
+    Bytes for each sent value: 4.
 
     Args:
-        density: of what is sent, more than 0 and at most 1.
-        unbiased: whether what is sent is scaled; without error feedback then.
+        density: the fraction of values that are sent, in (0, 1].
+        unbiased: whether to scale the sent values. Not for error feedback.
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: another density.
+        TypeError: a setting has another type.
+        ValueError: ``density`` is out of range.
 
     Example:
         >>> codec = codecs.randomk(density=0.25)
@@ -118,7 +117,7 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
         drawn = self._given("encode", rounding)
         if self._unbiased and error is not None:
             raise ValueError(
-                f"{self}.encode: error must be None, since what is sent is scaled, got a tensor"
+                f"{self}.encode: error must be None for an unbiased codec, got a tensor"
             )
         _ops.randomk_encode(
             tensors, message, drawn, unbiased=self._unbiased, scale=scale, error=error

@@ -1,7 +1,6 @@
 """Signs: a bit for each value, with the mean magnitude of each block of values.
 
-In ``csrc/ops/codecs`` stand the operators (``sign.cpp``) and the kernels for the CPU
-(``sign_kernels.inl``).
+``csrc/ops/codecs`` has the operators (``sign.cpp``) and the CPU kernels (``sign_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ register_fakes("sign", _form)
 class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     """The sign of each value, and the mean magnitude of each block: ``p ~ s`` or ``-s``.
 
-    With p the values of a block of d, the squared error is ``|p|^2 - |p|_1^2 / d``, which no other
-    magnitude betters: of Gaussian values, 1 - 2 / pi of their square. A block with an infinity or
-    NaN in it comes back as NaN, and its error stays as it was. Without error feedback a sum of
-    signs can be stuck.
+    For a block with d values p, the squared error is ``|p|^2 - |p|_1^2 / d``, the least that any
+    magnitude achieves. For Gaussian values it is 1 - 2 / pi of their square. A block with an
+    infinity or NaN decodes to NaN, and its error stays unchanged. Without error feedback a sum of
+    signs can stop making progress.
 
     Bytes for each value: ``1 / 8 + 4 / block_size``.
 
     Args:
-        block_size: values in a block; a multiple of 32 up to 4096.
+        block_size: the number of values in a block; a multiple of 32 up to 4096.
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: another block size.
+        TypeError: a setting has another type.
+        ValueError: ``block_size`` has another value.
 
     Example:
         >>> codec = codecs.sign(block_size=32)

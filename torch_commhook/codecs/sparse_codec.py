@@ -1,4 +1,4 @@
-"""What the codecs share that send some of the values: how many, and that there is one shard."""
+"""The bases of codecs that send some of the values, in one shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_NUMEL = (1 << 31) - 1
 
 
 def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None:
-    """For fakes: a message holds entries of so many bytes, not more than there are values."""
+    """For fakes: refuse a message that does not hold 1 to ``numel`` entries of this size."""
     if not (isinstance(nbytes, int) and isinstance(numel, int)):
         return  # without a guard; the kernel sees the rest
     count = nbytes // bytes_of_entry
@@ -30,7 +30,7 @@ def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None
 
 
 def check_numel(name: str, numel: int) -> None:
-    """Raise ValueError if a codec's messages cannot be of so many values."""
+    """Raise ValueError if a codec's messages cannot have this number of values."""
     if not 0 <= numel <= _MAX_NUMEL:
         raise ValueError(f"{name}: numel must be at least 0 and less than 2^31, got {numel}")
 
@@ -72,10 +72,9 @@ class OneShardCodec(Codec):
 
 
 class GatheredCodec(OneShardCodec):
-    """A codec whose messages all ranks get, through three operators.
+    """A codec whose messages all ranks gather, through three operators.
 
-    ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` take the codec's settings beside
-    what all of them take.
+    ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` also take the codec's settings.
     """
 
     exchange = "all_gather"
@@ -124,10 +123,10 @@ class SparseCodec(OneShardCodec):
     """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
 
     Args:
-        name: of the codec.
-        density: of what is sent, more than 0 and at most 1; taken for the nearest fraction whose
-            denominator is at most 10^9, so that a hundredth of 700 is 7.
-        bytes_of_entry: what a value costs that is sent.
+        name: the codec's name.
+        density: the fraction of values that are sent, in (0, 1]. Replaced by the nearest fraction
+            with a denominator of at most 10^9, so that a hundredth of 700 is 7.
+        bytes_of_entry: the number of bytes of a sent value.
     """
 
     def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
@@ -140,10 +139,10 @@ class SparseCodec(OneShardCodec):
         self._bytes_of_entry = bytes_of_entry
 
     def entries(self, numel: int) -> int:
-        """How many of ``numel`` values are sent.
+        """Return the number of sent values among ``numel`` values.
 
         Raises:
-            ValueError: there are less than 0 or 2^31 values.
+            ValueError: ``numel`` is negative, or 2^31 or more.
         """
         check_numel(self._name, numel)
         numerator, denominator = self._fraction

@@ -1,7 +1,7 @@
 """The values of largest magnitude, with their indices.
 
-In ``csrc/ops/codecs`` stand the operators (``topk.cpp``), how they run on the CPU
-(``topk_cpu.cpp``) and the kernels for it (``topk_kernels.inl``).
+``csrc/ops/codecs`` has the operators (``topk.cpp``), the CPU implementation (``topk_cpu.cpp``) and
+its kernels (``topk_kernels.inl``).
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ def _decode_sum_fake(messages: Tensor, tensors: Sequence[Tensor], *, scale: floa
 
 @register_codec
 class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it is called)
-    """The k values of largest magnitude of a bucket, with their indices; the others are 0.
+    """The k values of largest magnitude of a bucket, with their indices; the others become 0.
 
-    Of d values ``k = ceil(density * d)`` are sent, at least one; of equal magnitudes those that
-    come first. No other k values leave less: ``|x - C(x)|^2 <= (1 - k / d) |x|^2``. What is sent is
-    exact and leaves no error; all else is error.
+    Of d values ``k = ceil(density * d)`` are sent, at least one; of equal magnitudes the first. No
+    other k values leave a smaller error: ``|x - C(x)|^2 <= (1 - k / d) |x|^2``. Sent values are
+    exact and leave no error; all others are error.
 
     A NaN counts as the largest value, and an infinity as the next: they are sent, as far as there
-    is room. They never leave an error, since that would stay in all later messages.
+    is room. They never leave an error, because it would stay in all later messages.
 
-    Bytes for each value that is sent: 8. Each rank gets the messages of all, so the traffic grows
-    with the ranks: over W ranks it is less than that of a cast to 16 bits where the density is
-    below ``1 / (2 W)``.
+    Bytes for each sent value: 8. Each rank gets the messages of all ranks, so the traffic grows
+    with
+    their number: over W ranks it is less than that of a cast to 16 bits if the density is below
+    ``1 / (2 W)``.
 
     Args:
-        density: of what is sent, more than 0 and at most 1.
+        density: the fraction of values that are sent, in (0, 1].
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: another density.
+        TypeError: a setting has another type.
+        ValueError: ``density`` is out of range.
 
     Example:
         >>> codec = codecs.topk(density=0.25)

@@ -1,9 +1,9 @@
 """Communication hooks.
 
-Each is an object that can be given to :func:`torch_commhook.attach` and to
-``DistributedDataParallel.register_comm_hook(None, hook)``, and prints as it is written.
+Each hook is an object for :func:`torch_commhook.attach` or for
+``DistributedDataParallel.register_comm_hook(None, hook)``. It prints as the call that makes it.
 
-There is one under the name of each codec of :mod:`torch_commhook.codecs`.
+Each codec of :mod:`torch_commhook.codecs` has a hook of the same name.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ __all__ += CODECS
 
 
 def __getattr__(name: str) -> Any:
-    if name in CODECS:  # which may have been registered since
+    if name in CODECS:  # a codec may have been registered later
         return hook_of_codec(CODECS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""Bits where they help most, under a budget."""
+"""A choice of bits for each bucket, under a budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _NAME = "adaptive_bits"
 
 
 class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Average gradients in 4 or 8 bits, whichever a bucket needs, with error feedback.
+    """Average gradients in 4 or 8 bits, chosen for each bucket, with error feedback.
 
-    Every so many steps the ranks add up what each bucket has lost, and settle anew: buckets get 8
-    bits in the order of how much less they would lose for each byte more, as long as a rank sends
-    no more than the budget in a step. That is a number for each bucket on the wire, and a pass over
-    what is remembered; a compiled backward is compiled again where a bucket's bits change.
+    Every ``every`` steps the ranks sum each bucket's errors and choose again. Buckets get 8 bits in
+    the order of the error that they save per additional byte, while a rank sends no more than
+    ``budget`` in a step. A choice sends one number per bucket and takes one pass over the error
+    memory. A compiled backward recompiles when a bucket's bits change.
 
     Args:
-        budget: bytes that each rank may send in a step.
-        every: steps between two settlements.
-        block_size: of :class:`torch_commhook.codecs.blockwise`.
+        budget: the number of bytes that each rank may send in a step.
+        every: the number of steps between two choices.
+        block_size: as for :class:`torch_commhook.codecs.blockwise`.
 
     Raises:
-        TypeError: a budget or number of steps that is no int.
-        ValueError: one that is not positive, or a block size that the codec refuses.
+        TypeError: ``budget`` or ``every`` is no int.
+        ValueError: one of them is not positive, or the codec refuses the block size.
 
     Example:
         >>> def train(rank):
@@ -67,21 +67,21 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
-        for hook in self._hooks.values():  # both cut buckets alike
+        for hook in self._hooks.values():  # both have the same shards
             hook.prepare(memory)
         memory.declare_choice(_NAME, 4, among=(4, 8))
 
     def check_capture(self, memory: BucketMemory) -> None:
-        raise cannot_be_captured(str(self), "the host settles bits by the number of the step")
+        raise cannot_be_captured(str(self), "the host chooses bits by the number of the step")
 
     def shards(self, memory: BucketMemory) -> list[str]:
-        return self._hooks[8].shards(memory)  # the other's too
+        return self._hooks[8].shards(memory)  # the other hook has the same
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return self._hooks[self.memory(bucket).choices[_NAME]].average(bucket)
 
     def step_counted(self, memory: HookMemory) -> None:
-        # After the first step too: until then nobody knows what a bucket loses.
+        # After the first step too: before it, the errors are unknown.
         if memory.steps != 1 and memory.steps % self.every != 0:
             return
         buckets = memory.bucket_memories()
@@ -101,12 +101,13 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         left = self.budget - sum(size[4] for size in sizes)
         if left < 0:
             warnings.warn(
-                f"{self}: 4 bits for each value are {self.budget - left} bytes in a step already",
+                f"{self}: with 4 bits for each value a step sends {self.budget - left} bytes "
+                "already",
                 stacklevel=2,
             )
         gains = []
         for number, (bucket, square, size) in enumerate(zip(buckets, lost, sizes, strict=True)):
-            # A step of 8 bits is 7 / 127 as wide as one of 4, and so is the error.
+            # A step of 8 bits is 7 / 127 as wide as one of 4 bits, and so is the error.
             at_four = square * ((127 / 7) ** 2 if bucket.choices[_NAME] == 8 else 1.0)
             more = max(size[8] - size[4], 1)
             gains.append((-(at_four - at_four * (7 / 127) ** 2) / more, number))
@@ -118,7 +119,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
                 buckets[number].set_choice(_NAME, bits)
 
     def _lost(self, memory: BucketMemory) -> float:
-        """The square of what this rank has to send yet; 0 where that is not finite."""
+        """The square of this rank's unsent error; 0 if it is not finite."""
         square = sum(
             torch.linalg.vector_norm(memory.tensors[name], dtype=torch.float64).item() ** 2
             for name in ("error", *self.shards(memory))
@@ -126,7 +127,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         return square if square < float("inf") else 0.0
 
     def _bytes(self, bits: int, numel: int, memory: HookMemory) -> int:
-        """What the rank that sends most sends of a bucket."""
+        """The bytes of a bucket on the rank that sends most."""
         ranks = memory.world_size
         sizes = [shard.nbytes for shard in blockwise(bits, self.block_size).shards(numel, ranks)]
         group = memory.group

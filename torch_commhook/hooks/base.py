@@ -1,7 +1,7 @@
-"""What all hooks of the library share."""
+"""The base class of all hooks of the library."""
 
-# No `from __future__ import annotations` here: DDP compares a hook's annotations as they are, and
-# does not understand strings.
+# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, and
+# does not accept strings.
 
 import copy
 import inspect
@@ -32,20 +32,19 @@ from torch_commhook.spans import active, bucket_label, spans_of
 
 
 class Hook(ABC):
-    """A communication hook: average a bucket's gradients over the ranks, somehow.
+    """The base class of communication hooks: averages a bucket's gradients over the ranks.
 
-    It prints as it is written, by which ranks compare what they attach: a subclass with settings
-    brings a ``__repr__`` that shows them.
+    A subclass implements :meth:`average`. DDP calls ``hook(state, bucket)``, which returns a Future
+    of the average in the bucket's own dtype. ``state`` is not used: the hook object keeps its own
+    memory.
 
-    A subclass says how in :meth:`average`. Called as ``hook(state, bucket)``, which is what DDP
-    does, it gives a Future of the average in the bucket's own dtype. ``state`` is not used: what a
-    hook remembers, it keeps itself, so that one object is all there is to pass around.
+    Ranks compare the text of the hooks that they attach. A subclass with settings needs a
+    ``__repr__`` that shows them.
 
     Args:
-        process_group: the ranks to average over. None for the bucket's own: that of the model
-            which the hook is attached to, or the ``state`` that it was registered with. A bucket
-            has none where the hook was registered as ``ddp.register_comm_hook(None, hook)``; the
-            average is then over the default group.
+        process_group: the ranks to average over. None means the bucket's group: the attached
+            model's, or the ``state`` that DDP's registration gave. A hook registered as
+            ``ddp.register_comm_hook(None, hook)`` then uses the default group.
 
     Example:
         >>> class half(hooks.Hook):
@@ -64,7 +63,7 @@ class Hook(ABC):
 
     process_group: dist.ProcessGroup | None = None
 
-    #: What is so of it; each also under its own name.
+    #: The hook's traits; each is also an attribute of the same name.
     traits: HookTraits = HookTraits()
 
     is_lossy = Trait()
@@ -76,10 +75,10 @@ class Hook(ABC):
     keeps_ranks_apart = Trait()
     scales_steps = Trait()
 
-    #: In what a hook that keeps an error remembers it.
+    #: The dtype in which a hook remembers errors, if it keeps any.
     error_dtype: torch.dtype = torch.float32
 
-    #: What it multiplies that by in each step.
+    #: The factor by which it multiplies its errors in each step.
     error_decay: float = 1.0
 
     #: Whether :meth:`step_scale` takes ``loss_scale``.
@@ -96,33 +95,33 @@ class Hook(ABC):
         self.process_group = process_group
 
     def hooks_inside(self) -> "Sequence[Hook]":
-        """The hooks that do this one's work, if others do."""
+        """The hooks that do this hook's work, if any."""
         return ()
 
-    #: Whether :meth:`average` waits for no collective's result, so that second stages may wait
-    #: for the next bucket. Each class says so for itself: a subclass may do otherwise.
+    #: Whether :meth:`average` waits for no collective's result, so that second stages may wait for
+    #: the next bucket. Each class declares this for itself, since a subclass may differ.
     _lets_stages_wait: bool = False
 
     @property
     def lets_stages_wait(self) -> bool:
-        """Whether neither it nor a hook inside waits for a result in :meth:`average`."""
+        """Whether neither this hook nor one inside it waits for a result in :meth:`average`."""
         own: bool = vars(type(self)).get("_lets_stages_wait", False)
         return own and all(hook.lets_stages_wait for hook in self.hooks_inside())
 
     def has_stages_among(self, ranks: int) -> bool:
-        """``has_stages``, where the average is over so many ranks."""
+        """``has_stages`` for an average over this number of ranks."""
         return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
-        """Refuse process groups of the hook's own that do not fit a model's.
+        """Refuse the hook's own process groups if they do not fit the model's group.
 
-        Called on all ranks at the same point, before the hook is used.
+        All ranks call this at the same point, before the hook is used.
 
         Args:
-            group: the model's.
+            group: the model's process group.
 
         Raises:
-            ValueError: one does not fit; on all ranks alike.
+            ValueError: a group does not fit. All ranks raise it.
         """
         for hook in self.hooks_inside():
             hook.check_ranks(group)
@@ -133,19 +132,22 @@ class Hook(ABC):
         Called before the hook is used.
 
         Args:
-            named: names and parameters.
+            named: the names and parameters.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the parameters do not fit.
         """
         for hook in self.hooks_inside():
             hook.check_parameters(named)
 
     def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
-        """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
+        """Ask for the hook's memory of a bucket, before the bucket's first :meth:`average`.
 
-        Called outside of compilers, on all ranks at the same point, and again whenever buckets are
-        formed anew.
+        Called outside compilers, on all ranks at the same point, and again whenever buckets are
+        rebuilt.
+
+        Args:
+            memory: the memory of the bucket.
         """
 
     def step_scale(
@@ -154,38 +156,39 @@ class Hook(ABC):
         past: "Mapping[int, bool]",
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
-        """A factor for a step's results, before they are written.
+        """Return a factor for a step's results, before they are written.
 
         Args:
-            results: flat tensors, one for each bucket, the same on all ranks.
-            past: whether so many steps had been done before it (:class:`BucketMemory`).
-            loss_scale: what the results are multiplied by, a float32 tensor of one number. Only
-                given where :func:`torch_commhook.attach` was told of a ``GradScaler``.
+            results: a flat tensor for each bucket, the same on all ranks.
+            past: whether the given number of steps had been done before this step
+                (:class:`BucketMemory`).
+            loss_scale: the factor in the results, a float32 tensor of one number. Only given if
+                :func:`torch_commhook.attach` got a ``GradScaler``.
 
         Returns:
-            A tensor of one number, float32, or float64 where results are of that; None for 1.
+            A tensor of one number: float32, or float64 if results are float64. None means 1.
         """
         return None
 
     def step_counted(self, memory: HookMemory) -> None:  # noqa: B027
-        """Called when a step has been done on all ranks; all come here at the same point."""
+        """Called when all ranks have done a step, at the same point on all ranks."""
 
     def check_capture(self, memory: BucketMemory) -> None:
-        """Refuse a CUDA graph that captures a step, where replays would do something else.
+        """Refuse a CUDA graph's capture of a step if replays would not do the same as the step.
 
         Args:
-            memory: of a bucket of the step.
+            memory: the memory of a bucket of the step.
 
         Raises:
-            RuntimeError: what the hook does changes with the number of the step.
+            RuntimeError: the hook's work changes with the number of the step.
         """
         for hook in self.hooks_inside():
             hook.check_capture(memory)
 
     def memory(self, bucket: GradBucket) -> BucketMemory:
-        """What :meth:`prepare` has asked for.
+        """Return the memory that :meth:`prepare` has asked for.
 
-        It belongs to what the hook is attached to; where that is nothing, to the hook itself.
+        The memory belongs to the model that the hook is attached to; without a model, to the hook.
         """
         memory = memory_of(bucket)
         if memory is None:
@@ -194,14 +197,14 @@ class Hook(ABC):
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
-        # Not made by the constructor, which a subclass may forget to call.
+        # Not made in the constructor: a subclass may forget to call it.
         own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
         group = self.group(bucket)
         own.rank, own.world_size, own.group = group_rank(group), group.size(), group
         own.on_step = self.step_counted
         self._find_groups(group)
         memory = own.memory_of_bucket(bucket.parameters(), bucket.index(), self.prepare)
-        if bucket.index() == 0:  # the step before has come to an end
+        if bucket.index() == 0:  # the previous step has ended
             if own.has_begun:
                 own.count_step()
             own.has_begun = True
@@ -213,34 +216,38 @@ class Hook(ABC):
         return memory
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__name__", "__qualname__"):  # which DDP reads of every hook, for its log
+        if name in ("__name__", "__qualname__"):  # DDP reads these of every hook, for its log
             return type(self).__name__
         raise AttributeError(f"'{type(self).__qualname__}' object has no attribute '{name}'")
 
     @abstractmethod
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start averaging a bucket's gradients over the ranks.
-
-        Returns:
-            A Future of a flat tensor with as many elements as the bucket. It may have another
-            dtype than the bucket, which :meth:`result_dtype` then tells, where casting it back is
-            all that is left to do: whoever takes the result casts it on its way into the
-            gradients. A tensor is taken for a Future that is complete.
-        """
-
-    # `bucket` has no annotation, since DDP takes only torch.distributed.GradBucket for one.
-    def __call__(self, state: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
-        """PyTorch's form of a hook: a Future of the average, in the bucket's dtype.
+        """Start to average a bucket's gradients over the ranks.
 
         Args:
-            state: None, or a process group to average over, as PyTorch's own hooks take it.
+            bucket: the bucket.
+
+        Returns:
+            A Future of a flat tensor with the bucket's number of elements, or the tensor itself. It
+            may have the dtype that :meth:`result_dtype` returns, if a cast to the bucket's dtype is
+            the only work left; the caller then casts it while writing the gradients.
+        """
+
+    # `bucket` has no annotation, since DDP accepts only torch.distributed.GradBucket there.
+    def __call__(self, state: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
+        """Average a bucket as PyTorch calls hooks: returns a Future in the bucket's dtype.
+
+        Args:
+            state: None, or the process group to average over, as for PyTorch's own hooks.
             bucket: a :class:`torch_commhook.GradBucket` or a ``torch.distributed.GradBucket``.
 
         Raises:
-            TypeError: another state, or :meth:`average` returned neither a Future nor a tensor.
-                Names hook and bucket, as do errors about what the Future holds.
-            RuntimeError: a hook that scales steps, which are to be seen as a whole.
-            Exception: whatever :meth:`average` raised, with a note that names hook and bucket.
+            TypeError: ``state`` is something else, or :meth:`average` returned neither a Future nor
+                a
+                tensor. This error, and errors about the Future's value, name the hook and the
+                bucket.
+            RuntimeError: the hook scales steps, and so needs all buckets of a step.
+            Exception: :meth:`average` raised it; a note names the hook and the bucket.
         """
         if state is not None and not isinstance(state, dist.ProcessGroup):
             raise TypeError(
@@ -253,8 +260,8 @@ class Hook(ABC):
             bucket = GradBucket.wrap(bucket, state)
         if self.scales_steps:
             raise RuntimeError(
-                f"{self}: what steps are scaled by comes from all buckets, which only a hook that "
-                "is attached sees; use torch_commhook.attach(model, hook)"
+                f"{self}: scales a step by a factor of all its buckets, which only an attached "
+                "hook sees; use torch_commhook.attach(model, hook)"
             )
         memory = self.memory(bucket)
         if is_capturing(bucket.device()):
@@ -266,29 +273,30 @@ class Hook(ABC):
         return _C.cast_into(result, bucket.buffer(), dtype, where)
 
     def check_shards(self) -> None:
-        """Refuse sharded gradients, where the hook cannot average them in a reduce-scatter.
+        """Refuse sharded gradients if the hook cannot average them in a reduce-scatter.
 
         Raises:
-            TypeError: it cannot; says why, and what can be done.
+            TypeError: it cannot. The text gives the reason and a remedy.
         """
         if type(self).average_shard is Hook.average_shard:
             raise TypeError(
-                f"{self}: averages whole gradients, and of sharded parameters each rank needs its "
-                "shard alone; shard over a mesh of two dimensions, across whose replicas it can "
-                "average, or use allreduce(), cast(), blockwise(), fp8(), sign() or randomk()"
+                f"{self}: averages whole gradients, but a rank has only its shards of sharded "
+                "parameters; shard over a mesh of two dimensions, so that it averages across "
+                "replicas, or use allreduce(), cast(), blockwise(), fp8(), sign() or randomk()"
             )
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
-        """Start summing sharded gradients over the ranks, of which each gets its shard.
+        """Start to sum sharded gradients over the ranks; each rank gets its shard of the sum.
 
         For models with ``fully_shard``, over the ranks that have shards of the same parameters.
 
         Args:
-            bucket: has the gradients in :meth:`GradBucket.buffer`, what the sum is multiplied by in
-                ``scale``, and in ``shard`` the tensor that is to be written.
+            bucket: has the gradients in :meth:`GradBucket.buffer`, the factor of the sum in
+                ``scale``,
+                and the tensor to write in ``shard``.
 
         Returns:
-            A Future, complete once ``bucket.shard`` has been written.
+            A Future that completes when ``bucket.shard`` has been written.
 
         Raises:
             TypeError: as :meth:`check_shards`.
@@ -297,11 +305,11 @@ class Hook(ABC):
         raise NotImplementedError(f"{self}: has no average_shard()")
 
     def shards(self, memory: BucketMemory) -> "list[str]":
-        """The names of what it remembers of parts of a bucket; see :meth:`BucketMemory.shard`."""
+        """The names of its memory of a bucket's parts; see :meth:`BucketMemory.shard`."""
         return [name for hook in self.hooks_inside() for name in hook.shards(memory)]
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
-        """The dtype of what :meth:`average` gives for this bucket.
+        """The dtype of this bucket's result from :meth:`average`.
 
         The bucket's own, or another floating-point dtype that buckets can have.
         """
@@ -320,18 +328,20 @@ class Hook(ABC):
         return own if memory is None else memory.stand_in(own)
 
     def _find_groups(self, group: dist.ProcessGroup) -> None:
-        """Make the process groups that the hook finds out itself, or a hook inside, if it has none.
+        """Make the process groups that this hook, or one inside, determines itself, if it has none.
 
         Args:
-            group: that the average is over. All of its ranks call this at the same point.
+            group: the group of the average. All of its ranks call this at the same point.
         """
         for hook in self.hooks_inside():
             hook._find_groups(group)
 
     def own_groups(self) -> list[dist.ProcessGroup]:
-        """Process groups that it was given, itself or a hook inside.
+        """The process groups that the user gave this hook or one inside.
 
-        The same on all ranks, but for what is no group, or none of this rank's: a step tells of it.
+        The list is the same on all ranks, except for entries that are no group or exclude this
+        rank. A
+        step reports those.
         """
         found = [group for group in self._given_groups() if isinstance(group, dist.ProcessGroup)]
         for hook in self.hooks_inside():
@@ -339,7 +349,7 @@ class Hook(ABC):
         return found
 
     def has_own_groups(self) -> bool:
-        """Whether it, or a hook inside, was given process groups, or makes some when attached."""
+        """Whether this hook, or one inside, has process groups of its own now or when attached."""
         return bool(self._given_groups()) or any(
             hook.has_own_groups() for hook in self.hooks_inside()
         )
@@ -348,12 +358,13 @@ class Hook(ABC):
         return [] if self.process_group is None else [self.process_group]
 
     def __repr__(self) -> str:
-        # With no address, since ranks compare what they attach.
+        # Without an address, since ranks compare the hooks that they attach.
         inside = ", ".join(map(repr, self.hooks_inside()))
         return f"{type(self).__name__}({inside})"
 
-    # Copies keep the group, and have buffers of their own. Process groups belong to one process,
-    # so that pickles go without.
+    # Copies share the group, and have buffers of their own. Process groups belong to one process,
+    # so
+    # pickles leave them out.
 
     def __copy__(self) -> "Hook":
         return self._with_state(
@@ -378,7 +389,7 @@ class Hook(ABC):
     def __getstate__(self) -> dict[str, Any]:
         if self._given_groups():
             warnings.warn(
-                f"{self}: a process group cannot be pickled, and is left out; the copy averages "
+                f"{self}: a process group cannot be pickled and is left out; the copy averages "
                 "over the ranks of the model that it is attached to",
                 stacklevel=2,
             )
@@ -392,17 +403,17 @@ def _where(hook: Hook, bucket: GradBucket) -> str:
 def step_scale_of(
     hook: Hook, results: Sequence[Tensor], past: "Mapping[int, bool]", loss_scale: Tensor | None
 ) -> Tensor | None:
-    """``hook.step_scale(...)``; one that does not take ``loss_scale`` sees scaled results."""
+    """``hook.step_scale(...)``. A hook without the argument ``loss_scale`` sees scaled results."""
     if loss_scale is None or not hook._takes_loss_scale:
         return hook.step_scale(results, past)
     return hook.step_scale(results, past, loss_scale=loss_scale)
 
 
 def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
-    """``hook.result_dtype(bucket)``.
+    """``hook.result_dtype(bucket)``, checked.
 
     Raises:
-        TypeError: that is no dtype which could be cast into the bucket. Names hook and bucket.
+        TypeError: it is no dtype that can be cast to the bucket's. Names hook and bucket.
     """
     dtype = hook.result_dtype(bucket)
     own = bucket.dtype()
@@ -415,22 +426,22 @@ def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
 
 
 def result_tensor(bucket: GradBucket, memory: BucketMemory) -> Tensor:
-    """Memory for a bucket's result: the bucket's own, or one that stays from step to step."""
+    """Memory for a bucket's result: the bucket's own, or a buffer that stays from step to step."""
     result = bucket.result_buffer()
     if result is not None:
         return result
     shape, dtype, device = (bucket.numel(),), bucket.dtype(), bucket.device()
-    if torch.compiler.is_compiling():  # which plans memory itself
+    if torch.compiler.is_compiling():  # the compiler plans memory itself
         return torch.empty(shape, dtype=dtype, device=device)
     return memory.buffers.get("result", shape, dtype, device)
 
 
 class Workspaces:
-    """Persistent buffers of a hook, one for each bucket it has seen.
+    """Persistent buffers of a hook, one for each bucket.
 
-    A bucket is known by its first parameter: DDP forms its buckets anew after the first step, and
-    one hook may serve several models, so that an index alone says little. Buffers go when their
-    model goes, or when their parameters move to other buckets.
+    A bucket is identified by its first parameter, not its index: DDP rebuilds its buckets after the
+    first step, and one hook may serve several models. A buffer is freed with its model, or when its
+    parameters move to other buckets.
     """
 
     def __init__(self) -> None:
@@ -439,10 +450,11 @@ class Workspaces:
     def get(
         self, bucket: GradBucket, dtype: torch.dtype, numel: int | None = None
     ) -> Tensor | None:
-        """A flat buffer of so many elements (the bucket's), of ``dtype``, on its device.
+        """A flat buffer with the bucket's number of elements, of ``dtype``, on the bucket's device.
 
-        Its contents are those that the last step left, or undefined. None while a compiler traces,
-        which plans memory itself.
+        Its contents are undefined, or those of the last step. None while a compiler traces, because
+        the
+        compiler plans memory itself.
         """
         if torch.compiler.is_compiling():
             return None
@@ -458,7 +470,7 @@ class Workspaces:
         ):
             for parameter in bucket.parameters():
                 self._buffers.pop(parameter, None)
-            with torch.inference_mode(False):  # or no other step could write to it
+            with torch.inference_mode(False):  # else no other step could write to it
                 buffer = torch.empty(numel, dtype=dtype, device=device)
             _C.prefer_huge_pages(buffer)
             self._buffers[key] = buffer
@@ -468,7 +480,7 @@ class Workspaces:
         return len(self._buffers)
 
     def __reduce__(self) -> tuple[type["Workspaces"], tuple[()]]:
-        return Workspaces, ()  # buffers hold nothing between steps that a copy would need
+        return Workspaces, ()  # a copy needs no contents of buffers
 
 
 def average_scale(group: dist.ProcessGroup) -> float:

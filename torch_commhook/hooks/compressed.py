@@ -1,4 +1,4 @@
-"""Averages of what a codec leaves of the gradients."""
+"""Averages through a codec."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from torch_commhook.metrics import ring_all_reduce_bytes
 
 
 class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Average gradients through a codec: encode, exchange, add up in float32, decode.
+    """Average gradients through a codec: encode, exchange, sum in float32, decode.
 
     See :func:`torch_commhook.collectives.compressed_all_reduce` for the exchange and its traffic.
     All ranks get the same bits.
 
-    There is a hook under the name of each codec: ``hooks.blockwise(bits=4)`` is
+    Each codec has a hook of its name: ``hooks.blockwise(bits=4)`` is
     ``hooks.compressed(codecs.blockwise(bits=4))``.
 
     Args:
-        codec: what becomes of the gradients on the wire.
-        seed: of random numbers, for codecs that draw some. They follow from seed, step, bucket,
-            rank and place, whatever the number of threads.
+        codec: encodes gradients into messages.
+        seed: the seed of random numbers, for codecs that need them. The numbers depend on seed,
+            step, bucket, rank and the element's position, and not on the number of threads.
         process_group: the ranks to average over; see :class:`Hook`.
 
     Raises:
-        TypeError: no codec.
+        TypeError: ``codec`` is no codec, or ``seed`` no int.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
@@ -72,7 +72,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         self.codec = codec
         self.traits = traits_of_codec(codec)
         self.seed = seed
-        # Codecs of one's own may print alike.
+        # Different codecs of a user may print alike.
         self._shard_plan = f"shard of {codec!r} {id(codec)}"
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
@@ -93,14 +93,14 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         rounding_of(codec, self.seed, memory)
 
     def _place(self, memory: BucketMemory) -> tuple[int, int]:
-        """This rank's number among those that are averaged over, and how many these are."""
+        """This rank's number among the ranks of the average, and their number."""
         if self.process_group is None:
             return memory.rank, memory.world_size
         own = resolve_group(self.process_group)
         return group_rank(own), own.size()
 
     def _check_place_of_shard(self, memory: BucketMemory, group: dist.ProcessGroup) -> None:
-        """Refuse to take what is remembered of a shard for another one, of the same length or not.
+        """Refuse the memory of a shard if the group's ranks have changed since it was made.
 
         Raises:
             RuntimeError: the group has had other ranks since the shard was chosen.
@@ -113,7 +113,8 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         if now != (memory.rank, memory.world_size):
             raise RuntimeError(
                 f"{self}: the process group's ranks have changed: this was rank {memory.rank} of "
-                f"{memory.world_size}, and is rank {now[0]} of {now[1]}. Attach the hook anew, or "
+                f"{memory.world_size}, and is rank {now[0]} of {now[1]} now. Attach the hook "
+                "again, or "
                 "use torch_commhook.integrations.torchft.attach_to()"
             )
 
@@ -124,8 +125,8 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         sent = self.codec.nbytes(memory.numel) * (ranks - 1)
         if sent > ring_all_reduce_bytes(2 * memory.numel, ranks):
             warnings.warn(
-                f"{self}: over {ranks} ranks its messages, which every rank gets of all others, "
-                "are more bytes than cast(bfloat16) sends",
+                f"{self}: over {ranks} ranks its messages, which every rank gets from all others, "
+                "take more bytes than cast(bfloat16) sends",
                 stacklevel=2,
             )
 
@@ -155,9 +156,9 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
     def check_shards(self) -> None:
         if self.codec.exchange == "all_gather":
             raise TypeError(
-                f"{self}: needs the gradients of all ranks in one place, and of sharded parameters "
-                "each rank has its shard alone; shard over a mesh of two dimensions, across whose "
-                "replicas it can average, or use another codec"
+                f"{self}: needs the gradients of all ranks in one place, but a rank has only its "
+                "shards of sharded parameters; shard over a mesh of two dimensions, so that it "
+                "averages across replicas, or use another codec"
             )
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
@@ -201,7 +202,7 @@ def traits_of_codec(codec: Codec) -> HookTraits:
 
 
 def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
-    """What a codec's random numbers follow from in this bucket and step; None where it has none."""
+    """The seed tensor of a codec's random numbers in this bucket and step, or None."""
     error = memory.tensors.get("error")
     if not (
         codec.is_random
@@ -216,10 +217,10 @@ def check_dense(hook: Hook, bucket: GradBucket) -> None:
     """Refuse sparse and complex gradients.
 
     Raises:
-        TypeError: the bucket holds such.
+        TypeError: the bucket holds sparse or complex gradients.
     """
     if not (bucket.is_sparse() or bucket.dtype().is_complex):
-        return  # without the text: a compiler of dynamic shapes would make a variable of a seed
+        return  # without the text: with dynamic shapes a compiler would make the seed a variable
     where = f"{hook} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
     if bucket.is_sparse():
         raise TypeError(
@@ -228,7 +229,7 @@ def check_dense(hook: Hook, bucket: GradBucket) -> None:
     raise TypeError(f"{where}real, got {bucket.dtype()}; allreduce() takes complex ones")
 
 
-_DOC = """Average gradients through :class:`torch_commhook.codecs.{name}`.
+_DOC = """Average gradients through the codec :class:`torch_commhook.codecs.{name}`.
 
 Args:
 {settings}    seed, process_group: as :class:`compressed`.
@@ -241,14 +242,14 @@ Example:
 
 
 def _documented_settings(codec: type[Codec]) -> str:
-    """The arguments in a codec's docstring, as they stand there; empty where it names none."""
+    """The arguments in a codec's docstring, as written there; empty if it has none."""
     _, _, arguments = (inspect.getdoc(codec) or "").partition("\nArgs:\n")
     lines = itertools.takewhile(lambda line: line.startswith(" "), arguments.splitlines())
     return "".join(f"{line}\n" for line in lines)
 
 
 def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
-    """A function that makes the hook of a codec, with the codec's settings."""
+    """Return a function that makes a codec's hook from the codec's settings."""
 
     def make(
         *args: Any, seed: int = 0, process_group: dist.ProcessGroup | None = None, **settings: Any
@@ -271,7 +272,7 @@ def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
 
 
 def call_of_maker(value: object) -> str | None:
-    """How a function is called that :func:`hook_of_codec` gives; None for all else."""
+    """The text of a call of a function from :func:`hook_of_codec`; None for other values."""
     is_own = getattr(value, "__module__", None) == __name__
     call: str | None = getattr(value, "call", None) if is_own else None
     return call

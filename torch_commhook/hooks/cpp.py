@@ -19,27 +19,27 @@ from torch_commhook.spans import current_spans
 class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
     """A hook that is written in C++ and registered by name.
 
-    ``attach`` runs it with no Python per bucket in eager, on DDP's C++ reducer and on a plain
-    module, unless hooks are registered around it. Under compiled autograd it interrupts the
-    compiled graph once, at the end of backward. Those that come with the library:
+    In eager code ``attach`` runs it without Python for each bucket, on DDP's C++ reducer and on a
+    plain module, unless other hooks are registered around it. Under compiled autograd it interrupts
+    the compiled graph once, at the end of backward. The library has two:
 
     ``cpp("allreduce")``
         as :class:`allreduce`.
     ``cpp("cast", dtype=torch.bfloat16)``
-        as :class:`cast` among fewer than 8 ranks. It adds up in ``dtype`` at any number of ranks,
-        so that its error grows with them.
+        as :class:`cast` among fewer than 8 ranks. It sums in ``dtype`` at any number of ranks, so
+        its error grows with them.
 
-    :func:`torch_commhook.load_cpp_hooks` takes in others.
+    :func:`torch_commhook.load_cpp_hooks` loads others.
 
     Args:
-        name: of the hook.
+        name: the hook's name.
         process_group: the ranks to average over; see :class:`Hook`.
-        options: those that the hook was registered with, checked as it says there.
+        options: the hook's options, checked against its registration.
 
     Raises:
-        ValueError: there is no such hook, or an option breaks a rule of its own.
+        ValueError: there is no such hook, or an option breaks the hook's own rule.
         TypeError: an option is unknown, missing, or of another type.
-        RuntimeError: what the hook's constructor throws, when it first runs.
+        RuntimeError: the hook's constructor threw it, when the hook first ran.
 
     Example:
         >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
@@ -57,14 +57,15 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         self.native = _C.CppHook(name, options)
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
-        for own in self.own_groups() or [group]:  # a step tells of one that is not this rank's
+        for own in self.own_groups() or [group]:  # a step reports a group without this rank
             self._check_is_seen(own)
 
     def _check_is_seen(self, group: dist.ProcessGroup) -> None:
         if not is_seen_by_cpp(group):
             raise ValueError(
-                f"cpp: hook '{self}' does not see size() of {_C.type_name(group)}, which Python "
-                "overrides, and would not average; use a hook in Python, such as allreduce()"
+                f"cpp: hook '{self}' would not average over {_C.type_name(group)}, because Python "
+                "overrides size() and C++ does not see it; use a hook in Python, such as "
+                "allreduce()"
             )
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,8 +1,8 @@
-"""Reads a hook that is written as text: ``cast(bfloat16)``, ``none`` or ``my_hooks.py:my_hook``.
+"""Parses hooks that are written as text: ``cast(bfloat16)``, ``none`` or ``my_hooks.py:my_hook``.
 
-An expression is parsed, never evaluated as Python: calls of the public names of
-``torch_commhook.hooks``, whose arguments are constants, names of dtypes, lists and tuples of those,
-or further such calls. A file is Python of the user's own, and is run. Codecs are read alike:
+An expression is parsed, never evaluated as Python. It consists of calls of the public names of
+``torch_commhook.hooks``; arguments are constants, names of dtypes, lists and tuples of these, or
+further calls. A file is the user's own Python, and is run. Codecs have the same form:
 ``blockwise(bits=4)`` or ``none``.
 """
 
@@ -19,29 +19,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: The expression for DDP as it is, with no hook.
+#: The expression for DDP without a hook.
 NO_HOOK = "none"
 
-#: How dtypes are often called.
+#: Common short names of dtypes.
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-#: Arguments of hooks that are objects of a running program.
+#: Arguments of hooks that only a running program can make.
 _NOT_WRITABLE = ("process_group",)
-#: Hooks that take such, and what to write instead, if anything.
+#: Hooks that need such arguments, and the expression to write instead.
 _NOT_WRITABLE_HOOKS = {
     "compressed": "write the codec's own name, as in blockwise(bits=4)",
 }
-#: Parts of hooks.
+#: Classes that are parts of hooks.
 _PARTS = ("outer_sgd",)
 
-#: No hook needs more, and Python's own limits end in errors of other kinds.
+#: More than any hook needs. Beyond Python's own limits, errors would be of other kinds.
 _MOST_CHARACTERS = 10_000
 _MOST_LEVELS = 50
-#: Of an expression, or a part of one, in an error.
+#: The longest part of an expression in an error.
 _MOST_SHOWN = 200
 
 
 class HookExpressionError(ValueError):
-    """A hook expression that can't be read, in one sentence that says what can.
+    """A hook expression that cannot be parsed. The message says what is accepted, in one sentence.
 
     Example:
         >>> try:
@@ -55,18 +55,18 @@ class HookExpressionError(ValueError):
 def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
     """Return the hook that ``expression`` describes; None for ``none``.
 
-    An expression is read, not run: it is a call of a hook of the library, whose arguments are
-    constants, dtypes, and further such calls. A Python file that it names is run.
+    An expression is parsed, not run: it is a call of a hook of the library; its arguments are
+    constants, dtypes, and further calls. If it names a Python file, that file is run.
 
     Args:
         expression: a call such as ``cast(bfloat16)``, a bare name such as ``allreduce``, ``none``,
             or ``path/to/file.py:name`` for the object ``name`` of a Python file.
-        hooks: the module whose public names may be called; ``torch_commhook.hooks`` where None.
+        hooks: the module with the names that may be called; None means ``torch_commhook.hooks``.
 
     Raises:
         TypeError: ``expression`` is no text.
-        HookExpressionError: a ValueError: the expression is not of this form, a name is unknown,
-            the file doesn't run, or the arguments don't suit the hook.
+        HookExpressionError: a ValueError: the expression has another form, a name is unknown,
+            the file does not run, or the arguments do not fit the hook.
 
     Example:
         >>> parse_hook("error_feedback(blockwise(bits=4))")
@@ -87,11 +87,11 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
 
 
 def as_hook(hook: Any, op: str = "attach") -> Any:
-    """A hook that may be given as an expression.
+    """The hook itself, or the hook of an expression.
 
     Args:
-        hook: the hook, or an expression of it.
-        op: what it was given to, for errors.
+        hook: a hook, or an expression.
+        op: the function's name in errors.
 
     Raises:
         HookExpressionError: as :func:`parse_hook`; or the expression is ``none``.
@@ -105,15 +105,15 @@ def as_hook(hook: Any, op: str = "attach") -> Any:
 
 
 def parse_codec(expression: str) -> Any:
-    """The codec that ``expression`` describes; None for ``none``.
+    """Return the codec that ``expression`` describes; None for ``none``.
 
     Args:
         expression: a call of a codec of the library, such as ``blockwise(bits=4)``, a bare name, or
             ``none``.
 
     Raises:
-        HookExpressionError: the expression is not of this form, a name is unknown, or the arguments
-            don't suit the codec.
+        HookExpressionError: the expression has another form, a name is unknown, or the arguments
+            do not fit the codec.
     """
     text = expression.strip()
     if text.lower() == NO_HOOK:
@@ -124,7 +124,7 @@ def parse_codec(expression: str) -> Any:
 
 
 def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
-    """Raise HookExpressionError where :func:`parse_hook` would, without running a user's file."""
+    """Raise HookExpressionError if :func:`parse_hook` would, without running a user's file."""
     text = expression.strip()
     if is_file_reference(text):
         path, name = _split_file_reference(text)
@@ -134,9 +134,9 @@ def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
 
 
 def public_names(hooks: ModuleType) -> list[str]:
-    """The names of ``hooks`` that an expression may call, sorted: not its abstract classes."""
+    """The sorted names of ``hooks`` that an expression may call; abstract classes are left out."""
     names = getattr(hooks, "__all__", None)
-    if "__dir__" in vars(hooks):  # which knows of codecs that were registered since
+    if "__dir__" in vars(hooks):  # includes codecs that were registered later
         names = dir(hooks)
     elif names is None:
         names = [name for name in vars(hooks) if not name.startswith("_")]
@@ -152,7 +152,7 @@ def public_names(hooks: ModuleType) -> list[str]:
 
 
 class _Builder:
-    """Turns the syntax tree of one expression into the hook."""
+    """Makes the hook of one expression from its syntax tree."""
 
     kind = "hook"
     forms = f"as in cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
@@ -273,7 +273,7 @@ class _Builder:
 def _hierarchical(
     hook: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Any:
-    """The hook, whose codec is written as the hook that has it: ``hierarchical(blockwise())``."""
+    """The hook from its codec's hook: ``hierarchical(blockwise())``."""
     from torch_commhook.hooks import compressed
 
     def codec_of(value: Any) -> Any:
@@ -284,7 +284,7 @@ def _hierarchical(
 
 
 class _CodecBuilder(_Builder):
-    """Turns the syntax tree of one expression into the codec."""
+    """Makes the codec of one expression from its syntax tree."""
 
     kind = "codec"
     forms = f"as in blockwise(bits=8), or {NO_HOOK}"
@@ -293,7 +293,7 @@ class _CodecBuilder(_Builder):
         return sorted(self.hooks.CODECS)
 
     def check(self, built: Any) -> None:
-        """Whatever the table of codecs makes is one."""
+        """Accept it: everything in the table of codecs is a codec."""
 
 
 def _shortened(text: str) -> str:
@@ -303,8 +303,8 @@ def _shortened(text: str) -> str:
 def _bound(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Parameter name to argument; only ``keywords`` where they don't suit ``function``."""
-    with contextlib.suppress(TypeError, ValueError):  # the call itself will tell
+    """Arguments by parameter name; only ``keywords`` if they do not fit ``function``."""
+    with contextlib.suppress(TypeError, ValueError):  # the call itself raises the error
         return inspect.signature(function).bind(*arguments, **keywords).arguments
     return keywords
 
@@ -313,7 +313,7 @@ def _bound(
 
 
 def is_file_reference(text: str) -> bool:
-    """Whether a hook is written as FILE.py:NAME, rightly or wrongly."""
+    """Whether a hook is written as FILE.py:NAME, even if the file does not exist."""
     return ".py:" in text or text.endswith(".py")
 
 
@@ -325,7 +325,7 @@ def _split_file_reference(text: str) -> tuple[Path, str]:
         )
     try:
         is_there = Path(path).is_file()
-    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+    except OSError as error:  # a name that is too long, or a folder without permission
         raise HookExpressionError(
             f"hook {_shortened(text)!r}: the file can't be read: {error.strerror}"
         ) from error
@@ -340,7 +340,7 @@ def _load_from_file(text: str) -> Any:
     if spec is None or spec.loader is None:
         raise HookExpressionError(f"hook {text!r}: {path} can't be imported as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look a class's module up by name
+    sys.modules[spec.name] = module  # dataclasses and pickle find a class's module by name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -372,7 +372,7 @@ def _check_file_defines(text: str, path: Path, name: str) -> None:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
             if any(alias.name == "*" for alias in node.names):
-                return  # it may come from there; running the file will tell
+                return  # it may come from there; the error appears when the file runs
     if name in bound:
         return
     if name in coroutine_functions:

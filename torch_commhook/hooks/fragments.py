@@ -1,38 +1,38 @@
-"""The fragments of a model, which :class:`local_sgd` exchanges one by one."""
+"""The fragments of a model that :class:`local_sgd` exchanges one by one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-#: The first number in a parameter's name is that of a repeated layer, as in ``layers.3.weight``.
+#: The first number in a parameter's name is its layer's, as in ``layers.3.weight``.
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.")
 
 
 def fragments_of(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """The fragment that each parameter of a model belongs to.
+    """Assign each parameter of a model to a fragment.
 
-    Repeated layers are dealt out in turn: fragment p has layers p, p + ``count``, p + 2 ``count``
-    and so on, as in Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512). Layers of several
-    lists are numbered on, list by list in the order of their names. Each module outside of layers
-    goes to the fragment that has the fewest elements so far, the largest module first. With fewer
-    layers than fragments, layers are dealt out as those modules are; with fewer layers and modules
-    than fragments, so are single parameters. The order of ``sizes`` does not matter.
+    Layers go to fragments in turn: fragment p has layers p, p + ``count``, p + 2 ``count`` and so
+    on, as in Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512). The layers of several
+    lists are numbered consecutively, in the order of the lists' names. Each module outside layers
+    goes to the fragment with the fewest elements so far, the largest module first. If there are
+    fewer layers than fragments, layers are assigned like these modules. If there are fewer layers
+    and modules than fragments, so are single parameters. The order of ``sizes`` does not matter.
 
     Args:
-        sizes: elements of each parameter, by its name.
-        count: of fragments.
+        sizes: the number of elements of each parameter, by name.
+        count: the number of fragments.
 
     Returns:
-        Numbers from 0 to below ``count``, each at least once, by the parameters' names.
+        The fragment's number, 0 to ``count - 1``, by parameter name. No fragment is empty.
 
     Raises:
         ValueError: there are fewer parameters than fragments.
     """
     if count > len(sizes):
         raise ValueError(
-            f"local_sgd: fragments must be at most {len(sizes)}, the model's parameters, got "
-            f"{count}"
+            f"local_sgd: fragments must be at most {len(sizes)}, the number of the model's "
+            f"parameters, got {count}"
         )
     layers: dict[tuple[str, int], list[str]] = {}
     modules: dict[str, list[str]] = {}

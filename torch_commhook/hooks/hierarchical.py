@@ -38,7 +38,7 @@ from torch_commhook.hooks.compressed import check_dense, compressed, rounding_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 
-#: The levels that are meant where none are given.
+#: The default levels.
 AUTO = "auto"
 
 
@@ -46,43 +46,43 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     """Average gradients exactly inside a node, and through a codec between nodes.
 
     See :func:`torch_commhook.collectives.hierarchical_all_reduce`. With error feedback each rank
-    remembers what its share of the node's sum has lost: ``1 / ranks of the node`` of the elements.
+    remembers the error of its share of the node's sum: ``1 / ranks of the node`` of the elements.
 
-    Without groups the hook finds out which ranks share a host, and makes the groups when it is
-    attached. If all ranks share one host, it does as :class:`allreduce`. If no two do, it does as
-    :class:`compressed`. If hosts have different numbers of ranks, a node is a part of a host: as
-    many ranks as divide all of these numbers. With a number of 1 there are no nodes of several
-    ranks.
+    Without groups the hook determines which ranks share a host, and makes the groups when it is
+    attached. If all ranks share one host, it works as :class:`allreduce`. If no two ranks do, it
+    works as :class:`compressed`. If hosts have different numbers of ranks, a node is a part of a
+    host; its size is the greatest common divisor of these numbers. If that is 1, it works as
+    :class:`compressed`.
 
-    A list of ``levels`` nests nodes, from the innermost on. Sums are exact in all of them, and go
-    through the codec between units of the last::
+    A list of ``levels`` nests nodes, from the innermost outward. Sums are exact within all levels,
+    and compressed between the units of the last level::
 
         hooks.hierarchical(codecs.blockwise(), levels=["host", f"rack={os.environ['RACK']}"])
 
     Args:
-        codec: what becomes of a node's gradients on the wire.
-        intra_group: the ranks of this node; equally many on all nodes. Of nested nodes a list of
-            groups: see :func:`hierarchical_all_reduce`.
-        inter_group: the ranks that have this rank's place in their nodes, one of each.
-        levels: without groups: ``"auto"``, which is ``["host"]``, or a list with one entry for each
-            level. ``"host"`` has the ranks of one machine that see the same network. A text
-            ``"name=value"`` has the ranks that give the same value. A number has so many
-            consecutive units of the level inside, or ranks in the innermost level.
-        seed: of random numbers; see :class:`compressed`.
+        codec: encodes a node's gradients into messages.
+        intra_group: the ranks of this node. All nodes have the same number of ranks. For nested
+            nodes a list of groups: see :func:`hierarchical_all_reduce`.
+        inter_group: the ranks with this rank's position in their nodes, one of each node.
+        levels: without groups: ``"auto"``, which means ``["host"]``, or a list with one entry for
+            each level. ``"host"`` groups the ranks of one machine that see the same network. A text
+            ``"name=value"`` groups the ranks that give the same value. A number groups this many
+            consecutive units of the next inner level, or ranks in the innermost level.
+        seed: the seed of random numbers; see :class:`compressed`.
 
     Attributes:
-        sizes: ranks of this rank's group in each level, from the innermost on, and then the number
-            of units that the codec is between. Levels with one rank each are left out. None before
-            the hook has found the groups.
+        sizes: the number of ranks of this rank's group in each level, from the innermost outward,
+            and last the number of units that exchange compressed messages. Levels with one rank
+            each are left out. None until the hook has its groups.
 
     Raises:
-        TypeError: no codec, or no process groups; levels of other types.
-        ValueError: this rank is in none of a group, or the groups have another rank in common;
-            levels that are none, or are given beside groups. When it is attached: the groups do not
-            take in all ranks of the model and no others, or ranks of an ``inter_group`` have other
-            places in their nodes; a number of ``levels`` that does not divide the units; a unit
-            whose ranks are in different units of the next level; a process group that
-            ``torch.distributed`` does not know.
+        TypeError: ``codec`` is no codec, a group no process group, or ``levels`` of another type.
+        ValueError: a group excludes this rank, or the groups share another rank; ``levels`` is
+            empty, or given together with groups. When it is attached: the groups do not consist of
+            exactly the model's ranks; ranks of an ``inter_group`` have different positions in their
+            nodes; a number in ``levels`` does not divide the number of units; the ranks of a unit
+            are in different units of the next level; ``torch.distributed`` does not know a process
+            group.
         RuntimeError: without groups, the hook is used over a second process group.
 
     Example:
@@ -119,9 +119,9 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         self.traits = traits_of_codec(codec)
         self.seed = seed
         self.sizes: tuple[int, ...] | None = None
-        #: None where groups were given.
+        #: None if groups were given.
         self.levels: tuple[str | int, ...] | None = None
-        #: What does the work where there are no nodes of several ranks, or only one node.
+        #: Does the work if there is one node only, or no node of several ranks.
         self._plain: Hook | None = None
         self._over: dist.ProcessGroup | None = None
         self.intra_groups: list[dist.ProcessGroup] = []
@@ -150,7 +150,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Refuse groups with more than this rank in common, where it is known who is in them."""
+        """Refuse groups that share other ranks than this one, if their ranks are known."""
         assert self.inter_group is not None
         for number, group in enumerate(self.intra_groups):
             for other in (*self.intra_groups[:number], self.inter_group):
@@ -160,13 +160,13 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                 both = sorted(set(nodes) & set(places))
                 if len(both) > 1:
                     raise ValueError(
-                        "hierarchical: intra_group and inter_group must have this rank alone in "
-                        f"common, got ranks {nodes} and {places}, which share {both}"
+                        "hierarchical: intra_group and inter_group must share this rank only, got "
+                        f"ranks {nodes} and {places}, which share {both}"
                     )
 
     @property
     def intra_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the innermost node; None before the hook has found them, or without any."""
+        """The ranks of the innermost node; None before it is found, or without one."""
         return self.intra_groups[0] if self.intra_groups else None
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
@@ -177,7 +177,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             self._check_rows(group)
 
     def _check_rows(self, group: dist.ProcessGroup) -> None:
-        """Refuse groups that are no rows and columns of the model's ranks."""
+        """Refuse groups that are not rows and columns of the model's ranks."""
         assert self.inter_group is not None
         own = [group_ranks(self.intra_groups[0]), group_ranks(self.inter_group)]
         every = gather(group, own)
@@ -189,19 +189,20 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             others = sorted({*node, *places} - set(of_model))
             if others:
                 raise ValueError(
-                    f"hierarchical: its groups must take in ranks of the model alone, {of_model}, "
+                    f"hierarchical: its groups must have ranks of the model only, {of_model}, "
                     f"got {others} too on rank {rank}"
                 )
             for other in places:
                 place = groups_of[other][0].index(other)
                 if place != node.index(rank):
                     raise ValueError(
-                        "hierarchical: inter_group must have the ranks with one place in their "
-                        f"nodes, got {places}, where rank {rank} has place {node.index(rank)} of "
-                        f"{node} and rank {other} place {place} of {groups_of[other][0]}"
+                        "hierarchical: inter_group must have the ranks of one position in their "
+                        f"nodes, got {places}, where rank {rank} has position {node.index(rank)} "
+                        "of "
+                        f"{node} and rank {other} position {place} of {groups_of[other][0]}"
                     )
 
-    # ---- groups of its own -----------------------------------------------------------------------
+    # ---- the hook's own groups -------------------------------------------------------------------
 
     def _find_groups(self, group: dist.ProcessGroup) -> None:
         if self.levels is None:
@@ -210,7 +211,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             if self._over is not group:
                 raise RuntimeError(
                     f"{self}: its groups are over other ranks, or another process group, than this "
-                    "model's; make a hook for each process group"
+                    "model's; make one hook for each process group"
                 )
             return
         known, rank = known_group(group), group_rank(group)
@@ -223,7 +224,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         elif not inner:
             self._plain = compressed(self.codec, seed=self.seed)
         else:
-            # In this order on all ranks.
+            # All ranks make them in this order.
             self.intra_groups = [group_over(known, ranks) for ranks in nesting.inner[rank]]
             self.inter_group = group_over(known, nesting.outer[rank])
         self.sizes = nesting.sizes
@@ -246,13 +247,13 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             size = math.gcd(*counts)
             warnings.warn(
                 f"{self}: levels[{number}] has units of {', '.join(map(str, counts))} parts; it "
-                f"adds up exactly among {size} of them at a time, which divides all these numbers",
+                f"sums exactly among {size} of them at a time, which divides all these numbers",
                 stacklevel=2,
             )
 
     @property
     def lets_stages_wait(self) -> bool:
-        """Whether the hook that it has become waits for no result in :meth:`Hook.average`."""
+        """Whether the hook that does the work waits for no result in :meth:`Hook.average`."""
         return self._plain is not None and self._plain.lets_stages_wait
 
     def has_stages_among(self, ranks: int) -> bool:
@@ -274,8 +275,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     def __reduce__(self) -> Any:
         if self.levels is None:
             raise TypeError(
-                f"{self}: can't be pickled, since its process groups belong to this process; make "
-                "one where it is used"
+                f"{self}: cannot be pickled, since its process groups belong to this process; make "
+                "the hook in the process that uses it"
             )
         return partial(hierarchical, levels=self.levels, seed=self.seed), (self.codec,)
 
@@ -287,15 +288,15 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             return
         if self.inter_group is None:
             raise RuntimeError(
-                f"{self}: it finds out which ranks share a host when it is attached, or called "
+                f"{self}: the hook has no groups yet; it makes them when it is attached, or called "
                 "with a bucket"
             )
         place = place_in_node(self.intra_groups)
         nodes, ranks = self.inter_group.size(), place["ranks"]
         if nodes * ranks != memory.world_size:
             raise ValueError(
-                f"hierarchical: its groups must take in all {memory.world_size} ranks that are "
-                f"averaged over, got {nodes} nodes of {ranks} ranks"
+                f"hierarchical: its groups must have all {memory.world_size} ranks that it "
+                f"averages over, got {nodes} nodes of {ranks} ranks"
             )
         if memory.with_error and self.codec.takes_error:
             memory.flat("error")
@@ -346,7 +347,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             *inner, nodes = self.sizes
             ranks = " x ".join(map(str, inner))
             return f"hierarchical({self.codec}, {nodes} nodes of {ranks} ranks)"
-        # Without the values, since ranks compare what they attach.
+        # Without the values, since ranks compare the hooks that they attach.
         levels = [
             level.partition("=")[0] if isinstance(level, str) else level for level in self.levels
         ]

@@ -1,4 +1,4 @@
-"""Steps on each rank's own gradients, and an average of the parameters now and then."""
+"""Steps on each rank's own gradients, and an average of the parameters every H steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from torch_commhook.memory.states import ANCHOR, ERROR, MOMENTUM
 
 @dataclass(frozen=True)
 class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
-    """How :class:`local_sgd` moves the anchor: SGD, with the mean distance as its gradient.
+    """The outer optimizer of :class:`local_sgd`: SGD with the mean distance as the gradient.
 
-    The same as ``torch.optim.SGD``. The defaults are DiLoCo's (Douillard et al., 2023,
-    arXiv:2311.08105); ``outer_sgd(1.0, 0.0)`` makes the anchor the mean of the ranks' parameters.
+    Same as ``torch.optim.SGD``. The defaults are DiLoCo's (Douillard et al., 2023,
+    arXiv:2311.08105). With ``outer_sgd(1.0, 0.0)`` the anchor becomes the mean of the ranks'
+    parameters.
 
     Args:
-        lr: learning rate.
-        momentum: of the steps before; 0 needs no memory.
-        nesterov: whether the momentum is that of Nesterov. Without momentum it changes nothing.
+        lr: the learning rate.
+        momentum: the momentum's factor. 0 needs no memory.
+        nesterov: whether to use Nesterov's momentum. Without momentum it changes nothing.
 
     Raises:
-        TypeError: no numbers.
-        ValueError: ``lr`` is not positive, or ``momentum`` not from 0 to below 1.
+        TypeError: ``lr`` or ``momentum`` is no number, or ``nesterov`` no bool.
+        ValueError: ``lr`` is not positive, or ``momentum`` is not in [0, 1).
 
     Example:
         >>> hooks.outer_sgd()
@@ -65,12 +66,13 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
             raise ValueError(f"outer_sgd: momentum must be from 0 to below 1, got {self.momentum}")
 
     def step(self, anchors: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
-        """Move the anchors.
+        """Move the anchors in place.
 
         Args:
-            anchors: written.
-            gradients: of the anchors' shapes and dtypes.
-            momenta: written; of the same shapes and dtypes, zeros at first. Without momentum none.
+            anchors: the anchors. Written.
+            gradients: gradients of the anchors' shapes and dtypes.
+            momenta: momenta of the same shapes and dtypes, at first zeros. Written. Empty without
+                momentum.
         """
         if self.momentum:
             torch._foreach_mul_(momenta, self.momentum)
@@ -83,65 +85,68 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
 
 
 class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Let each rank step on its own gradients, and bring the ranks together every ``H`` steps.
+    """Let each rank step on its own gradients, and average the parameters every ``H`` steps.
 
     In the style of DiLoCo (Douillard et al., 2023, arXiv:2311.08105). All ranks start from the same
-    parameters, the anchor. Gradients stay each rank's own, and nothing is sent in a backward. After
-    every ``H`` steps of the optimizer, before ``optimizer.step()`` returns, the ranks average how
-    far they have come from the anchor, an outer optimizer moves the anchor by that, and the
-    parameters become the new anchor. With ``H = 1``, SGD and ``outer_sgd(1.0, 0.0)`` that is
-    data-parallel SGD, to rounding.
+    parameters, the anchor. A backward sends nothing: gradients stay each rank's own. After every
+    ``H`` optimizer steps, before ``optimizer.step()`` returns, the ranks average their parameters'
+    distances from the anchor. The outer optimizer moves the anchor by the mean, and the parameters
+    become the new anchor. With ``H = 1``, SGD and ``outer_sgd(1.0, 0.0)`` this is data-parallel
+    SGD, up to rounding.
 
-    Traffic is that of ``hook``, divided by ``H``. Memory is the anchor and, with momentum, as much
-    again: float32 for parameters of 16 bits, the parameters' own dtype for others.
+    Traffic is that of ``hook``, divided by ``H``. Memory is one anchor for each parameter and, with
+    momentum, as much again: float32 for 16-bit parameters, the parameter's own dtype for others.
 
     With ``fragments``, ``delay`` or ``mix`` it works in the style of Streaming DiLoCo (Douillard et
-    al., 2025, arXiv:2501.18512). The model's parameters are cut into ``fragments``, each of which
-    is exchanged once in ``H`` steps, ``H / fragments`` steps after the one before: traffic is the
-    same, at most a fragment at once. An exchange begins after a step with the distances of that
-    moment, and goes on in the background for ``delay`` steps. Only then does the outer optimizer
-    move the fragment's anchor, and its parameters become ``mix`` times themselves plus
-    ``1 - mix`` times the anchor. The step that needs a mean which has not come yet waits for it.
+    al., 2025, arXiv:2501.18512). The model is divided into ``fragments``. Each fragment is
+    exchanged once in ``H`` steps, ``H / fragments`` steps after the previous one. Total traffic is
+    the same, but the peak is one fragment. An exchange sends the distances at its begin, and runs
+    in the background for ``delay`` steps. Then the outer optimizer moves the fragment's anchor, and
+    its parameters become ``mix`` times themselves plus ``1 - mix`` times the anchor. If the mean
+    has not arrived by then, the step waits for it.
 
-    A step is over when optimizers of ``torch.optim`` have stepped all of the model's parameters
-    that have a gradient. A step that no optimizer takes (``GradScaler`` skips it, or the update is
-    written by hand) is noticed when the next forward begins, by gradients that
-    ``zero_grad()`` has taken away meanwhile; so is one in which only some of the parameters were
-    stepped. Ranks must take equally many.
+    A step ends when optimizers of ``torch.optim`` have stepped all of the model's parameters that
+    have a gradient. Some steps involve no optimizer: ``GradScaler`` skips it, or the update is
+    written by hand. The hook notices these, and steps of only some parameters, at the next forward,
+    because ``zero_grad()`` has removed the gradients. All ranks must take equally many steps.
 
-    On sharded models the replicas of a mesh of two dimensions, or of ``replicate()``, are apart.
-    The ranks of a replica average their gradients, and after every ``H`` steps each averages its
-    shards' distances over the replicas (``docs/sharded.md``).
+    On a sharded model the replicas of a mesh of two dimensions, or of ``replicate()``, are apart.
+    The ranks of a replica average their gradients. Every ``H`` steps each rank averages its shards'
+    distances over the replicas (``docs/sharded.md``).
 
-    The optimizer's own state, buffers of the model and random numbers stay each rank's; see
-    ``docs/local_sgd.md`` for what that means, and for checkpoints. At the end of training
-    :meth:`HookHandle.synchronize` brings the ranks together.
+    The optimizer's state, the model's buffers and random numbers stay each rank's own.
+    ``docs/local_sgd.md`` describes the consequences, and checkpoints. At the end of training
+    :meth:`HookHandle.synchronize` gives all ranks the same parameters.
 
-    Only for hooks that are attached (:func:`torch_commhook.attach`).
+    Only for attached hooks (:func:`torch_commhook.attach`).
 
     Args:
-        H: steps from one exchange to the next.
-        outer: moves the anchor; ``outer_sgd(0.7, 0.9)`` by default.
-        hook: averages the distances; :class:`allreduce` by default. With one that compresses, such
-            as ``error_feedback(blockwise(bits=4))``, traffic falls by both factors.
-        error_reset: whether a rank goes on from the anchor and what it has not sent yet, not from
-            the anchor alone: error reset (Xie et al., 2020, arXiv:2007.13221). What is sent late
-            is then late for the other ranks only. For hooks that remember what they lose. Ranks
-            stay apart by that until :meth:`HookHandle.synchronize`, which sends it uncompressed.
-            Not with the next three.
-        fragments: parts of the model that are exchanged one by one: by repeated layers, fragment p
-            having layers p, p + ``fragments`` and so on; the rest by size (``docs/local_sgd.md``).
-        delay: steps during which an exchange goes on, below ``H / fragments``. 0 waits for it.
-        mix: weight of a rank's own parameters where an exchange ends, from 0 to below 1. With 0 a
-            rank gives up its own steps since the exchange began.
+        H: the number of steps between two exchanges.
+        outer: moves the anchor. The default is ``outer_sgd(0.7, 0.9)``.
+        hook: averages the distances. The default is :class:`allreduce`. With a hook that
+            compresses, such as ``error_feedback(blockwise(bits=4))``, both factors reduce traffic.
+        error_reset: whether a rank continues from the anchor plus its unsent error: error reset
+            (Xie
+            et al., 2020, arXiv:2007.13221). Late parts of its update are then late for other ranks
+            only. Needs a hook that remembers errors. Ranks differ by these errors until
+            :meth:`HookHandle.synchronize`, which sends them uncompressed. Not together with
+            ``fragments``, ``delay`` or ``mix``.
+        fragments: the number of parts that are exchanged one by one. Fragment p has the repeated
+            layers p, p + ``fragments`` and so on; other parameters are assigned by size
+            (``docs/local_sgd.md``).
+        delay: the number of steps during which an exchange runs, below ``H / fragments``. 0 waits
+            for it at once.
+        mix: the weight of a rank's own parameters at the end of an exchange, in [0, 1). With 0 a
+            rank drops its own steps since the exchange began.
 
     Raises:
-        TypeError: no int, no ``outer_sgd``, no hook of the library, no bool, or no number.
-        ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself; with
-            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own, or
-            there are ``fragments``, ``delay`` or ``mix``; with ``fragments``, it settles something
-            for the whole model, as ``adaptive`` does. ``fragments`` is not from 1 to ``H``,
-            ``delay`` not from 0 to below ``H / fragments``, or ``mix`` not from 0 to below 1. From
+        TypeError: an argument has another type than above.
+        ValueError: ``H`` is not positive; ``hook`` keeps ranks apart itself; with ``error_reset``,
+            ``hook`` remembers no errors of whole buckets, has a group of its own, or is combined
+            with ``fragments``, ``delay`` or ``mix``; with ``fragments``, ``hook`` decides about all
+            buckets together, as ``adaptive`` does. ``fragments`` is not in [1, ``H``], ``delay``
+            not
+            in [0, ``H / fragments``), or ``mix`` not in [0, 1). From
             :func:`torch_commhook.attach`: the model has fewer parameters than ``fragments``.
 
     Example:
@@ -199,12 +204,12 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         if error_reset and (not hook.keeps_error or hook.splits_buckets or hook.has_own_groups()):
             raise ValueError(
-                "local_sgd: with error_reset, hook must remember what it loses of each bucket, and "
+                "local_sgd: with error_reset, hook must remember its errors of each bucket, and "
                 f"average over the model's ranks, got {hook}; use error_feedback"
             )
         if error_reset and hook.error_decay != 1.0:
             raise ValueError(
-                "local_sgd: with error_reset, what hook remembers must not decay, since a rank "
+                "local_sgd: with error_reset, hook's error memory must not decay, since a rank "
                 f"takes all of it back, got {hook}"
             )
         self.H = H
@@ -233,7 +238,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             raise ValueError(f"local_sgd: mix must be from 0 to below 1, got {mix}")
         if fragments > 1 and self.hook.settles_buckets:
             raise ValueError(
-                "local_sgd: with fragments, hook must not be about all of them together, got "
+                "local_sgd: with fragments, hook must not decide about all buckets together, got "
                 f"{self.hook}"
             )
         self.fragments = fragments
@@ -241,8 +246,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.mix = float(mix)
         if self.error_reset and self.is_streaming:
             raise ValueError(
-                "local_sgd: error_reset must be False where there are fragments, delay or mix, got "
-                "True; error feedback sends what is lost with the fragment's next exchange"
+                "local_sgd: error_reset must be False with fragments, delay or mix, got "
+                "True; error feedback sends errors with the fragment's next exchange"
             )
 
     @property
@@ -258,7 +263,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             self._prepare(memory)
             return
         names = memory.names
-        assert names is not None  # of a hook that is attached
+        assert names is not None  # the hook is attached
         number_of = fragments_of(memory.model_sizes, self.fragments)
         for fragment in range(self.fragments):
             places = [i for i, name in enumerate(names) if number_of[name] == fragment]
@@ -271,11 +276,11 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.hook.prepare(memory)
 
     def pieces(self, memory: BucketMemory, fragment: int | None) -> list[BucketMemory]:
-        """The memories of the parts of a bucket that travel by themselves.
+        """The memories of the parts of a bucket that are exchanged by themselves.
 
         Args:
-            memory: of a bucket.
-            fragment: those of one; None for all.
+            memory: the bucket's memory.
+            fragment: the fragment; None for all.
         """
         if self.fragments == 1:
             return [memory]
@@ -291,43 +296,43 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         raise cannot_be_captured(str(self), "the host counts the optimizer's steps")
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The gradients as they are."""
+        """Return the gradients unchanged."""
         return bucket.buffer()  # type: ignore[return-value]
 
-    # No annotations: DDP compares them as they are, and does not understand strings.
+    # No annotations: DDP compares them as objects, and does not accept strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
         raise RuntimeError(
-            f"{self}: ranks are brought together after the optimizer's steps, of which only a hook "
-            "that is attached knows; use torch_commhook.attach(model, hook)"
+            f"{self}: averages parameters after the optimizer's steps, which only an attached hook "
+            "counts; use torch_commhook.attach(model, hook)"
         )
 
     # ---- for the exchange ------------------------------------------------------------------------
 
     def distance(self, memory: BucketMemory, *, unsent: bool = False) -> Tensor:
-        """How far the parameters have come since the last exchange: where they were less these.
+        """The parameters' distance since the last exchange: old values minus present ones.
 
         Args:
-            memory: of a bucket.
-            unsent: with what the hook remembers that it has not sent.
+            memory: the bucket's memory.
+            unsent: whether to add the hook's unsent errors.
 
         Returns:
-            Flat, of the parameters' dtype, laid out as the bucket is.
+            A flat tensor of the parameters' dtype, in the bucket's order.
         """
-        # Not kept: it would lie there unused for as many steps as there are between exchanges.
+        # Not kept: it would stay unused for all steps between two exchanges.
         flat = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
         pieces = memory.layout.views(flat)
-        # Rounded as the parameters were when they left it.
+        # Rounded as the parameters were.
         start = self._anchors(memory) if unsent else self._start(memory)
         torch._foreach_copy_(pieces, start)
         torch._foreach_sub_(pieces, memory.parameters)
         return flat
 
     def means(self, memory: BucketMemory, result: Tensor) -> list[Tensor]:
-        """The mean distance of each parameter, of its shape and the anchor's dtype.
+        """The mean distance of each parameter, with its shape and the anchor's dtype.
 
         Args:
-            memory: of a bucket.
-            result: what the hook has made of the ranks' distances.
+            memory: the bucket's memory.
+            result: the hook's mean of the ranks' distances.
         """
         return list(memory.layout.views(result.to(precise(memory.dtype))))
 
@@ -339,48 +344,49 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         unsent: bool = False,
         mix: float = 0.0,
     ) -> None:
-        """Move the anchor by the mean distance of the ranks, and the parameters there.
+        """Move the anchor by the ranks' mean distance, and the parameters to the anchor.
 
         Args:
-            memory: of a bucket.
-            means: as :meth:`means` gives them.
-            unsent: whether these have all that the hook had not sent.
-            mix: weight of the parameters as they are.
+            memory: the bucket's memory.
+            means: the result of :meth:`means`.
+            unsent: whether the means include all unsent errors.
+            mix: the weight of the parameters' present values.
         """
         anchors = self._anchors(memory)
         self.outer.step(anchors, means, self._momenta(memory))
         if self.error_reset:
-            # What ranks have lost of the sum becomes theirs to go on from, too.
+            # A rank takes back the errors of the sum, too.
             memory.fold_all_shards()
         if unsent:
             memory.tensors[ERROR].zero_()
         if not mix:
             self.return_to_start(memory)
             return
-        # In the anchor's dtype: parameters of 16 bits are rounded once.
+        # In the anchor's dtype: 16-bit parameters are rounded once.
         mixed = [parameter.to(anchors[0].dtype) for parameter in memory.parameters]
         mixed = list(torch._foreach_mul(mixed, mix))
         torch._foreach_add_(mixed, anchors, alpha=1.0 - mix)
         torch._foreach_copy_(memory.parameters, mixed)
 
     def return_to_start(self, memory: BucketMemory) -> None:
-        """Put the parameters where they are after an exchange."""
+        """Set the parameters to their values after an exchange."""
         torch._foreach_copy_(memory.parameters, self._start(memory))
 
     def is_ahead(self, memory: BucketMemory) -> bool:
-        """Whether this rank's parameters are elsewhere than the anchor, after an exchange."""
+        """Whether this rank's parameters differ from the anchor after an exchange."""
         return self.error_reset and bool(memory.tensors[ERROR].any())
 
     def has_moved(self, memory: BucketMemory) -> bool:
-        """Whether the parameters are elsewhere than where an exchange has put them."""
+        """Whether the parameters have changed since an exchange set them."""
         places = zip(self._start(memory), memory.parameters, strict=True)
         return any(not torch.equal(start.to(each.dtype), each) for start, each in places)
 
     def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
-        """The tensors that a failed exchange must leave as they were, and copies of them.
+        """The tensors that a failed exchange must restore, and copies of them.
 
-        The hook's errors. With ``error_reset`` not those of whole buckets: a rank's distance is
-        measured from them, and has what they lack.
+        These are the hook's errors. With ``error_reset`` the errors of whole buckets are left out:
+        a
+        rank's distance is measured from them, and contains the rest.
         """
         names = self.hook.shards(memory) if self.hook.keeps_error else []
         if self.hook.keeps_error and not self.error_reset:
@@ -392,7 +398,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         return kept
 
     def anchor_here(self, memory: BucketMemory) -> set[int]:
-        """Put the anchor where the parameters are, where somebody has moved them.
+        """Move the anchor to parameters that a user has changed.
 
         Returns:
             The ids of these parameters.
@@ -401,7 +407,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         errors = memory.layout.views(memory.tensors[ERROR]) if self.error_reset else []
         starts = zip(self._start(memory), self._anchors(memory), memory.parameters, strict=True)
         for number, (start, anchor, parameter) in enumerate(starts):
-            # One of more precision than the parameter is at the same place.
+            # An anchor of higher precision than its parameter has the same value.
             if not torch.equal(start.to(parameter.dtype), parameter):
                 anchor.copy_(parameter)
                 found.add(id(memory.parameters[number]))
@@ -410,9 +416,13 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         return found
 
     def anchor_at_start(self, memory: BucketMemory, parameters: Set[int]) -> None:
-        """Put the anchors of parameters, by their ids, where this rank has gone on from.
+        """Move anchors to the values from which this rank has continued.
 
-        With ``error_reset``, for parameters that are loaded on all ranks: this rank's own.
+        With ``error_reset``, for parameters that were loaded on all ranks: this rank's own values.
+
+        Args:
+            memory: the bucket's memory.
+            parameters: the parameters' ids.
         """
         errors = memory.layout.views(memory.tensors[ERROR])
         places = zip(self._start(memory), self._anchors(memory), errors, strict=True)
@@ -422,7 +432,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 error.zero_()
 
     def _start(self, memory: BucketMemory) -> list[Any]:
-        """Where a rank goes on from after an exchange."""
+        """The values from which a rank continues after an exchange."""
         anchors = self._anchors(memory)
         if not self.error_reset:
             return anchors
@@ -466,5 +476,5 @@ def _part_name(fragment: int) -> str:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The anchor's dtype: what is added up over the steps needs more than 16 bits."""
+    """The anchor's dtype: a sum over many steps needs more than 16 bits."""
     return torch.float32 if dtype.itemsize == 2 else dtype

@@ -1,4 +1,4 @@
-"""The plain mean over the ranks, at full precision or in 16 bits on the wire."""
+"""The mean over the ranks, in full precision or with 16 bits on the wire."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torch_commhook.memory.sharded_bucket import ShardedBucket
 
 
 class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Average gradients with one all-reduce, as DDP does with no hook.
+    """Average gradients with one all-reduce, as DDP does without a hook.
 
-    Gradients are divided by the number of ranks before they are summed, so that the sum of large
-    ones stays finite. Traffic per rank and element of b bytes: ``2 b (W - 1) / W``.
+    Each rank divides its gradients by the number of ranks before the sum, so that the sum of large
+    gradients stays finite. Traffic per rank and element of b bytes: ``2 b (W - 1) / W``.
 
     Same as PyTorch's ``allreduce_hook``.
 
@@ -48,7 +48,7 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
         pass
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
-        # As fully_shard itself does, whose bits these are.
+        # As fully_shard does itself, with the same bits.
         return issue_reduce_scatter(
             bucket.buffer(), bucket.shard, bucket.op, self.group(bucket), scale=bucket.scale
         )
@@ -61,28 +61,27 @@ class cast(Hook):  # noqa: N801
     """Average gradients in 16 bits.
 
     Gradients are scaled by 1 / ranks in float32 and then rounded to ``dtype``, in one pass over
-    memory, so that a sum over the ranks stays in range where the gradients do. A rounding is off by
-    at most the dtype's unit roundoff: 2^-11 for float16 (finite up to 65504), 2^-8 for bfloat16
-    (the range of float32). Traffic per rank and element: ``4 (W - 1) / W`` bytes, half of
+    memory. So a sum over the ranks stays in range if the gradients do. The relative error of a
+    rounding is at most the dtype's unit roundoff: 2^-11 for float16 (finite up to 65504), 2^-8 for
+    bfloat16 (the range of float32). Traffic per rank and element: ``4 (W - 1) / W`` bytes, half of
     float32's.
 
-    Among fewer than 8 ranks an all-reduce adds the values up in ``dtype``. From 8 ranks on the
-    error does not grow with their number: an all-to-all brings each rank its shard from all ranks,
-    the rank adds these up in float32 and rounds the sum once, and an all-gather brings all sums to
-    all ranks. Shards are padded to equal lengths. The process group must have these two
-    collectives. The hook then keeps 4 bytes for each element instead of 2. Of sharded gradients
-    each rank adds up its shard in float32, however many ranks there are, and sends
-    ``2 (W - 1) / W`` bytes for each element.
+    Among fewer than 8 ranks an all-reduce sums the values in ``dtype``. With 8 or more ranks the
+    error does not grow with their number: an all-to-all sends each rank its shard from all ranks,
+    the rank sums it in float32 and rounds the sum once, and an all-gather sends all sums to all
+    ranks. Shards are padded to equal lengths. The process group must support both collectives. The
+    hook then keeps 4 bytes for each element instead of 2. For sharded gradients, each rank always
+    sums its shard in float32, and sends ``2 (W - 1) / W`` bytes for each element.
 
-    Does what PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook`` do; those divide after
-    the cast, where large values have already become infinite, and refuse bfloat16 on the CPU.
+    Replaces PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook``. Those divide after the
+    cast, when large values have already become infinite, and refuse bfloat16 on the CPU.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
         process_group: the ranks to average over; see :class:`Hook`.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: ``dtype`` is another dtype.
 
     Example:
         >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]

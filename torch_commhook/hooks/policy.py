@@ -1,4 +1,4 @@
-"""Other hooks for other parameters."""
+"""Different hooks for different parameters."""
 
 from __future__ import annotations
 
@@ -34,33 +34,31 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     ">": lambda a, b: a > b,
 }
 
-#: Names of parameters in an error.
+#: The number of parameter names in an error.
 _SHOWN = 5
 
 
 class policy(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Average each parameter's gradient with the hook of the first rule that it meets.
-
+    """Average each parameter's gradient with the hook of the first rule that matches it.
     ::
 
         policy([("dim <= 1", allreduce()), ("*embed*", error_feedback(topk(0.01)))],
                error_feedback(blockwise()))
 
-    Hooks send for a bucket in the order of the rules. Parameters of one rule that share a bucket
-    travel together.
+    Within a bucket, hooks send in the order of the rules. Parameters of one rule that share a
+    bucket are sent together.
 
     Args:
-        rules: pairs of a condition and a hook. A condition is a comparison of a parameter's
-            ``dim`` or ``numel`` with a number, or a pattern of its name with ``*``, ``?`` and
-            ``[...]`` (which only a hook that is attached knows). By default vectors are averaged
-            as they are, and of embeddings (``*emb*``) the hundredth part that is largest, with
-            error feedback.
-        default: for parameters that meet no rule; by default int8 with error feedback.
+        rules: pairs of a condition and a hook. A condition compares a parameter's ``dim`` or
+            ``numel`` with a number, or is a pattern of its name with ``*``, ``?`` and ``[...]``.
+            Patterns need an attached hook. By default vectors are averaged uncompressed, and
+            embeddings (``*emb*``) send the largest hundredth of their values, with error feedback.
+        default: the hook of parameters that match no rule. By default int8 with error feedback.
 
     Raises:
-        TypeError: no such pairs, or no hooks of the library.
-        ValueError: a condition that cannot be read, or a hook that is about the whole model; in
-            :func:`torch_commhook.attach`, a pattern that no parameter's name of the model fits.
+        TypeError: ``rules`` are no such pairs, or a hook is none of the library.
+        ValueError: a condition cannot be parsed, or a hook needs the whole model; from
+            :func:`torch_commhook.attach`: a pattern matches no parameter of the model.
 
     Example:
         >>> rules = [("dim <= 1", hooks.allreduce())]
@@ -105,10 +103,14 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         return self._hooks
 
     def hook_for(self, name: str | None, parameter: Tensor) -> Hook:
-        """The hook of a parameter.
+        """Return the hook of a parameter.
+
+        Args:
+            name: the parameter's name; None if it is unknown.
+            parameter: the parameter.
 
         Raises:
-            RuntimeError: a rule asks for its name, and nobody knows it.
+            RuntimeError: a rule needs the name, and it is unknown.
         """
         return self._hooks[self._number(name, parameter)]
 
@@ -128,7 +130,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
                 names = ", ".join(repr(name) for name, _ in named[:_SHOWN])
                 more = ", ..." if len(named) > _SHOWN else ""
                 raise ValueError(
-                    f"policy: no parameter meets {condition!r}; the model has {names}{more}"
+                    f"policy: no parameter matches {condition!r}; the model has {names}{more}"
                 )
 
     def prepare(self, memory: BucketMemory) -> None:
@@ -182,7 +184,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 class _TracedParts(TracedFuture):
-    """Several, as one."""
+    """Several traced Futures as one."""
 
     def __init__(self, futures: list[Any], write: Callable[[list[Tensor]], Tensor]) -> None:
         super().__init__(lambda: write([future.wait() for future in futures]))
@@ -249,7 +251,7 @@ class _Part(BucketWithMemory):
                 buffers, shape = self.memory.buffers, (self.numel(),)
                 out = buffers.get("gathered", shape, dtype, self.device())
         with torch.no_grad():
-            if self._part_dtype.is_complex:  # which the operators do not take
+            if self._part_dtype.is_complex:  # the operators do not support it
                 flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients], out=out)
                 return flat.to(dtype or flat.dtype).mul_(scale)
             return bucket_ops.flatten(self._gradients, scale=scale, dtype=dtype, out=out)
@@ -292,8 +294,8 @@ def _meets(condition: str, name: str | None, parameter: Tensor) -> bool:
         return _COMPARE[sign](value, int(number))
     if name is None:
         raise RuntimeError(
-            f"policy: the rule {condition!r} asks for names of parameters, which only a hook that "
-            "is attached knows; use torch_commhook.attach(model, hook)"
+            f"policy: the rule {condition!r} needs names of parameters, which only an attached "
+            "hook knows; use torch_commhook.attach(model, hook)"
         )
     return fnmatch.fnmatchcase(name, condition)
 
@@ -318,5 +320,5 @@ def _checked_hook(where: str, hook: object) -> Hook:
             f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
         )
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
-        raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")
+        raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")
     return hook

@@ -35,46 +35,46 @@ from torch_commhook.metrics import CallMeter
 class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     """Average gradients as products of thin factors: PowerSGD (arXiv:1905.13727).
 
-    A gradient of two or more dimensions is a matrix M of n rows and m columns, its first dimension
-    by all others. With Q the right factors of the step before, the ranks average P = M Q, make it
-    orthonormal, and average Q = M' P; the result is P Q'. These are ``rank (n + m)`` numbers in
-    place of ``n m``. Vectors, and matrices that would not become ``min_compression_rate`` times
-    smaller, are averaged as they are, in the same all-reduce as P. Traffic per rank, of what
-    is averaged, vectors included: ``2 b (W - 1) / W`` bytes for each number of b bytes.
+    A gradient of two or more dimensions is a matrix M with n rows and m columns, its first
+    dimension by all others. Q are the right factors of the previous step. The ranks average
+    P = M Q, make it orthonormal, and average Q = M' P; the result is P Q'. They send
+    ``rank (n + m)`` numbers instead of ``n m``. Vectors, and matrices that would shrink by less
+    than a factor of ``min_compression_rate``, are averaged uncompressed in the same all-reduce as
+    P. Traffic per rank: ``2 b (W - 1) / W`` bytes for each averaged number of b bytes.
 
-    An average of rank ``rank`` or less comes out as it is, but for rounding. Of others the part is
-    lost that has no room; it is to be fed back::
+    An average of rank ``rank`` or less is exact, up to rounding. Otherwise the remaining part is
+    lost. Use error feedback::
 
         attach(model, hooks.error_feedback(hooks.powersgd(rank=2)))
 
-    What is remembered there is the gradient less P times the rank's *own* Q', so that nothing is
-    lost for good. (PyTorch's ``powerSGD_hook`` remembers the gradient less the average, which grows
-    without bound where the ranks' gradients differ.)
+    It remembers the gradient minus P times the rank's *own* Q', so that nothing is lost for good.
+    (PyTorch's ``powerSGD_hook`` remembers the gradient minus the average, which grows without
+    bound if the ranks' gradients differ.)
 
-    Q is the same on all ranks, and part of the state. It is kept with columns of length 1. A step
-    of zeros leaves it as it is; columns that the gradients had no use for begin anew. Where a
-    gradient is not finite on some rank, that parameter's result is not finite on any, its errors
-    are forgotten, and its Q stays as it was. With error feedback the same happens where Q reaches
-    a quarter of the last bit of the dtype's largest number, 5e30 in float32.
+    Q is the same on all ranks, and part of the state. Its columns have length 1. A step of zeros
+    leaves Q unchanged; columns that the gradients did not use restart. If a gradient is not finite
+    on some rank, the parameter's result is not finite on any rank, its errors are dropped, and its
+    Q stays unchanged. With error feedback the same happens if Q reaches a quarter of the last bit
+    of the dtype's largest number, 5e30 in float32.
 
-    All is computed in float32, and sent so; of float64 gradients in float64. All ranks get the same
-    bits, where they have processors of one kind and the same number of threads. Eager and compiled
-    code run the same kernels.
+    Everything is computed and sent in float32; for float64 gradients in float64. All ranks get the
+    same bits if they have the same kind of processor and number of threads. Eager and compiled code
+    run the same kernels.
 
-    On the CPU over Gloo the second average is issued on a process group of its own, and nothing
-    waits in a callback. Over other groups in Python the call waits for the first.
+    On the CPU over Gloo the second average uses a process group of its own, and no callback waits.
+    Over process groups in Python the call waits for the first average.
 
     Args:
-        rank: columns of a factor, at least 1.
-        min_compression_rate: matrices are compressed where ``rank (n + m)`` is so many times less
-            than ``n m``, or still less. At least 1.
-        seed: of the first Q.
+        rank: the number of columns of a factor, at least 1.
+        min_compression_rate: a matrix is compressed if ``rank (n + m)`` is at least this many
+            times smaller than ``n m``. At least 1.
+        seed: the seed of the first Q.
         process_group: the ranks to average over; see :class:`Hook`.
 
     Raises:
-        TypeError: an argument that is no number of its kind. From :meth:`Hook.average`: sparse or
-            complex gradients.
-        ValueError: a number out of range.
+        TypeError: an argument has another type. From :meth:`Hook.average`: sparse or complex
+            gradients.
+        ValueError: a number is out of range.
 
     Example:
         >>> gradients = [[torch.outer(torch.arange(1.0, 65), torch.ones(64))] for _ in range(2)]
@@ -119,20 +119,20 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self._name = repr(self)
 
     def prepare(self, memory: BucketMemory) -> None:
-        if memory.dtype.is_complex:  # which average() refuses
+        if memory.dtype.is_complex:  # average() refuses it
             return
         plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
         if memory.with_error:
             memory.flat("error")
         _rounding_of(self, memory)
-        # By settings: with ``after`` there may be two.
+        # By settings: ``after`` may contain two.
         memory.plans[self._name] = plan.text
         if not plan.groups:
             return
         dtype = _dtype(memory.dtype)
 
         def first(number: int, parameter: Tensor, before: Tensor | None) -> Tensor:
-            """A transposed factor: rows that have shape and memory order of the matrix's own."""
+            """A transposed factor: rows with the shape and memory order of the matrix's own."""
             outermost, *order = memory_order(parameter.shape, parameter.stride())
             columns = parameter.numel() // parameter.shape[outermost]
             factor = torch.empty(
@@ -149,9 +149,9 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def check_shards(self) -> None:
         raise TypeError(
-            f"{self}: needs whole matrices, and of sharded parameters a rank has its rows alone; "
-            "shard over a mesh of two dimensions, across whose replicas it averages each shard as "
-            "a matrix"
+            f"{self}: needs whole matrices, but a rank has only its rows of sharded parameters; "
+            "shard over a mesh of two dimensions, so that it averages each shard across replicas "
+            "as a matrix"
         )
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -177,22 +177,22 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 def _dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in."""
+    """The dtype of the computation."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _rounding_of(hook: powersgd, memory: BucketMemory) -> Tensor | None:
-    """What random numbers follow from, where an error decays in 16 bits; else None."""
+    """The seed tensor of random rounding if an error decays in 16 bits; else None."""
     if not decays_at_random(memory.tensors.get("error"), memory.error_decay):
         return None
     return memory.rounding_seeds(hook.seed)[0]
 
 
 class _LowRankAverage:
-    """One bucket's average on its way.
+    """The running average of one bucket.
 
-    It keeps neither the group nor the bucket, which has one: a thread of Gloo's that dropped a
-    group last would wait for its own end.
+    It references neither the group nor the bucket, which has one: if a Gloo thread released a group
+    last, it would wait for its own end.
     """
 
     def __init__(self, hook: powersgd, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -209,7 +209,7 @@ class _LowRankAverage:
         self.numel = bucket.numel()
         self.dtype = _dtype(bucket.dtype())
         self.device = bucket.device()
-        # Asked once: later stages are other threads' work, which cannot tell who compiles.
+        # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
         self.is_traced = torch.compiler.is_compiling()
         measures = not (self.is_traced or is_capturing(self.device))
         self.meter: CallMeter | None = self.memory.meter if measures else None
@@ -221,7 +221,7 @@ class _LowRankAverage:
             wire = self._left_factors(bucket)
         if not self.is_traced:
             self.result = self._result(bucket)
-        # The second sends as many numbers as there are in Q.
+        # The second average sends as many numbers as Q has.
         second_bytes = all_reduce_bytes(self.q, group)
         return two_stages(
             lambda: all_reduce(wire, group=group),
@@ -243,7 +243,7 @@ class _LowRankAverage:
         return issue_all_reduce(tensor, group, place=place)
 
     def _buffer(self, name: str, numel: int) -> Tensor:
-        if self.is_traced:  # by a compiler, which plans memory itself
+        if self.is_traced:  # the compiler plans memory itself
             return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
 
@@ -252,18 +252,18 @@ class _LowRankAverage:
     ) -> torch.futures.Future[Tensor]:
         out = None if self.is_traced else self._buffer("result", self.numel)
         wire = bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
-        if self.error is not None:  # that of another hook, before
+        if self.error is not None:  # another hook's earlier errors
             with torch.no_grad():
                 wire.add_(self.error, alpha=self.scale)
                 self.error.zero_()
         return all_reduce(wire, group=group)
 
     def _work(self) -> Tensor:
-        """Memory for the gradients with their errors, until these are known anew."""
+        """Memory for the gradients plus errors, until new errors are known."""
         if self.error is None or self.error.dtype != torch.bfloat16 or self.is_traced:
             return self._buffer("work", self.numel)
-        # Not the bucket's own to keep: it would take twice the bytes of what is remembered.
-        if self.device.type != "cpu":  # where an allocator does the same, stream by stream
+        # Not kept for the bucket: it would double the memory of the errors.
+        if self.device.type != "cpu":  # the device's allocator reuses memory by stream
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)
         self.lent = self.memory.scratch.take(self.numel, self.dtype, self.device)
         return self.lent[: self.numel]
@@ -274,7 +274,7 @@ class _LowRankAverage:
         if error is not None and error.dtype == self.dtype:
             self.work = error
         elif error is None and flat is not None and flat.dtype == self.dtype and not self.is_traced:
-            self.work = flat  # which nobody writes before the result is there
+            self.work = flat  # unchanged until the result is complete
         else:
             self.work = self._work()
             if error is not None:
@@ -318,11 +318,11 @@ class _LowRankAverage:
         return right
 
     def _squares(self, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Of what this rank's own product has lost of its matrices, and of these."""
+        """The squares of the error of this rank's own product, and of its matrices."""
         plan = plan_of(self.text)
         lengths = [torch.linalg.vector_norm(plan.stack(self.work, g)) for g in plan.groups]
         work = torch.stack(lengths).double().square().sum()
-        # P is orthonormal, so that a product is as long as its right factor.
+        # P is orthonormal, so a product has the length of its right factor.
         product = torch.linalg.vector_norm(right).double().square() / self.scale**2
         if self.keeps_error:
             return work, work + product
@@ -351,7 +351,7 @@ class _LowRankAverage:
             if self.error.dtype == torch.bfloat16:
                 most = torch.finfo(torch.bfloat16).max
                 self.error.copy_(self.work.clamp_(-most, most))
-            else:  # Of float64 what is beyond float32 is forgotten: errors must stay finite.
+            else:  # float64 errors beyond float32's range are dropped: errors must stay finite
                 self.error.copy_(self.work).nan_to_num_(0.0, 0.0, 0.0)
             if self.lent is not None:
                 del self.work

@@ -6,12 +6,11 @@ from typing import Any
 
 
 def traceable(hook: Any) -> Any:
-    """Say of a hook that compilers can trace it. A decorator, for functions, classes and objects.
+    """Mark a hook as traceable by compilers. A decorator for functions, classes and objects.
 
     Under compiled autograd such a hook becomes part of the compiled backward. Its collectives must
     be those of :mod:`torch_commhook.collectives` or ``torch.distributed._functional_collectives``.
-    Other hooks interrupt the compiled graph once, at the end of backward, and run there as they
-    are.
+    Other hooks interrupt the compiled graph once, at the end of backward, and run outside it.
 
     Args:
         hook: a function, a class or an object.
@@ -33,5 +32,5 @@ def traceable(hook: Any) -> Any:
 
 
 def is_traceable(hook: object) -> bool:
-    """Whether :func:`traceable` has been said of a hook."""
+    """Whether :func:`traceable` has marked a hook."""
     return getattr(hook, "_commhook_traceable", False) is True

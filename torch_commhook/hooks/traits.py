@@ -14,16 +14,15 @@ class HookTraits:
     Attributes:
         is_lossy: whether a message holds less than the gradients, so that results depend on the
             parameters that share a bucket.
-        takes_error: whether the next message can carry what earlier ones have lost.
-        keeps_error: whether the hook remembers what a message loses, and sends it with the next.
+        takes_error: whether the next message can carry the errors of earlier ones.
+        keeps_error: whether the hook remembers a message's error, and sends it with the next.
         splits_buckets: whether the hook averages parts of a bucket one by one.
-        settles_buckets: whether the hook decides something for all buckets of a step together.
-        has_stages: whether collectives follow one another, for which some process groups need a
-            second group. If that depends on the number of ranks, ask ``Hook.has_stages_among``.
-        keeps_ranks_apart: whether each rank steps on gradients of its own for a while, so that
-            parameters differ between ranks, and so does what an optimizer remembers of them.
-        scales_steps: whether ``Hook.step_scale`` is to be asked, which has all results wait for the
-            last.
+        settles_buckets: whether the hook decides about all buckets of a step together.
+        has_stages: whether a collective follows another one; some process groups then need a second
+            group. If it depends on the number of ranks, ask ``Hook.has_stages_among``.
+        keeps_ranks_apart: whether each rank takes several steps on its own gradients, so that
+            parameters and optimizer state differ among ranks.
+        scales_steps: whether ``Hook.step_scale`` is called; all results then wait for the last.
     """
 
     is_lossy: bool = False
@@ -39,16 +38,16 @@ class HookTraits:
     def of_any(cls, hooks: Iterable[Any]) -> HookTraits:
         """The traits that at least one of these hooks has."""
         hooks = list(hooks)
-        # By the hooks' attributes: a class of one's own may say so there.
+        # By the hooks' attributes: a user's class may define them directly.
         return cls(
             **{one.name: any(getattr(hook, one.name) for hook in hooks) for one in fields(cls)}
         )
 
 
 class Trait:
-    """The attribute of a hook that reads one of its traits, by the attribute's name.
+    """An attribute of a hook that reads the trait of the same name.
 
-    A class or an object may have a bool or a property of that name in its place.
+    A class or an object may replace it by a bool or a property.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

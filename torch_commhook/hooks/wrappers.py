@@ -25,7 +25,7 @@ from torch_commhook.native.tensor_checks import check_dense
 
 
 class Wrapper(Hook):
-    """A hook around another one, which does the work."""
+    """A hook around another hook, which does the work."""
 
     _commhook_traceable = True
 
@@ -45,8 +45,8 @@ class Wrapper(Hook):
             )
         if hook.keeps_ranks_apart:
             raise ValueError(
-                f"{type(self).__name__}: {name} must bring the ranks together in each step, got "
-                f"{hook}; it can go inside of that, as its hook"
+                f"{type(self).__name__}: {name} must average in each step, got "
+                f"{hook}, which keeps ranks apart; give this hook to it instead, as its hook"
             )
 
     def hooks_inside(self) -> Sequence[Hook]:
@@ -56,7 +56,7 @@ class Wrapper(Hook):
         self.hook.prepare(memory)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self.memory(bucket)  # of the outermost hook, which all inside share
+        self.memory(bucket)  # the outermost hook's, which all inner hooks share
         return self.hook.average(bucket)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
@@ -82,43 +82,46 @@ class Wrapper(Hook):
         self._hook_after(memory.past).step_counted(memory)
 
     def _hook_after(self, past: Mapping[int, bool]) -> Hook:
-        """The hook inside whose turn it is, by the steps that have been done."""
+        """The inner hook whose turn it is, by the number of steps done."""
         return self.hook
 
 
 class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
-    """Send what earlier messages have lost with the next one.
+    """Add the errors of earlier messages to the next message.
 
-    With g the gradient of a step and e what was lost before it, p = g + e is sent, and
-    e' = p - C(p) remembered, where C(p) is what this rank's own message holds. Where a sum is
-    encoded again for its way back, what that loses is remembered by the rank that encodes it. So
-    nothing is lost for good: under SGD of step size lr, parameters less lr times the mean of what
-    is remembered follow the path of uncompressed SGD.
+    With the gradient g of a step and the error memory e, the rank sends p = g + e, and remembers
+    e' = p - C(p), where C(p) is the content of its message. If a sum is encoded again for its way
+    back, the rank that encodes it remembers that error. So nothing is lost for good: under SGD with
+    step size lr, the parameters minus lr times the mean error memory follow the path of
+    uncompressed SGD.
 
     With ``decay=d`` below 1, ``e' = d (p - C(p))``: the memory fades, and the invariant does not
-    hold. What a message has lost weighs ``d^n`` n steps later. :class:`momentum` is the same
-    arithmetic. The decay takes one more pass over the memory; 1 takes none.
+    hold. An error weighs ``d^n`` after n steps. :class:`momentum` is the same arithmetic. A decay
+    below 1 takes one more pass over the memory.
 
-    Both happen in the pass over memory that encodes. The memory takes 4 bytes for each element, and
-    as many for each that this rank adds up: it is float32. With ``dtype=torch.bfloat16`` it takes
-    half of that. Errors are then computed in float32 as before, and rounded once when they are
-    written: to the nearest value, off by at most 2^-8 of what is remembered. ``topk``,
-    ``chunk_topk`` and ``randomk`` round at random, off by less than 2^-7 and right on average,
-    since most of their errors grow for many steps by less than their last bit. A step that fails on
-    some rank may lose what its messages held, and what they did not hold is remembered all the
-    same: a backward that is repeated sends that part twice. Load an earlier state where that
-    matters. Under a ``GradScaler`` the hook must know it: ``attach(model, hook, scaler=scaler)``.
+    Encoding updates the memory in the same pass. The memory is float32: 4 bytes for each element,
+    plus 4 for each element that this rank sums. With ``dtype=torch.bfloat16`` it takes half.
+    Errors are still computed in float32, and rounded once when written: to the nearest value, off
+    by at most 2^-8 of the remembered value. ``topk``, ``chunk_topk`` and ``randomk`` round at
+    random, off by less than 2^-7 and unbiased, because most of their errors grow for many steps by
+    less than their last bit.
+
+    A step that fails on some rank may lose the content of its messages, while the memory keeps the
+    rest: a repeated backward sends that rest twice. Load an earlier state if this matters. Under a
+    ``GradScaler`` the hook must know the scaler: ``attach(model, hook, scaler=scaler)``.
 
     Args:
-        hook: one that compresses, or has one inside.
-        decay: of the memory in each step: greater than 0, at most 1.
-        dtype: of the memory: ``torch.float32`` or ``torch.bfloat16``. In bfloat16 what has decayed
-            is rounded at random, right on average.
+        hook: a hook that compresses, or contains one that does.
+        decay: the factor of the memory in each step, in (0, 1].
+        dtype: the memory's dtype: ``torch.float32`` or ``torch.bfloat16``. A decayed bfloat16
+            memory
+            is rounded at random, without bias.
 
     Raises:
-        TypeError: no hook of the library, a decay that is no number, or another dtype.
-        ValueError: a hook that loses nothing, that remembers it already, or that is right on
-            average and scales for it; another decay.
+        TypeError: ``hook`` is no hook of the library, ``decay`` no number, or ``dtype`` another
+            dtype.
+        ValueError: ``hook`` loses nothing, remembers its errors already, or is unbiased by scaling;
+            ``decay`` is out of range.
 
     Example:
         >>> gradients = [[torch.tensor([1.0, 0.1])], [torch.tensor([1.0, 0.1])]]
@@ -132,7 +135,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     """
 
     _lets_stages_wait = True
-    #: What it prints as, and what ``decay`` is called there and in errors.
+    #: The name in its text, and the name of ``decay`` there and in errors.
     _name, _decay_name = "error_feedback", "decay"
 
     def __init__(
@@ -146,7 +149,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
             raise TypeError(f"{name}: dtype must be torch.float32 or torch.bfloat16, got {got}")
         if hook.keeps_error:
             raise ValueError(
-                f"{name}: hook must be one that does not remember what it loses already, got {hook}"
+                f"{name}: hook must be one that does not remember its errors already, got {hook}"
             )
         if not hook.takes_error:
             raise ValueError(f"{name}: hook must be one whose messages lose something, got {hook}")
@@ -168,24 +171,24 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
 
 class momentum(error_feedback):  # noqa: N801
-    """Accumulate gradients in a momentum on each rank, and send what a message holds of it.
+    """Accumulate gradients in a momentum on each rank, and send a compressed part of it.
 
-    With m the momentum and g the gradient of a step, ``m = beta m + g``, ``C(m)`` is sent, and
-    ``m - C(m)`` stays: decoupled momentum, as in Peng et al., "DeMo: Decoupled Momentum
-    Optimization" (2024). This is error feedback whose memory decays by beta::
+    With the momentum m and the gradient g of a step, ``m = beta m + g``; the rank sends ``C(m)``
+    and keeps ``m - C(m)``. This is decoupled momentum, as in Peng et al., "DeMo: Decoupled Momentum
+    Optimization" (2024). It equals error feedback with a memory that decays by beta::
 
         momentum(hook, beta)  # takes the steps of error_feedback(hook, decay=beta), bit for bit
 
-    What a message has sent leaves the momentum. So large components arrive at once, and small ones
-    accumulate until a message has room for them. States hold ``beta (m - C(m))`` as the error.
+    The content of a message is removed from the momentum. So large components are sent at once, and
+    small ones accumulate until they are large. States hold ``beta (m - C(m))`` as the error.
 
-    The result is the update: give it to SGD without a momentum of its own. With ``beta=1`` nothing
-    is forgotten; then alone the invariant of :class:`error_feedback` holds.
+    The result is the update: use SGD without a momentum of its own. Only with ``beta=1`` nothing is
+    forgotten, and the invariant of :class:`error_feedback` holds.
 
     Args:
-        hook: as :class:`error_feedback` takes it.
-        beta: greater than 0, at most 1.
-        dtype: as in :class:`error_feedback`.
+        hook: as for :class:`error_feedback`.
+        beta: the momentum's factor in each step, in (0, 1].
+        dtype: as for :class:`error_feedback`.
 
     Raises:
         TypeError, ValueError: as :class:`error_feedback`.
@@ -210,21 +213,22 @@ class momentum(error_feedback):  # noqa: N801
 
 
 class after(Wrapper):  # noqa: N801
-    """Another hook until so many steps are done, then the hook.
+    """Use one hook for the first steps, and another one afterwards.
 
-    For compression that harms most where gradients change fastest. Under compiled autograd the
-    change is one recompilation.
+    Gradients change fastest at the start of training, and compression harms most there. Under
+    compiled autograd the change recompiles once.
 
     Args:
-        step: steps that ``before`` averages.
-        hook: for those that come after.
-        before: :class:`allreduce` by default.
+        step: the number of steps that ``before`` averages.
+        hook: averages all later steps.
+        before: averages the first steps. The default is :class:`allreduce`.
 
     Raises:
-        TypeError: no int, or no hooks of the library.
-        ValueError: a negative number of steps; one of the hooks remembers what it loses and the
-            other, which loses something too or comes later, does not, or in another dtype or
-            with another decay; both send parts of a bucket.
+        TypeError: ``step`` is no int, or a hook is none of the library.
+        ValueError: ``step`` is negative; only one of two lossy hooks remembers its errors;
+            ``before``
+            remembers errors and ``hook`` does not; their memories differ in dtype or decay; both
+            send parts of a bucket.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
@@ -246,7 +250,7 @@ class after(Wrapper):  # noqa: N801
         self._before_is_plain = before is None
         self._check_inside("before", self.before)
         self._check_memory()
-        # It is the hook that is to send what the other has lost.
+        # The later hook sends the errors of the earlier one.
         either = HookTraits.of_any([hook, self.before])
         self.traits = replace(either, takes_error=hook.takes_error)
         self._left_plan = f"left by {self.before} for {self.hook}"
@@ -257,39 +261,39 @@ class after(Wrapper):  # noqa: N801
         return (self.hook, self.before)
 
     def _check_memory(self) -> None:
-        """Both have one memory: the errors of the one are the other's to send."""
+        """Check that both hooks can share one memory: ``hook`` sends the errors of ``before``."""
         before, hook = self.before, self.hook
         if before.keeps_error and not hook.keeps_error:
             raise ValueError(
-                "after: hook must remember what it loses, as before does, whose losses it is to "
-                f"send, got {hook} after {before}; use error_feedback"
+                "after: hook must remember its errors, as before does, and send those of before, "
+                f"got {hook} after {before}; use error_feedback"
             )
         if hook.keeps_error and before.takes_error and not before.keeps_error:
             raise ValueError(
-                f"after: before must remember what it loses, as hook does, got {before} before "
+                f"after: before must remember its errors, as hook does, got {before} before "
                 f"{hook}; use error_feedback"
             )
         if before.keeps_error and before.error_dtype != hook.error_dtype:
             raise ValueError(
-                f"after: before must remember in the dtype that hook does, {hook.error_dtype}, got "
+                f"after: before must remember errors in hook's dtype, {hook.error_dtype}, got "
                 f"{before.error_dtype}"
             )
         if before.keeps_error and before.error_decay != hook.error_decay:
             raise ValueError(
-                "after: before must let its memory decay as hook does, by "
+                "after: before's memory must decay as hook's does, by "
                 f"{number_text(hook.error_decay)}, got {number_text(before.error_decay)}"
             )
         parts = before.splits_buckets + hook.splits_buckets
         if parts > 1 or (parts and before.keeps_error):
             raise ValueError(
-                "after: what a policy remembers of parts of a bucket is no use to another hook, "
+                "after: another hook cannot use a policy's memory of parts of a bucket, "
                 f"got {hook} after {before}"
             )
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.track_step(self.step)
-        # The one that has remembered it is the first to take over what was loaded: in the step at
-        # which they change it is the one before still.
+        # The hook that owns a loaded memory takes it over first. In the step of the change this is
+        # still `before`.
         hooks = [self.before, self.hook]
         for hook in reversed(hooks) if memory.steps > self.step else hooks:
             hook.prepare(memory)
@@ -297,10 +301,10 @@ class after(Wrapper):  # noqa: N801
         memory.plans[self._left_plan] = "\n".join(sorted(left))
 
     def _take_over(self, memory: BucketMemory) -> None:
-        """Let ``hook`` send what ``before`` remembers where ``hook`` has no memory of its own."""
+        """Let ``hook`` send the errors of ``before``, if ``hook`` has no memory of its own."""
         left = memory.plans[self._left_plan]
         is_compiling = torch.compiler.is_compiling()
-        # Compiled code adds the zeros that are there from then on, for a graph that never changes.
+        # Compiled code then keeps adding zeros, so that its graph never changes.
         if left and (is_compiling or self._left_plan not in memory.folded):
             memory.fold_shards(left.split("\n"))
             if not is_compiling:
@@ -309,7 +313,7 @@ class after(Wrapper):  # noqa: N801
     def check_capture(self, memory: BucketMemory) -> None:
         if not memory.past.get(self.step):
             raise cannot_be_captured(
-                str(self), f"step {self.step}, from which on another hook averages, is yet to come"
+                str(self), f"step {self.step}, after which another hook averages, is still to come"
             )
         self.hook.check_capture(memory)
 
@@ -342,24 +346,22 @@ class after(Wrapper):  # noqa: N801
 class clip(Wrapper):  # noqa: N801
     """Scale a step's averaged gradients so that their norm is at most ``max_norm``.
 
-    The norm is that of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` takes it, and
-    the factor is the same: ``min(1, max_norm / (norm + 1e-6))``. The norm is added up in float64,
-    and the factor is applied in float32, or in float64 where a result is of that. It is taken of
-    the results as they come, and where our own reducer brings them into the gradients, it is
-    applied on the way there: no pass over memory of its own. On CUDA it stays on the device, and
-    takes one more pass. All ranks have the same results, so that nothing is sent for it.
+    The norm is that of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``, with the
+    same factor: ``min(1, max_norm / (norm + 1e-6))``. The norm is summed in float64. The factor is
+    applied in float32, or in float64 to float64 results. Our own reducer applies it while it writes
+    the gradients, without another pass over memory. On CUDA the norm stays on the device, and the
+    factor takes one more pass. All ranks have the same results, so the norm needs no communication.
 
-    Only for hooks that are attached (:func:`torch_commhook.attach`): a hook by itself never sees
-    all buckets of a step. Where that was told of a ``GradScaler``, the norm is that of unscaled
-    gradients.
+    Only for attached hooks (:func:`torch_commhook.attach`): a hook by itself never sees all buckets
+    of a step. If ``attach`` got a ``GradScaler``, the norm is that of unscaled gradients.
 
     Args:
         max_norm: a positive number.
-        hook: averages; :class:`allreduce` by default.
+        hook: averages the gradients. The default is :class:`allreduce`.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
-        TypeError: no number, or no hook of the library.
+    TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
 
     Example:
         >>> def train(rank):
@@ -406,8 +408,8 @@ class clip(Wrapper):  # noqa: N801
 
     def check_shards(self) -> None:
         raise TypeError(
-            f"{self}: of sharded gradients no rank sees the norm; call "
-            "torch.nn.utils.clip_grad_norm_() after backward(), which adds it up over the shards"
+            f"{self}: no rank sees the norm of sharded gradients; call "
+            "torch.nn.utils.clip_grad_norm_() after backward(), which sums it over the shards"
         )
 
     def __repr__(self) -> str:
@@ -416,21 +418,21 @@ class clip(Wrapper):  # noqa: N801
 
 
 def number_text(number: float) -> str:
-    """The shortest text of a number that is read as the same one."""
+    """The shortest text that is read as the same number."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
 
-#: Elements whose copy stays in a cache of the CPU, and so many that other devices take at a time.
+#: Elements whose copy stays in a cache of the CPU; the number that other devices take at a time.
 _CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
 
 def _total_norm(results: list[Tensor]) -> Tensor:
-    """The norm of all results together: float64, 0-dimensional, on the first one's device.
+    """The norm of all results together: float64, 0-dimensional, on the first result's device.
 
-    Added up in float64: however the elements are divided into buckets, which are others in compiled
-    code and in DDP, the norm is the same once it has been rounded to float32.
+    Summed in float64, so that the norm rounded to float32 does not depend on the buckets, which
+    differ in compiled code and in DDP.
     """
     squares = [flatten_stats(batch).sum_of_squares for batch in _batches(results)]
     device = squares[0].device
@@ -438,7 +440,7 @@ def _total_norm(results: list[Tensor]) -> Tensor:
 
 
 def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The numbers of all results, those of one dtype and device that lie in a cache together."""
+    """The numbers of all results, those of one dtype and device that fit a cache together."""
     batch: list[Tensor] = []
     room = 0
     for result in results:
@@ -461,10 +463,13 @@ def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.library.custom_op("commhook::total_norm", mutates_args=())
 def total_norm(results: list[Tensor]) -> Tensor:
-    """The norm of dense results together, as an operator: float64, 0-dimensional.
+    """Return the norm of dense results together; an operator. float64, 0-dimensional.
+
+    Args:
+        results: dense tensors of gradients' dtypes.
 
     Raises:
-        TypeError, ValueError: no results, or such as are not dense and of a gradient's dtype.
+        TypeError, ValueError: ``results`` is empty, or has other tensors.
     """
     if not results:
         raise ValueError("total_norm: results must hold at least one tensor, got none")

@@ -50,9 +50,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "clip": (lambda: hooks.clip(1.0), "clip_grad_norm_"),
     "clip inside": (lambda: hooks.after(2, hooks.clip(1.0)), "clip_grad_norm_"),
     "local_sgd": (lambda: hooks.local_sgd(4), "shard over a mesh of two dimensions"),
-    "policy": (hooks.policy, "each rank needs its shard alone"),
-    "adaptive": (lambda: hooks.adaptive(1000), "each rank needs its shard alone"),
-    "hierarchical": (lambda: _hierarchical(), "each rank needs its shard alone"),
+    "policy": (hooks.policy, "a rank has only its shards"),
+    "adaptive": (lambda: hooks.adaptive(1000), "a rank has only its shards"),
+    "hierarchical": (lambda: _hierarchical(), "a rank has only its shards"),
     "a function": (lambda: own_hook, "average_shard()"),
     "a hook of a user's": (_Own, "averages whole gradients"),
 }

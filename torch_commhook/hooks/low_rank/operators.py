@@ -12,7 +12,7 @@ from torch_commhook.hooks.low_rank.steps import left_factors, restore, right_fac
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.tensor_checks import check_dense, check_flat
 
-# What csrc/ops/low_rank computes has no value of its own; compilers see but the three steps below.
+# The operators of csrc/ops/low_rank return no values; compilers see only the three steps below.
 
 
 @torch.library.register_fake("commhook::low_rank_left")
@@ -46,23 +46,23 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def _checked_plan(op: str, text: str) -> Plan:
-    """The plan with a text.
+    """The plan of a text.
 
     Raises:
-        ValueError: it is none, or has something outside of its bucket.
+        ValueError: the text is no plan, or a part exceeds the bucket.
     """
     try:
         plan = plan_of(text)
         fits = plan.fits
-    except (TypeError, ValueError) as error:  # of no plan's form; among them what json raises
+    except (TypeError, ValueError) as error:  # also json's errors
         raise ValueError(f"{op}: plan must be the text of a Plan, got {text[:100]!r}") from error
     if not fits:
-        raise ValueError(f"{op}: plan must lie in its bucket, got {text[:100]!r}")
+        raise ValueError(f"{op}: plan must fit its bucket, got {text[:100]!r}")
     return plan
 
 
 def _check_factors(op: str, plan: Plan, work: Tensor, **others: tuple[Tensor, int]) -> None:
-    """Refuse tensors that are not flat, of a dtype of factors, and as long as the plan says."""
+    """Refuse tensors that are not flat, of a factor's dtype, and of the plan's length."""
     check_flat(op, "work", work, _DTYPES, plan.numel)
     for name, (tensor, numel) in others.items():
         check_flat(op, name, tensor, (work.dtype,), numel)
@@ -88,7 +88,7 @@ def _check_sources(op: str, plan: Plan, sources: Sequence[Tensor]) -> None:
 def powersgd_left(
     sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
 ) -> Tensor:
-    """:func:`left_factors`; returns what goes on the wire."""
+    """Run :func:`left_factors`; returns the wire tensor."""
     found = _checked_plan("powersgd_left", plan)
     _check_sources("powersgd_left", found, sources)
     _check_factors("powersgd_left", found, work, q=(q, found.right_numel))
@@ -109,7 +109,7 @@ def _powersgd_left_fake(
 def powersgd_right(
     work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
 ) -> tuple[Tensor, Tensor]:
-    """:func:`right_factors`; returns P, and what goes on the wire."""
+    """Run :func:`right_factors`; returns P and the wire tensor."""
     found = _checked_plan("powersgd_right", plan)
     _check_factors(
         "powersgd_right", found, work, wire=(wire, found.vector_numel + found.left_numel)
@@ -137,7 +137,7 @@ def powersgd_restore(
     plan: str,
     keeps_error: bool,
 ) -> Tensor:
-    """:func:`restore`; returns the bucket's average."""
+    """Run :func:`restore`; returns the bucket's average."""
     found = _checked_plan("powersgd_restore", plan)
     _check_factors(
         "powersgd_restore",

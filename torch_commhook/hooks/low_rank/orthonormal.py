@@ -7,26 +7,25 @@ from torch import Tensor
 
 from torch_commhook.hooks.low_rank.plan import Plan
 
-#: Directions whose length beside those before them is less than this (squared, relative) are left
-#: out. The threshold is 100 times the float32 rounding residue of a linearly dependent direction;
-#: longer directions come out right in float64.
+#: A direction is left out if its squared length, relative and after removal of earlier directions,
+#: is below this. The threshold is 100 times the float32 rounding residue of a linearly dependent
+#: direction. Longer directions are accurate in float64.
 _SMALLEST = 1e-9
 
 
 def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
-    """Orthonormal bases of what the left factors span.
+    """Write orthonormal bases of the spaces that the left factors span.
 
-    By Gram matrices and elimination (Cholesky's method), twice, in float64. What depends on the
-    factors before it is left out: zeros stand in its place. No step waits for values, which may be
-    on a device.
+    Uses Gram matrices and elimination (Cholesky's method), twice, in float64. A direction that
+    depends on earlier ones becomes zeros. No step waits for values on a device.
 
     Args:
-        left: of ``left_numel`` elements.
-        plan: what they are.
-        out: written; as ``left``. A matrix whose factor is not finite gets NaN.
+        left: the left factors, ``left_numel`` elements.
+        plan: their plan.
+        out: as ``left``. Written. A matrix with a factor that is not finite gets NaN.
     """
     exact = left.to(torch.float64)
-    if plan.rank > 1:  # as good as the factor's condition allows
+    if plan.rank > 1:  # the first pass is as good as the factor's condition allows
         exact = _orthonormal(exact, plan)
     out.copy_(_orthonormal(exact, plan))
 
@@ -49,11 +48,12 @@ def _orthonormal(left: Tensor, plan: Plan) -> Tensor:
 
 
 def _eliminate(gram: Tensor) -> Tensor:
-    """What makes vectors orthonormal: rows that, times the vectors, are the basis.
+    """Matrices that make vectors orthonormal: their rows times the vectors are the basis.
 
     Args:
-        gram: the vectors' products with each other, ``(matrices, rank, rank)``, each vector of
-            length 1 or 0. Overwritten.
+        gram: the vectors' inner products, ``(matrices, rank, rank)``; each vector has length 1 or
+            0.
+            Overwritten.
     """
     rank = gram.shape[1]
     change = torch.eye(rank, dtype=gram.dtype, device=gram.device).repeat(len(gram), 1, 1)

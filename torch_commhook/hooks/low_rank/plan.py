@@ -1,4 +1,4 @@
-"""Which gradients of a bucket become products of thin factors, and where everything lies."""
+"""Which gradients of a bucket become products of thin factors, and the layout of all parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class MatrixGroup:
     """Matrices of one shape, at equal distances in their bucket.
 
     Attributes:
-        rows, columns: of each.
-        numbers: of their parameters in the bucket.
-        offset: of the first in the bucket.
-        distance: from one to the next there.
-        matrices: before the first of them, in all groups before.
-        left, right: the first element of their factors among those of all groups.
+        rows, columns: the shape of each.
+        numbers: the numbers of their parameters in the bucket.
+        offset: the first matrix's offset in the bucket.
+        distance: the distance from one matrix to the next there.
+        matrices: the number of matrices in all earlier groups.
+        left, right: the first element of their factors in the tensors of all groups.
     """
 
     rows: int
@@ -41,29 +41,29 @@ class MatrixGroup:
 
     @property
     def slice(self) -> slice:
-        """The matrices among those of all groups."""
+        """The slice of this group's matrices among those of all groups."""
         return slice(self.matrices, self.matrices + len(self))
 
 
 class Plan:
-    """Which gradients of a bucket become products, and where everything lies.
+    """Which gradients of a bucket become products, and the layout of all parts.
 
-    A matrix is what a gradient is in memory: its outermost dimension by all others. That is the
-    first dimension of the parameter, whether it is row-major or channels_last; of a transposed
-    weight it is the second. Matrices of one shape at equal distances make a group, which is one
-    tensor of three dimensions without a copy.
+    A matrix is a gradient in its memory order: its outermost dimension by all others. This is the
+    parameter's first dimension, whether it is row-major or channels_last; for a transposed weight
+    it is the second. Matrices of one shape at equal distances form a group, which is a view with
+    three dimensions.
 
-    A plan has a text form, since compilers pass on text as it is.
+    A plan has a text form, which compilers treat as a constant.
 
     Attributes:
-        rank: columns of each factor.
-        seed: of the factors' first values.
-        numel: of the bucket.
-        parameters: in the bucket.
-        groups: matrices that are compressed.
+        rank: the number of columns of each factor.
+        seed: the seed of the factors' first values.
+        numel: the number of elements of the bucket.
+        parameters: the number of parameters of the bucket.
+        groups: the matrices that are compressed.
         vectors: number, offset and length of the other gradients.
-        matrices: in all groups.
-        vector_numel, left_numel, right_numel: elements of all vectors and factors.
+        matrices: the number of matrices in all groups.
+        vector_numel, left_numel, right_numel: the number of elements of all vectors and factors.
     """
 
     def __init__(self, text: str) -> None:
@@ -93,17 +93,17 @@ class Plan:
 
     @classmethod
     def of(cls, layout: BucketLayout, rank: int, seed: int, min_compression_rate: float) -> Plan:
-        """The plan for a bucket.
+        """Make the plan of a bucket.
 
         Args:
-            layout: of the bucket.
-            rank: of the products.
-            seed: of the factors' first values.
-            min_compression_rate: a gradient is compressed where its factors have so many times
-                fewer elements.
+            layout: the bucket's layout.
+            rank: the rank of the products.
+            seed: the seed of the factors' first values.
+            min_compression_rate: a gradient is compressed if its factors have at least this many
+                times fewer elements.
         """
         groups: list[list[Any]] = []
-        latest: dict[tuple[int, int], list[Any]] = {}  # of each shape, the group that may grow
+        latest: dict[tuple[int, int], list[Any]] = {}  # for each shape, the group that may grow
         vectors = []
         for number, (offset, length, size, strides) in enumerate(
             zip(layout.offsets, layout.lengths, layout.sizes, layout.strides, strict=True)
@@ -126,7 +126,7 @@ class Plan:
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether all lies in the bucket, and each parameter is one matrix or vector."""
+        """Whether all parts are inside the bucket, and each parameter is one matrix or vector."""
         ends = [offset + length for _, offset, length in self.vectors]
         starts = [offset for _, offset, length in self.vectors if length >= 0]
         for group in self.groups:
@@ -147,13 +147,13 @@ class Plan:
 
     @property
     def numbers(self) -> list[int]:
-        """The parameters that are compressed, in the order of the groups."""
+        """The compressed parameters' numbers, in the order of the groups."""
         return [number for group in self.groups for number in group.numbers]
 
     def first_right(self, columns: int) -> Tensor:
-        """What right factors of so many columns begin with: float32, ``(rank, columns)``.
+        """The initial right factors: float32, ``(rank, columns)``.
 
-        It follows from the seed and the columns alone.
+        They depend on the seed and the number of columns only.
         """
         generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + columns) % 2**63)
         return torch.randn(
@@ -196,12 +196,12 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(text: str) -> Plan:
-    """The plan with a text."""
+    """The plan of a text."""
     return Plan(text)
 
 
 def flat_source(sources: Sequence[Tensor]) -> Tensor | None:
-    """The bucket's buffer, where that is what ``GradBucket.sources`` has given."""
+    """The bucket's buffer, if ``GradBucket.sources`` returned it; else None."""
     return sources[0] if len(sources) == 1 and sources[0].dim() == 1 else None
 
 

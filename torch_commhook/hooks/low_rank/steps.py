@@ -25,17 +25,17 @@ def left_factors(
     scale: float,
     adds: bool,
 ) -> None:
-    """Gather the matrices M, and write what all ranks are to add up: vectors, and P = M Q.
+    """Gather the matrices M, and write this rank's summands: vectors, and P = M Q.
 
     Args:
         sources: the gradients, or the bucket's buffer.
-        work: written: the matrices. Of ``numel`` elements, in float32 or float64, as all others.
-            It may be the bucket's buffer, where nothing is added: that is left as it is.
+        work: the matrices, ``numel`` elements. Written. All tensors are float32 or float64. It may
+            be the bucket's buffer if ``adds`` is False; it is then unchanged.
         q: the right factors.
-        wire: written: ``vector_numel`` elements, and ``left_numel`` ones.
-        scale: factor of all that is on the wire.
-        adds: whether gradients are added to what is in ``work``. Vectors are, too, and leave zeros
-            there.
+        wire: ``vector_numel`` plus ``left_numel`` elements. Written.
+        scale: the factor of all values in ``wire``.
+        adds: whether to add the gradients to the contents of ``work``. Vectors are added too, and
+            replaced by zeros there.
     """
     flat = flat_source(sources)
     if plan.vectors:
@@ -77,16 +77,16 @@ def right_factors(
     scale: float,
     keeps_error: bool,
 ) -> None:
-    """Make P orthonormal, and write what all ranks are to add up then: Q = M' P.
+    """Make P orthonormal, and write this rank's next summands: Q = M' P.
 
     Args:
-        work: the matrices; where errors are kept, what the product leaves of them is written there.
-        wire: what :func:`left_factors` has written, added up.
-        left: written: P, orthonormal. Of ``left_numel`` elements. Zeros for directions that the
-            matrix does not have; NaN for a matrix that is not finite.
-        right: written; of ``right_numel`` elements. Where errors are kept, NaN for elements so
-            large that what the product leaves may be infinite.
-        scale: factor of what is on the wire.
+        work: the matrices. If errors are kept, the product's error is written there.
+        wire: the sum over the ranks of :func:`left_factors`.
+        left: P, orthonormal, ``left_numel`` elements. Written. Zeros for directions that the matrix
+            does not have; NaN for a matrix that is not finite.
+        right: ``right_numel`` elements. Written. If errors are kept, NaN for elements so large that
+            the product's error may be infinite.
+        scale: the factor of the values in ``wire``.
         keeps_error: whether ``work`` is to keep the error.
     """
     orthonormalize(wire[plan.vector_numel :], plan, left)
@@ -115,13 +115,13 @@ def restore(
     """Write the bucket's average, and the right factors of the next step.
 
     Args:
-        q: written: the right factors, each of length 1. Those that have none, or are not finite,
-            stay as they are where the whole matrix is so, and begin anew where others are.
-        work: where errors are kept: emptied for matrices that are not finite.
-        wire: what all ranks' :func:`left_factors` add up to; its vectors are the result's.
+        q: the right factors, each of length 1. Written. A factor without a new direction, or not
+            finite, stays if its whole matrix is so; otherwise it restarts.
+        work: if errors are kept: matrices that are not finite are set to zero.
+        wire: the sum over the ranks of :func:`left_factors`; its vectors are part of the result.
         left: P, orthonormal.
-        right: what all ranks' :func:`right_factors` add up to.
-        result: written; of ``numel`` elements.
+        right: the sum over the ranks of :func:`right_factors`.
+        result: ``numel`` elements. Written.
         keeps_error: whether ``work`` keeps the error.
     """
     if plan.vectors:
@@ -145,8 +145,8 @@ def restore(
 
 
 def _empty(stack: Tensor, which: Tensor) -> None:
-    """Zeros in some of the matrices."""
+    """Write zeros to some of the matrices."""
     if has_streams(stack.device):
-        stack.masked_fill_(which, 0.0)  # asking whether there are some would wait for the device
+        stack.masked_fill_(which, 0.0)  # a test whether there are any would wait for the device
     elif which.any():
         stack[which.view(-1)] = 0.0
