@@ -28,7 +28,7 @@ from lab_bench import (
 from link_rank import PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, parse_rate
-from pictures import legend_below, new_figure, save, styles
+from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles
 from wan_rank import TORCHFT, Plan
 
 from torch_commhook.cli.train_config import TrainConfig
@@ -155,9 +155,11 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
     figure, axes = new_figure(8, 6)
     seed = min(run["seed"] for run in runs)
     first = [run for run in runs if run["seed"] == seed]
-    for run, style in zip(first, styles(len(first)), strict=True):
+    own = iter(styles(len(first)))
+    for run in first:
         plain = run["way"] == NO_HOOK
         label = BASELINE if plain else run["way"]
+        style = PLAIN_STYLE if plain else next(own)
         axes.plot(run["seconds"], run["losses"], label=label, **style)
         if plain:
             axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
@@ -169,6 +171,14 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
     )
     legend_below(figure, 2)
     save(figure, path)
+
+
+def draw_stored() -> None:
+    """Draw the picture of the documents again, from the stored runs over its link."""
+    options = options_of([])
+    runs = json.loads(RESULTS.read_text())["runs"]
+    own = [run for run in runs if (run["rate"], run["delay"]) == (options.rate, options.delay)]
+    draw(own, format_link(options.rate, options.delay), PICTURE)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -35,6 +35,8 @@ _COLORS = (
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
 )
 _DASHES = ("-", "--", "-.", ":")
+#: Of what others are compared with: wide, below them.
+PLAIN_STYLE = {"color": "#9a9a9a", "linestyle": "-", "linewidth": 3.5, "zorder": 1.5}
 #: Of a legend, side by side.
 _CHARACTERS = 90
 
@@ -153,7 +155,9 @@ def times_of(rows: Sequence[Mapping[str, Any]], tables: int) -> dict[str, list[f
 
 def main() -> None:
     from bench_loss import draw as draw_losses
+    from bench_wan import draw_stored as draw_wan
 
+    draw_wan()
     draw_losses(json.loads((RESULTS / "bench_loss.json").read_text())["runs"])
     stored = json.loads((RESULTS / "bench_link.json").read_text())
     rates = stored["options"]["rates"]

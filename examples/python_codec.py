@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import hooks
-from torch_commhook.codecs import Codec, Shard, register_codec
-from torch_commhook.native.bucket_ops import flatten, unflatten_into
+from torch_commhook.codecs import Codec, Shard, flatten, register_codec, unflatten_into
 
 
 @register_codec

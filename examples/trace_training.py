@@ -32,6 +32,8 @@ from torch_commhook.process_group import (
 )
 
 RANKS = 2
+#: Of each rank's bars: light, so that black text on them can be read.
+COLORS = ("#9ecae1", "#fdc086")
 
 
 def train(rank: int, folder: str, options: argparse.Namespace) -> None:
@@ -63,7 +65,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def draw(trace: Path, picture: Path) -> None:
+def draw(trace: Path, picture: Path, title: str) -> None:
     """A row for each lane of each rank, a bar for each operation."""
     from matplotlib.figure import Figure
 
@@ -71,17 +73,24 @@ def draw(trace: Path, picture: Path) -> None:
     rows = sorted({(event["pid"], event["tid"]) for event in events}, reverse=True)
     start = min(event["ts"] for event in events)
     whole = (max(event["ts"] + event["dur"] for event in events) - start) / 1e3
-    figure = Figure(figsize=(9, 0.6 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.0 + 0.55 * len(rows)), layout="constrained")
     axes = figure.subplots()
+    axes.set_title(title)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
     for event in events:
         row = rows.index((event["pid"], event["tid"]))
         left, width = (event["ts"] - start) / 1e3, event["dur"] / 1e3
-        axes.barh(row, width, left=left, color=f"C{event['pid']}", edgecolor="white")
-        if width > whole / 15:  # wide enough for what is written
+        color = COLORS[event["pid"] % len(COLORS)]
+        axes.barh(row, width, left=left, color=color, edgecolor="0.3", linewidth=0.6)
+        if width > whole / 8:  # wide enough for what is written
             label = f"{event['name']}\n{event['args']['bytes'] / 1e6:.1f} MB"
-            axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=6)
-    axes.set_yticks(range(len(rows)), [f"rank {rank}, in flight {lane + 1}" for rank, lane in rows])
-    axes.set_xlabel("ms")
+            axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=9)
+    names = [f"rank {rank}, under way: {lane + 1}" for rank, lane in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_xlabel("time (ms)")
     figure.savefig(picture, dpi=120)
 
 
@@ -98,7 +107,9 @@ def main() -> None:
         mp.spawn(train, args=(folder, options), nprocs=RANKS)
         merge_traces([f"{folder}/{rank}.json" for rank in range(RANKS)], options.trace)
     if options.picture is not None:
-        draw(options.trace, options.picture)
+        codec = "" if options.codec is None else f", in {options.codec}"
+        title = f"all-reduces of two ranks over a link of {options.mbit_per_s:g} Mbit/s{codec}"
+        draw(options.trace, options.picture, title)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_commhook import ProcessGroup
+from torch_commhook import ProcessGroup, codecs
 from torch_commhook.process_group import (
     CompressedProcessGroup,
+    Delay,
     FaultyProcessGroup,
+    Hang,
     RecordingProcessGroup,
+    ThrottledProcessGroup,
     WrapperProcessGroup,
     register,
 )
@@ -116,12 +119,57 @@ def test_a_group_that_is_not_registered(asked: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_how_a_group_prints() -> None:
     group = WrapperProcessGroup(dist.group.WORLD)
+    world = f"ProcessGroup {dist.group.WORLD.group_name!r} over gloo: rank 0 of 1, global ranks [0]"
+    assert repr(group).startswith(f"<WrapperProcessGroup around {world}, which torch.distributed")
     assert "process_group.register(group, name)" in repr(group)
-    name = dist.group.WORLD.group_name
-    assert "WrapperProcessGroup object" in repr(group)
-    assert f"around group {name!r} of ranks [0], which torch.distributed" in repr(group)
     register(group, "printed")
-    assert repr(group).startswith("<torch_commhook.process_group.wrapper.WrapperProcessGroup obj")
-    assert "register" not in repr(group)
+    assert repr(group) == f"<WrapperProcessGroup 'printed' around {world}>"
     dist.destroy_process_group(group)
     assert "register" in repr(group)
+
+
+AS_PRINTED: dict[str, Callable[[Any], Any]] = {
+    "RecordingProcessGroup": RecordingProcessGroup,
+    "ThrottledProcessGroup(bandwidth=2e+08, latency=0.025)": lambda group: ThrottledProcessGroup(
+        group, bandwidth=200e6, latency=0.025
+    ),
+    "CompressedProcessGroup(bfloat16)": CompressedProcessGroup,
+    "CompressedProcessGroup(blockwise(bits=4), gathers=fp8())": lambda group: (
+        CompressedProcessGroup(group, codecs.blockwise(bits=4), gathers=codecs.fp8())
+    ),
+    "FaultyProcessGroup(Delay, Hang)": lambda group: FaultyProcessGroup(
+        group, [Delay(seconds=0.1), Hang()]
+    ),
+    "RecordingProcessGroup around CompressedProcessGroup(bfloat16)": lambda group: (
+        RecordingProcessGroup(CompressedProcessGroup(group))
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("text", AS_PRINTED)
+def test_settings_are_printed(text: str) -> None:
+    assert repr(AS_PRINTED[text](dist.group.WORLD)).startswith(f"<{text} around ProcessGroup ")
+
+
+def test_how_a_simulated_group_prints() -> None:
+    def printed(rank: int) -> list[str]:
+        own = dist.new_group([1, 2])
+        world = repr(dist.group.WORLD)
+        return [world, repr(own)] if rank in (1, 2) else [world]
+
+    for rank, found in enumerate(run_ranks(printed, 3)):
+        assert "SimulatedProcessGroup" in found[0]
+        assert f": rank {rank} of 3, global ranks [0, 1, 2]>" in found[0]
+        if len(found) > 1:
+            assert f": rank {rank - 1} of 2, global ranks [1, 2]>" in found[1]
+
+
+def test_a_group_that_cannot_tell_prints() -> None:
+    class Silent(ProcessGroup):
+        def size(self) -> int:
+            raise RuntimeError("no quorum yet")
+
+    assert "Silent object" in repr(Silent(0, 2))
+    many = repr(ProcessGroup(3, 100))
+    assert many.startswith("<ProcessGroup: rank 3 of 100, which torch.distributed does not know")

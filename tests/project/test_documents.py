@@ -6,6 +6,7 @@ the text assumes (a model, a data loader); ``AFTER`` checks what the text promis
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -24,9 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook import attach, hooks, load_cpp_hooks
+from torch_commhook import attach, codecs, hooks, load_cpp_hooks
 from torch_commhook.process_group import WrapperProcessGroup
-from torch_commhook.testing import DeadlockError, run_ranks
+from torch_commhook.testing import DeadlockError, run_ranks, simulate
 
 Names = dict[str, Any]
 
@@ -215,6 +216,19 @@ def _the_error_is_remembered(names: Names) -> None:
     names["handle"].remove()
 
 
+def _the_codec_has_a_hook(names: Names) -> None:
+    assert _step(names["model"]) == pytest.approx([4.0, 4.0], rel=0.1)
+    assert any(bool(tensor.any()) for tensor in _tensors(names["handle"].state_dict()["rank0"]))
+    names["handle"].remove()
+    values = torch.linspace(-1, 1, 1000)
+    kept = [values.clone(), values.clone()]
+    kept[1][500] = math.nan
+    hook = hooks.compressed(names["bytes_of_steps"]())
+    assert simulate(hook, [[values], [values]]).error < 0.005
+    assert not simulate(hook, [[kept[0]], [kept[1]]]).result[0].isfinite().any()
+    codecs.CODECS.pop("bytes_of_steps")  # other tests try all codecs
+
+
 def _the_rounds_are_counted(names: Names) -> None:
     assert names["handle"].stats().steps == 2  # the eighth step, and the end
     names["handle"].remove()
@@ -316,6 +330,7 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 7": _as_it_was_saved,
     "docs/index.md 1": _gradients_are_compressed,
     "docs/write_a_hook.md 2": _the_error_is_remembered,
+    "docs/write_a_hook.md 3": _the_codec_has_a_hook,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
     "docs/local_sgd.md 2": _a_fragment_is_exchanged,
     "docs/local_sgd.md 3": _the_hook_attaches,

@@ -27,6 +27,10 @@ class TestHooks(expecttest.TestCase):
         calls = """
             hooks.cast(torch.float32)
             hooks.cast("float16")
+            hooks.cast("bf16")
+            hooks.compressed(hooks.blockwise(bits=4))
+            hooks.compressed(hooks.blockwise)
+            hooks.compressed(codecs.topk)
             hooks.compressed(3)
             hooks.blockwise(bits=3)
             hooks.blockwise(seed="a")
@@ -49,10 +53,12 @@ class TestHooks(expecttest.TestCase):
             hooks.policy([("dim = 1", hooks.allreduce())])
             hooks.policy(["dim <= 1"])
             hooks.policy([("dim <= 1", 3)])
+            hooks.policy([("dim <= 1", hooks.topk)])
             hooks.policy([("dim <= 1", hooks.clip(1.0))])
             hooks.policy([], hooks.after(1, hooks.adaptive(1000)))
             hooks.adaptive(0)
             hooks.adaptive(1.5)
+            hooks.adaptive(1e6)
             hooks.cpp(3)
             hooks.hierarchical(3, intra_group=0, inter_group=0)
             hooks.hierarchical(codecs.sign(), intra_group=0)
@@ -129,6 +135,12 @@ hooks.hierarchical(codecs.sign(), intra_group=0)
         calls = """
             hooks.error_feedback(hooks.allreduce())
             hooks.error_feedback(print)
+            hooks.error_feedback(codecs.sign())
+            hooks.error_feedback(codecs.topk)
+            hooks.error_feedback(hooks.blockwise)
+            hooks.error_feedback(hooks.cast)
+            hooks.error_feedback("sign()")
+            hooks.local_sgd(2, hook=codecs.sign())
             hooks.error_feedback(hooks.error_feedback(hooks.sign()))
             hooks.error_feedback(hooks.policy())
             hooks.error_feedback(hooks.after(1, hooks.cast(), before=hooks.sign()))
@@ -167,6 +179,25 @@ hooks.after(1, hooks.policy(), before=hooks.error_feedback(hooks.sign()))
     ValueError: after: what a policy remembers of parts of a bucket is no use to another hook, got policy() after error_feedback(sign())
 hooks.after(1, hooks.policy([], hooks.cast()), before=hooks.policy([], hooks.cast()))
     ValueError: after: what a policy remembers of parts of a bucket is no use to another hook, got policy([], cast(bfloat16)) after policy([], cast(bfloat16))
+""",
+        )
+
+    def test_simulate(self) -> None:
+        calls = """
+            simulate(hooks.blockwise, [[torch.ones(2)]])
+            simulate(codecs.blockwise(bits=4), [[torch.ones(2)]])
+            simulate(hooks.cast, [[torch.ones(2)]])
+            simulate(hooks.cast(), 3)
+            simulate(hooks.cast(), "ab")
+            simulate(hooks.cast(), [1.0, 2.0])
+            simulate(hooks.cast(), [[1.0, 2.0], [3.0, 4.0]])
+            simulate(hooks.cast(), [[None]])
+            simulate(hooks.cast(), torch.ones(2, 2))
+            simulate(hooks.cast(), [torch.ones(2), torch.ones(2)])
+        """
+        self.assertExpectedInline(
+            refusals(calls, NAMES),
+            """\
 """,
         )
 

@@ -1,23 +1,59 @@
-"""Draws the loss of runs against the steps and against the bytes sent."""
+"""Draws the loss of runs against steps, bytes sent and time."""
 
 from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.report import RunResult
+from torch_commhook.cli.report import RunResult, StepRecord, format_bytes
+from torch_commhook.cli.train_config import is_no_hook
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: What to say where there is nothing to draw with.
 HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
 
+#: Of runs with hooks: told apart by most who do not see all colours.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#6a3d9a")
+_DASHES = ("-", "--", "-.", ":")
+#: Of the run without a hook, which lies below the others.
+_GREY = "#7f7f7f"
+#: A curve is smoothed over this share of its steps.
+_SMOOTHED_SHARE = 0.04
+_INCHES = 4.2
+#: Of a row of the legend, for each panel.
 _LABEL_CHARACTERS = 44
+#: Bytes that are less far apart have ticks between powers of ten.
+_FEW_TICKS = 10.0
 
 
-def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
-    """Write a PNG with a curve for each run.
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    label: str
+    place: Callable[[StepRecord], float | None]
+
+
+_STEPS = _Panel("by step", "step", lambda record: record.step)
+_BYTES = _Panel(
+    "by bytes sent", "sent by rank 0 for gradients", lambda record: record.bytes_sent or None
+)
+_TIME = _Panel("by time", "time of the steps (s)", lambda record: record.seconds)
+
+
+def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool:
+    """Write a PNG with a curve for each run: the loss, and a smoothed one over it.
+
+    Args:
+        path: of the picture.
+        results: of the runs.
+        title: of the picture.
 
     Returns:
         False where matplotlib is not installed, and nothing is written.
@@ -27,27 +63,85 @@ def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    sends = any(_BYTES.place(record) for result in results for record in result.records)
+    panels = (_STEPS, _BYTES, _TIME) if sends else (_STEPS, _TIME)
+    figure = Figure(figsize=(_INCHES * len(panels), 4.8), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for number, result in enumerate(results):
-        losses = [record.loss for record in result.records]
-        # Curves that agree lie on each other: through the dashes the first one shows.
-        line = "-" if number == 0 else (0, (3, 2))
-        style: dict[str, Any] = {"label": _wrapped(result.hook), "linestyle": line}
-        by_step.plot([record.step for record in result.records], losses, **style)
-        if all(record.bytes_sent is not None for record in result.records):
-            sent = [(record.bytes_sent or 0) / 1e6 for record in result.records]
-            by_bytes.plot(sent, losses, **style)
-    by_step.set(xlabel="step", ylabel="loss (nats per byte)")
-    by_bytes.set(xlabel="sent by rank 0 for gradients (MB)")
-    for axes in (by_step, by_bytes):
+    figure.suptitle(title)
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    styles = _styles(results)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        for result, style in zip(results, styles, strict=True):
+            _draw_curve(axes, result, panel, style)
+        axes.set(title=f"loss {panel.title}", xlabel=panel.label)
         axes.grid(alpha=0.3)
-    by_step.legend()
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        if panel is _BYTES:
+            _count_bytes(axes)
+    all_axes[0].set_ylabel("loss (nats per byte)")
+    lines, labels = all_axes[0].get_legend_handles_labels()
+    width = _LABEL_CHARACTERS * len(panels)
+    columns = max(1, min(len(labels), width // max(map(len, labels), default=1)))
+    figure.legend(
+        lines,
+        [_wrapped(label, width // columns) for label in labels],
+        loc="outside lower center",  # where it hides nothing
+        ncols=columns,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
     return True
 
 
-def _wrapped(hook: str) -> str:
-    """A hook in lines that leave room for the curves."""
-    return "\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS))
+def _styles(results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """A colour for each hook, and grey for no hook; after the last colour, dashes."""
+    kinds = ({"color": color, "linestyle": dash} for dash in cycle(_DASHES) for color in _COLORS)
+    plain = {"color": _GREY, "linestyle": "-", "linewidth": 3.0, "zorder": 1.5}
+    return [
+        plain if is_no_hook(result.hook) else {**next(kinds), "linewidth": 1.5, "zorder": 2.0}
+        for result in results
+    ]
+
+
+def _draw_curve(axes: Axes, result: RunResult, panel: _Panel, style: dict[str, Any]) -> None:
+    places = [panel.place(record) for record in result.records]
+    losses = [record.loss for record in result.records]
+    smooth = smoothed(losses)
+    shown = [i for i, place in enumerate(places) if place is not None]
+    label = "no hook" if is_no_hook(result.hook) else result.hook
+    x = [places[i] for i in shown]
+    raw = {"color": style["color"], "linewidth": 0.8, "alpha": 0.3, "zorder": 1.0}
+    axes.plot(x, [losses[i] for i in shown], **raw)
+    axes.plot(x, [smooth[i] for i in shown], label=label, **style)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those before it, whose weights fade.
+
+    They fade over a twenty-fifth of the values, and add up to 1 from the first one on.
+    """
+    fade = 1 - 1 / max(1.0, _SMOOTHED_SHARE * len(values))
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total = fade * total + (1 - fade) * value
+        weight = fade * weight + (1 - fade)
+        found.append(total / weight)
+    return found
+
+
+def _count_bytes(axes: Axes) -> None:
+    """A logarithmic axis of bytes, with a few ticks wherever it begins and ends."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_xscale("log")
+    least, most = axes.get_xlim()
+    is_short = most < _FEW_TICKS * least
+    axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(numticks=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: format_bytes(count)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _wrapped(hook: str, characters: int) -> str:
+    """A hook in lines that the legend has room for."""
+    return "\n".join(textwrap.wrap(hook, characters))

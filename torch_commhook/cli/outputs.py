@@ -6,16 +6,29 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-#: Of the second run of ``--compare``.
+#: Of the run of ``--compare`` without a hook.
 PLAIN_METRICS = "metrics-none.jsonl"
 SUMMARY = "summary.json"
 PLOT = "loss.png"
-_RESULTS = (METRICS, PLAIN_METRICS, SUMMARY, PLOT)
+#: The folder of ``--log tensorboard``.
+EVENTS = "tensorboard"
 _STEP = "{step}"
+
+
+def metrics_name(number: int, *, is_plain: bool) -> str:
+    """The file of a run's steps.
+
+    Args:
+        number: of the run, from 0; 0 is that of ``--hook``.
+        is_plain: whether it has no hook.
+    """
+    if number == 0:
+        return METRICS
+    return PLAIN_METRICS if is_plain else f"metrics-{number + 1}.jsonl"
 
 
 class OutputError(ValueError):
@@ -38,10 +51,18 @@ def check_checkpoint(path: Path) -> None:
     _check_folder(path.parent)
 
 
-def check_results(folder: Path) -> None:
-    """Raise OutputError unless the results can be written in ``folder``. Leaves nothing behind."""
+def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:
+    """Raise OutputError unless the results can be written. Leaves nothing behind.
+
+    Args:
+        folder: of the results.
+        names: of files in it.
+        folders: in it that take files.
+    """
     _check_folder(folder)
-    for name in _RESULTS:
+    for name in folders:
+        _check_folder(folder / name)
+    for name in names:
         path = folder / name
         _check_regular(path)
         if path.exists() and not os.access(path, os.W_OK):
@@ -49,7 +70,12 @@ def check_results(folder: Path) -> None:
 
 
 def check_apart(
-    save: Path, last_step: int, saves_at: Callable[[int], bool], folder: Path, ranks: int
+    save: Path,
+    last_step: int,
+    saves_at: Callable[[int], bool],
+    folder: Path,
+    names: Sequence[str],
+    ranks: int,
 ) -> None:
     """Raise OutputError where a checkpoint would be in the place of what the run writes itself.
 
@@ -58,11 +84,12 @@ def check_apart(
         last_step: of the run, which is saved.
         saves_at: whether a step is saved.
         folder: of the results.
+        names: of these.
         ranks: the run's, each of which may leave a log in ``folder``.
     """
     results = {
         _real(folder / name): folder / name
-        for name in (*_RESULTS, *(log_name(rank) for rank in range(ranks)))
+        for name in (*names, *(log_name(rank) for rank in range(ranks)))
     }
     # The steps may be too many to try each: only those that fit the names of the results.
     pattern = re.compile(re.escape(str(_real(save))).replace(re.escape(_STEP), "([0-9]+)"))

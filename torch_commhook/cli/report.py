@@ -13,10 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch_commhook.cli.step_log import StepLog
 from torch_commhook.metrics import ring_all_reduce_bytes
 
 #: How many steps' mean time the live line's speed is.
 _SPEED_STEPS = 20
+#: Columns of the live line: of its bar and its title, at least, and between its four parts.
+_LEAST_BAR = 10
+_LEAST_TITLE = 8
+_GAPS = 3
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,24 @@ def format_ratio(ratio: float | None) -> str:
     return f"{1 / ratio:.2f}x larger than fp32"
 
 
+def format_step_time(speed: float) -> str:
+    """The time of a step at ``speed`` steps per second: ``215 ms/step``."""
+    if speed <= 0:
+        return "? s/step"
+    seconds = 1 / speed
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms/step"
+    return f"{seconds:.3g} s/step" if seconds < 999.5 else f"{seconds:.0f} s/step"
+
+
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, or hours too: ``3:07``, ``1:02:03``."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 # ---- the live line -------------------------------------------------------------------------------
 
 
@@ -172,30 +195,55 @@ class PlainLine:
 
 
 class RichLine:
-    """A progress bar in place, for terminals."""
+    """A progress bar in place, for terminals: the steps, the loss, times and bytes.
+
+    The bar gets the columns that are left. Where these are few, the title gives way first, then
+    all about the bytes but their number.
+    """
 
     def __init__(self, title: str, first_step: int, last_step: int) -> None:
-        from rich.markup import escape
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
+        self._title = title
+        self._last_step = last_step
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             expand=True,
         )
         self._task = self._progress.add_task(
-            escape(title), total=last_step, completed=first_step, numbers="starting"
+            "", total=last_step, completed=first_step, numbers="starting"
         )
+        self._show(first_step, "starting", "starting")
         self._progress.start()
 
     def update(self, record: StepRecord, speed: float) -> None:
-        numbers = f"loss {record.loss:.3f}  {speed:.2f} steps/s  {_sent(record)}"
-        self._progress.update(self._task, completed=record.step, numbers=numbers)
+        numbers = f"loss {record.loss:.3f}  {format_step_time(speed)}"
+        left = format_duration((self._last_step - record.step) / speed) if speed > 0 else "?"
+        self._show(
+            record.step,
+            f"{numbers}  {_sent(record)}  {left} left",
+            f"{numbers}  {format_bytes(record.bytes_sent)}  {left} left",
+        )
+
+    def _show(self, step: int, numbers: str, short: str) -> None:
+        """Show as much as fits beside a bar of ``_LEAST_BAR`` columns."""
+        steps = 2 * len(str(self._last_step)) + 1
+        left = self._progress.console.width - steps - _LEAST_BAR - _GAPS
+        if left - len(numbers) < min(len(self._title), _LEAST_TITLE):
+            numbers = short
+        title = _shortened(self._title, max(left - len(numbers), _LEAST_TITLE))
+        self._progress.update(self._task, completed=step, numbers=numbers, description=title)
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _shortened(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[: characters - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _sent(record: StepRecord) -> str:
@@ -219,17 +267,21 @@ def make_live_line(title: str, first_step: int, last_step: int, every: int) -> L
 
 
 class Reporter:
-    """Takes the records of one run on rank 0: the live line and a file of JSON lines.
+    """Takes the records of one run on rank 0: the live line, a file of JSON lines, and other logs.
 
     Args:
         path: the file. Lines of steps up to ``first_step`` are kept (a resumed run goes on in the
             file of the run before), others are replaced.
         line: the live line.
         first_step: the steps done before this run.
+        logs: closed with the reporter.
     """
 
-    def __init__(self, path: Path, line: LiveLine, first_step: int = 0) -> None:
+    def __init__(
+        self, path: Path, line: LiveLine, first_step: int = 0, logs: Sequence[StepLog] = ()
+    ) -> None:
         self._line = line
+        self._logs = logs
         self._times: deque[float] = deque(maxlen=_SPEED_STEPS + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_up_to(path, first_step) if first_step > 0 else []
@@ -248,12 +300,29 @@ class Reporter:
         speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
         self._file.write(json.dumps(asdict(record)) + "\n")
         self._file.flush()
+        for log in self._logs:
+            log.log(record.step, log_values(record, speed))
         self._line.update(record, speed)
 
     def close(self) -> None:
-        """Close the file and the live line."""
+        """Close the file, the live line and the logs."""
         self._line.close()
         self._file.close()
+        for log in self._logs:
+            log.close()
+
+
+def log_values(record: StepRecord, speed: float) -> dict[str, float]:
+    """The numbers of a step for a log, by name; what is not known is left out.
+
+    Args:
+        record: of the step.
+        speed: in steps per second.
+    """
+    found = {name: value for name, value in asdict(record).items() if name != "step"}
+    found["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
+    found["seconds_per_step"] = 1 / speed if speed > 0 else None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

@@ -72,10 +72,14 @@ def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     return replace(config, shards=shards)
 
 
-def check_sharded(config: TrainConfig) -> None:
+def check_sharded(config: TrainConfig, option: str = "--hook") -> None:
     """Check what averages gradients and gathers parameters, where the model is sharded.
 
     A user's file is not run; ``attach`` checks its hook.
+
+    Args:
+        config: of the run.
+        option: that the hook comes from.
 
     Raises:
         ShardedOptionError: a hook or codec is none, or can't do what is asked of it.
@@ -87,9 +91,9 @@ def check_sharded(config: TrainConfig) -> None:
         if has_no_hook and getattr(config, name) is not None:
             raise ShardedOptionError(f"argument {_option(name)}: needs a --hook, got {NO_HOOK}")
     on_shards = config.parallel == "fsdp"
-    _check("hook", config.hook, on_shards=on_shards)
+    _check(option, config.hook, on_shards=on_shards)
     if config.shard_hook is not None:
-        _check("shard_hook", config.shard_hook, on_shards=True)
+        _check("--shard-hook", config.shard_hook, on_shards=True)
     if config.weights is not None:
         try:
             check_weights(config.weights)
@@ -97,11 +101,11 @@ def check_sharded(config: TrainConfig) -> None:
             raise ShardedOptionError(f"argument --weights: {error}") from error
 
 
-def _check(name: str, expression: str, *, on_shards: bool) -> None:
+def _check(option: str, expression: str, *, on_shards: bool) -> None:
     try:
         check_hook_fits(expression, on_shards=on_shards)
     except ShardedOptionError as error:
-        raise ShardedOptionError(f"argument {_option(name)}: {error}") from error
+        raise ShardedOptionError(f"argument {option}: {error}") from error
 
 
 def check_hook_fits(expression: str, *, on_shards: bool) -> None:

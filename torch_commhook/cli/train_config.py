@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch_commhook.hooks.expressions import NO_HOOK
+
 #: More ranks than this on one machine are a slip of the keyboard.
 MOST_RANKS = 1024
 #: The most that options take. What is far beyond would fail only inside the ranks.
@@ -63,6 +65,11 @@ class TrainConfig:
         return self.ranks // self.shard_ranks
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is no hook."""
+        return is_no_hook(self.hook)
+
+    @property
     def communication(self) -> str:
         """The hook, and what else compresses, as in a call of ``attach``."""
         beside = {"shard_hook": self.shard_hook, "weights": self.weights}
@@ -100,6 +107,11 @@ class TrainConfig:
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return TrainConfig(**values)
+
+
+def is_no_hook(expression: str) -> bool:
+    """Whether a hook's expression says that there is none."""
+    return expression.strip().lower() == NO_HOOK
 
 
 def _can_be(name: str, value: Any, default: Any) -> bool:

@@ -11,16 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.outputs import (
+    EVENTS,
+    METRICS,
+    PLAIN_METRICS,
+    PLOT,
+    SUMMARY,
     OutputError,
     check_apart,
     check_checkpoint,
     check_results,
     checkpoint_path,
+    metrics_name,
 )
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.sharded_options import ShardedOptionError, check_sharded, resolve_sharded
+from torch_commhook.cli.step_log import LogError, check_logs
 from torch_commhook.cli.text_data import DataError, read_text
-from torch_commhook.cli.train_config import MEMORY_FIELDS, MODEL_FIELDS, MOST_RANKS, TrainConfig
+from torch_commhook.cli.train_config import (
+    MEMORY_FIELDS,
+    MODEL_FIELDS,
+    MOST_RANKS,
+    TrainConfig,
+    is_no_hook,
+)
 from torch_commhook.cli.train_parser import build_parser
 from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
 
@@ -30,7 +43,13 @@ if TYPE_CHECKING:  # it imports torch, which only --resume needs
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The configuration of a run, and what doesn't change its numbers."""
+    """The configuration of a run, and what doesn't change its numbers.
+
+    Attributes:
+        config: of the run.
+        compare: of the runs after it.
+        logs: where the steps go beside ``metrics.jsonl``, as ``--log`` names them.
+    """
 
     config: TrainConfig
     out: Path
@@ -38,7 +57,8 @@ class TrainOptions:
     save_every: int | None
     resume: Path | None
     stop_after: int | None
-    compare: bool
+    compare: tuple[TrainConfig, ...]
+    logs: tuple[str, ...]
     log_every: int
     timeout: float
     device: str
@@ -50,6 +70,15 @@ class TrainOptions:
     def last_step(self) -> int:
         """The step after which this run ends; the schedule spans ``config.steps`` anyway."""
         return self.config.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The files that the runs write into :attr:`out`, beside the ranks' logs."""
+        others = [
+            metrics_name(number, is_plain=config.is_plain)
+            for number, config in enumerate(self.compare, start=1)
+        ]
+        return tuple(dict.fromkeys((METRICS, PLAIN_METRICS, *others, SUMMARY, PLOT)))
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is written after ``step``."""
@@ -70,9 +99,13 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
     parser = build_parser()
     args = parser.parse_args(list(argv))
     try:
-        options = _resolve(args, place)
-        if place is None or (place.rank == 0 and place.launcher_pid is None):
-            _check_outputs(options)  # once, where it will be written
+        is_writer = place is None or (place.rank == 0 and place.launcher_pid is None)
+        out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
+        if is_writer:  # once, where it will be written, and before what takes a while
+            _check_results(out, (METRICS, SUMMARY, PLOT), args.log)
+        options = _resolve(args, place, out)
+        if is_writer:
+            _check_outputs(options)
         return options
     except (OptionError, ShardedOptionError, HookExpressionError, DataError) as error:
         parser.error(str(error))
@@ -82,7 +115,7 @@ class OptionError(ValueError):
     """Options that are wrong together, in one sentence."""
 
 
-def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
+def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainOptions:
     given = {
         f.name: getattr(args, f.name)
         for f in fields(TrainConfig)
@@ -92,8 +125,11 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
         if name in given:
             given[name] = tuple(given[name])
     for name in ("shard_hook", "weights"):
-        if name in given and given[name].strip().lower() == NO_HOOK:
+        if name in given and is_no_hook(given[name]):
             given[name] = None
+    others = [text.strip() for text in args.compare or () if not is_no_hook(text)]
+    if others and "hook" not in given and args.resume is None:
+        given["hook"] = others.pop(0)
     if place is not None:
         if given.get("ranks", place.size) != place.size:
             raise OptionError(
@@ -107,17 +143,17 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
     if args.resume is not None:
         base, saved_step, notes = _base_from_checkpoint(args.resume, given)
     config = resolve_sharded(replace(base, **given), given)
+    compare = () if args.compare is None else _compared(config, others)
     if place is None:
         notes += _check_ranks(config.ranks, chosen="ranks" in given, device=args.device)
     _check_config(config)
+    for other in compare:
+        _check_hooks(other, "--compare")
     last_step = config.steps if args.stop_after is None else args.stop_after
     _check_steps(args, config, last_step, saved_step)
-    if config.hook.strip().lower() == NO_HOOK and args.compare:
-        raise OptionError(f"argument --compare: compares --hook with {NO_HOOK}: give another hook")
     if args.save_every is not None and args.save is None:
         raise OptionError("argument --save-every: needs --save PATH")
     _check_device(args, config.ranks if place is None else place.local_size)
-    out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
     return TrainOptions(
         config=config,
         out=out,
@@ -125,7 +161,8 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
         save_every=args.save_every,
         resume=args.resume,
         stop_after=args.stop_after,
-        compare=args.compare,
+        compare=compare,
+        logs=tuple(dict.fromkeys(args.log)),
         log_every=args.log_every or max(1, (last_step - saved_step) // 20),
         timeout=args.timeout,
         device=args.device,
@@ -133,6 +170,24 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
         threads=args.threads or max(1, available_cores() // config.ranks),
         notes=notes,
     )
+
+
+def _compared(config: TrainConfig, others: Sequence[str]) -> tuple[TrainConfig, ...]:
+    """The configurations of the runs after the first: with the other hooks, and with none.
+
+    Raises:
+        OptionError: there is nothing to compare with, or a hook is there twice.
+    """
+    named = [*others, config.hook.strip()]
+    twice = next((hook for hook in others if named.count(hook) > 1), None)
+    if twice is not None:
+        raise OptionError(f"argument --compare: the hook {twice} is there twice")
+    if config.is_plain and not others:
+        raise OptionError(f"argument --compare: compares --hook with {NO_HOOK}: give another hook")
+    found = [replace(config, hook=hook) for hook in others]
+    if not config.is_plain:
+        found.append(replace(config, hook=NO_HOOK, shard_hook=None, weights=None))
+    return tuple(found)
 
 
 def _base_from_checkpoint(
@@ -201,17 +256,31 @@ def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
     return (f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}",)
 
 
-def _check_outputs(options: TrainOptions) -> None:
+def _check_results(out: Path, names: Sequence[str], logs: Sequence[str]) -> None:
     try:
-        check_results(options.out)
+        check_results(out, names, [EVENTS] if "tensorboard" in logs else [])
     except OutputError as error:
         raise OptionError(f"argument --out: {error}") from error
+    try:
+        check_logs(logs)
+    except LogError as error:
+        raise OptionError(f"argument --log: {error}") from error
+
+
+def _check_outputs(options: TrainOptions) -> None:
+    _check_results(options.out, options.result_names, options.logs)
     if options.save is None:
         return
     try:
         check_checkpoint(checkpoint_path(options.save, options.last_step))
-        ranks = options.config.ranks
-        check_apart(options.save, options.last_step, options.saves_at, options.out, ranks)
+        check_apart(
+            options.save,
+            options.last_step,
+            options.saves_at,
+            options.out,
+            options.result_names,
+            options.config.ranks,
+        )
     except OutputError as error:
         raise OptionError(f"argument --save: {error}") from error
 
@@ -222,11 +291,7 @@ def _check_config(config: TrainConfig) -> None:
             f"argument --dim: must be a multiple of 2 * heads = {2 * config.heads}, "
             f"got {config.dim}"
         )
-    try:
-        check_hook(config.hook)
-    except HookExpressionError as error:
-        raise OptionError(f"argument --hook: {error}") from error
-    check_sharded(config)
+    _check_hooks(config, "--hook")
     cap = config.cap_bytes
     if config.data_cap_mb is not None and cap is not None and cap <= config.seq:
         raise OptionError(
@@ -237,6 +302,20 @@ def _check_config(config: TrainConfig) -> None:
         read_text(config.data, config.cap_bytes, config.seq)
     except DataError as error:
         raise OptionError(f"argument --data: {error}") from error
+
+
+def _check_hooks(config: TrainConfig, option: str) -> None:
+    """Check the hook, and what else compresses.
+
+    Args:
+        config: of the run.
+        option: that the hook comes from.
+    """
+    try:
+        check_hook(config.hook)
+    except HookExpressionError as error:
+        raise OptionError(f"argument {option}: {error}") from error
+    check_sharded(config, option)
 
 
 def _check_steps(

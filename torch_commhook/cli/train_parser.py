@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.outputs import METRICS, PLOT, SUMMARY
+from torch_commhook.cli.outputs import EVENTS, METRICS, PLOT, SUMMARY
+from torch_commhook.cli.step_log import LOGS
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig
 from torch_commhook.hooks.expressions import NO_HOOK
 
@@ -158,14 +159,26 @@ def _data_options() -> _Options:
 
 def _results_options() -> _Options:
     return {
-        "--compare": {
-            "action": "store_true",
-            "help": "train again without a hook and print a table",
-        },
+        "--compare": _option(
+            str,
+            "train again with each HOOK, and without a hook; print a table, and draw all curves "
+            "into one picture. Without --hook the first HOOK is that of the first run",
+            nargs="*",
+            metavar="HOOK",
+        ),
         "--out": _option(
             Path,
             f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
             metavar="DIR",
+        ),
+        "--log": _option(
+            str,
+            f"where the numbers of each step go: jsonl is {METRICS}, which is always written; "
+            f"tensorboard and wandb need the packages of these names. Event files are in {EVENTS} "
+            "in the folder of --out (jsonl)",
+            choices=tuple(LOGS),
+            nargs="+",
+            default=["jsonl"],
         ),
         "--save": _option(
             Path,

@@ -24,14 +24,13 @@ from torch_commhook.cli.checkpoint import (
 )
 from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
 from torch_commhook.cli.outputs import (
-    METRICS,
-    PLAIN_METRICS,
     PLOT,
     SUMMARY,
     OutputError,
     check_apart,
     check_checkpoint,
     checkpoint_path,
+    metrics_name,
 )
 from torch_commhook.cli.parallel import (
     Traffic,
@@ -54,6 +53,7 @@ from torch_commhook.cli.report import (
     make_live_line,
     write_summary,
 )
+from torch_commhook.cli.step_log import open_logs
 from torch_commhook.cli.text_data import (
     TextData,
     held_out_windows,
@@ -65,7 +65,6 @@ from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
-from torch_commhook.hooks.expressions import NO_HOOK
 
 _WARM_UP_STEPS = 20
 _FINAL_STEPS = 20
@@ -93,11 +92,16 @@ def train_rank(options: TrainOptions, place: Place) -> None:
     checkpoint = None if options.resume is None else read_checkpoint(options.resume)
     if world.rank == 0:
         _print_start(options, world, data, checkpoint)
-    results = [_train_once(options, world, data, checkpoint, main_run=True)]
-    if options.compare and not results[0].is_interrupted:
-        without = replace(config, hook=NO_HOOK, shard_hook=None, weights=None)
-        plain = replace(options, config=without, save=None, save_every=None)
-        results.append(_train_once(plain, world, data, checkpoint, main_run=False))
+    results: list[RunResult] = []
+    for number, each in enumerate((config, *options.compare)):
+        own = replace(options, config=each)
+        if number > 0:
+            own = replace(own, save=None, save_every=None)
+        results.append(_train_once(own, world, data, checkpoint, number))
+        if world.rank == 0:  # those of a run that fails are lost, but not of those before it
+            write_summary(options.out / SUMMARY, config.to_plain(), results)
+        if results[-1].is_interrupted:
+            break
     world.barrier()  # rank 0 may still have been writing: nobody leaves before
     dist.destroy_process_group()
     if world.rank == 0:
@@ -151,10 +155,19 @@ def _train_once(
     world: World,
     data: TextData,
     checkpoint: Checkpoint | None,
-    main_run: bool,
+    number: int,
 ) -> RunResult:
+    """A run to its end.
+
+    Args:
+        options: its own.
+        world: the ranks.
+        data: the text.
+        checkpoint: of ``--resume``.
+        number: of the run; 0 is that of ``--hook``, those after it are to compare with.
+    """
     config = options.config
-    run = prepare(config, world, checkpoint, main_run)
+    run = prepare(config, world, checkpoint, main_run=number == 0)
     first_step, last_step = run.step, options.last_step
     plain = plain_traffic(run.model, config)
     fp32_bytes = plain.gradients or 0
@@ -162,9 +175,7 @@ def _train_once(
     saved: Path | None = None
     reporter = None
     if world.rank == 0:
-        name = METRICS if main_run else PLAIN_METRICS
-        line = make_live_line(config.communication, first_step, last_step, options.log_every)
-        reporter = Reporter(options.out / name, line, first_step)
+        reporter = _start_report(options, number, first_step)
         reporter.start(run.seconds)
     try:
         while run.step < last_step:
@@ -214,6 +225,15 @@ def _train_once(
         is_interrupted=is_interrupted,
         checkpoint=None if saved is None else str(saved),
     )
+
+
+def _start_report(options: TrainOptions, number: int, first_step: int) -> Reporter:
+    config = options.config
+    path = options.out / metrics_name(number, is_plain=config.is_plain)
+    hook = config.communication
+    logs = open_logs(options.logs, options.out, path.stem, hook, config.to_plain(), first_step)
+    line = make_live_line(hook, first_step, options.last_step, options.log_every)
+    return Reporter(path, line, first_step, logs)
 
 
 def prepare(
@@ -271,12 +291,14 @@ def _restore(
 ) -> None:
     load_optimizer(run.optimizer, checkpoint.optimizer["state"])
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
-    if not main_run:  # nothing of the comparison was sent before, in this or another process
+    if config.is_plain and not main_run:  # as if it had been so from the first step on
         run.sent_before = plain_traffic(run.model, config).times(checkpoint.step)
         return
     run.sent_before = Traffic(
         checkpoint.bytes_sent, checkpoint.bytes_scattered, checkpoint.bytes_gathered
     )
+    if not main_run:
+        return
     if world.rank >= len(checkpoint.rank_states):
         return
     saved = checkpoint.rank_states[world.rank]
@@ -359,7 +381,8 @@ def _save(
     if not options.saves_at(run.step):  # an interrupt's, of which nobody knew before
         try:
             check_checkpoint(path)
-            check_apart(options.save, run.step, run.step.__eq__, options.out, world.size)
+            names = options.result_names
+            check_apart(options.save, run.step, run.step.__eq__, options.out, names, world.size)
         except OutputError as error:
             print(f"no checkpoint: {error}", flush=True)
             return None
@@ -440,8 +463,6 @@ def _print_start(
     options: TrainOptions, world: World, data: TextData, checkpoint: Checkpoint | None
 ) -> None:
     config = options.config
-    with torch.device("meta"):
-        count = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
     where = f"{world.backend} on {world.device.type}"
     if world.device.type == "cpu":
         where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
@@ -452,22 +473,38 @@ def _print_start(
     elif config.parallel == "hsdp":
         ranks = f"in {config.replicas} replicas of {config.shard_ranks} shards on {ranks}"
     print(
-        f"{count / 1e6:.2f} M parameters, {ranks} ({where}), hook {config.communication}, "
+        f"{_parameters(config)}, {ranks} ({where}), hook {config.communication}, "
         f"{format_bytes(len(data))} of {text}, results in {options.out}",
         flush=True,
     )
+    if options.compare:
+        others = ", then ".join(each.communication for each in options.compare)
+        print(f"to compare with: {others}", flush=True)
     if checkpoint is not None:
         print(f"going on from step {checkpoint.step} of {options.resume}", flush=True)
         if checkpoint.data_fingerprint != data.fingerprint:
             print("note: the text is not the one of the checkpoint", file=sys.stderr)
 
 
+def _what_trains(options: TrainOptions) -> str:
+    """The title of the picture."""
+    config = options.config
+    how = "" if config.parallel == "ddp" else f", {config.parallel}"
+    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    return f"byte-level transformer, {_parameters(config)}, {ranks}{how}"
+
+
+def _parameters(config: TrainConfig) -> str:
+    with torch.device("meta"):
+        count = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
+    return f"{count / 1e6:.2f} M parameters"
+
+
 def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
-    out: Path = options.out
-    write_summary(out / SUMMARY, options.config.to_plain(), results)
+    out = options.out
     print(f"\n{format_table(results)}\n")
     print(format_final_loss(results[0]), flush=True)
-    if not draw_loss(out / PLOT, results):
+    if not draw_loss(out / PLOT, results, title=_what_trains(options)):
         print(HOW_TO_GET_MATPLOTLIB)
     last = results[-1]
     if last.is_interrupted:

@@ -35,6 +35,11 @@ class BlockForm:
         block_size: the number of values in a block.
         bits: the number of bits of a value.
         parameters: the number of parameters of a block.
+
+    Example:
+        >>> form = codecs.BlockForm(block_size=256, bits=4, parameters=1)
+        >>> form.nbytes(1024)  # 512 bytes of codes, 16 of parameters
+        528
     """
 
     block_size: int
@@ -127,18 +132,37 @@ class BlockCodec(Codec):
     bytes, at most 27 bytes for each shard. So consecutive chunks and messages begin at such
     multiples, too.
 
+    The operators take what ``sign_encode`` and its like take, in that order and by those names. A
+    subclass whose operators draw random numbers overrides :attr:`is_random`, and one whose
+    constructor has other settings than its operators overrides ``__repr__``.
+
     Args:
         name: the codec's name; the operators' names begin with it.
         form: the form of its messages.
         settings: its operators' own arguments.
+        library: the namespace of its operators in ``torch.ops``.
+
+    Example:
+        >>> class signs(codecs.BlockCodec):  # by the operators of another codec
+        ...     def __init__(self, size=64):
+        ...         form = codecs.BlockForm(block_size=size, bits=1, parameters=1)
+        ...         super().__init__("sign", form, {"block_size": size})
+        ...     def __repr__(self):
+        ...         return f"signs(size={self.block_size})"
+        >>> found = simulate(hooks.compressed(signs()), [[torch.ones(640)], [torch.ones(640)]])
+        >>> found.result[0][:2], found.wire_bytes
+        (tensor([1., 1.]), 128)
     """
 
     error_dtypes = ERROR_DTYPES
 
-    def __init__(self, name: str, form: BlockForm, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, form: BlockForm, settings: dict[str, Any], *, library: str = "commhook"
+    ) -> None:
         self._name = name
         self._form = form
         self._settings = settings
+        self._library = library
 
     @property
     def block_size(self) -> int:
@@ -146,7 +170,7 @@ class BlockCodec(Codec):
         return self._form.block_size
 
     def _call(self, method: str, *arguments: Any, **more: Any) -> None:
-        operator = getattr(torch.ops.commhook, f"{self._name}_{method}")
+        operator = getattr(getattr(torch.ops, self._library), f"{self._name}_{method}")
         operator(*arguments, **more, **self._settings)
 
     def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:

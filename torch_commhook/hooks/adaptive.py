@@ -57,7 +57,11 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         super().__init__()
         for name, value in (("budget", budget), ("every", every)):
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"adaptive: {name} must be an int, got {type(value).__qualname__}")
+                whole = isinstance(value, float) and value.is_integer()
+                raise TypeError(
+                    f"adaptive: {name} must be an int, got {type(value).__qualname__}"
+                    + (f"; write {int(value)}" if whole else "")
+                )
             if value < 1:
                 raise ValueError(f"adaptive: {name} must be at least 1, got {value}")
         self.budget = budget

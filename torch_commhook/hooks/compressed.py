@@ -63,10 +63,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
     ) -> None:
         super().__init__(process_group)
         if not isinstance(codec, Codec):
-            raise TypeError(
-                f"compressed: codec must be a Codec, got {type(codec).__qualname__}; see "
-                "torch_commhook.codecs"
-            )
+            raise TypeError(f"compressed: codec must be a Codec, got {no_codec(codec)}")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
         self.codec = codec
@@ -199,6 +196,22 @@ def traits_of_codec(codec: Codec) -> HookTraits:
         takes_error=codec.takes_error,
         has_stages=codec.exchange == "all_to_all",
     )
+
+
+def no_codec(value: object) -> str:
+    """What errors name in place of a codec: its type, and what to give instead.
+
+    Args:
+        value: what was given.
+    """
+    instead = "see torch_commhook.codecs"
+    if isinstance(value, compressed):
+        instead = f"a hook is no codec; use codecs.{value.codec!r}"
+    elif isinstance(value, type) and issubclass(value, Codec):
+        instead = f"it is a class of codecs; call it: {value.__name__}(...)"
+    elif (made_by := call_of_maker(value)) is not None:
+        instead = f"it makes a hook; use codecs.{made_by}"
+    return f"{type(value).__qualname__}; {instead}"
 
 
 def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:

@@ -23,7 +23,7 @@ from typing import Any
 NO_HOOK = "none"
 
 #: Common short names of dtypes.
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 #: Arguments of hooks that only a running program can make.
 _NOT_WRITABLE = ("process_group",)
 #: Hooks that need such arguments, and the expression to write instead.
@@ -249,7 +249,7 @@ class _Builder:
             return value
         if name in self.names:  # a wrapper's inner hook may be a bare name too
             return self._call(node, [], {})
-        meant = _SHORT_DTYPES.get(name.lower())
+        meant = SHORT_DTYPES.get(name.lower())
         hint = "" if meant is None else f" (did you mean {meant!r}?)"
         raise self._error(
             f"has the argument {_shortened(name)!r}, which is neither a dtype nor a "

@@ -34,7 +34,13 @@ from torch_commhook.collectives.hosts import (
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, result_tensor
-from torch_commhook.hooks.compressed import check_dense, compressed, rounding_of, traits_of_codec
+from torch_commhook.hooks.compressed import (
+    check_dense,
+    compressed,
+    no_codec,
+    rounding_of,
+    traits_of_codec,
+)
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 
@@ -109,10 +115,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     ) -> None:
         super().__init__()
         if not isinstance(codec, Codec):
-            raise TypeError(
-                f"hierarchical: codec must be a Codec, got {type(codec).__qualname__}; see "
-                "torch_commhook.codecs"
-            )
+            raise TypeError(f"hierarchical: codec must be a Codec, got {no_codec(codec)}")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"hierarchical: seed must be an int, got {type(seed).__qualname__}")
         self.codec = codec

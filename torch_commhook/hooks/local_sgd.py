@@ -14,6 +14,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.fragments import fragments_of
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.no_hooks import no_hook
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
@@ -193,8 +194,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         if not isinstance(hook, Hook):
             raise TypeError(
-                "local_sgd: hook must be one of torch_commhook.hooks, got "
-                f"{type(hook).__qualname__}"
+                f"local_sgd: hook must be one of torch_commhook.hooks, got {no_hook(hook)}"
             )
         if hook.keeps_ranks_apart:
             raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")

@@ -19,6 +19,7 @@ from torch_commhook.collectives.wide_sum import (
     wide_all_reduce,
 )
 from torch_commhook.hooks.base import Hook, Workspaces, average_scale
+from torch_commhook.hooks.expressions import SHORT_DTYPES
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 
 
@@ -98,7 +99,10 @@ class cast(Hook):  # noqa: N801
     ) -> None:
         super().__init__(process_group)
         if dtype not in (torch.float16, torch.bfloat16):
-            raise TypeError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype}")
+            raise TypeError(
+                f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}"
+                + _dtype_instead(dtype)
+            )
         self.dtype = dtype
         self._workspaces = Workspaces()
         self._shards = Workspaces()
@@ -161,3 +165,12 @@ class cast(Hook):  # noqa: N801
 
     def __repr__(self) -> str:
         return f"cast({str(self.dtype).removeprefix('torch.')})"
+
+
+def _dtype_instead(value: object) -> str:
+    """What to write in place of the text of a dtype."""
+    if not isinstance(value, str):
+        return ""
+    name = value.removeprefix("torch.").lower()
+    meant = SHORT_DTYPES.get(name, name)
+    return f"; write torch.{meant}" if meant in ("float16", "bfloat16") else ""

@@ -18,6 +18,7 @@ from torch_commhook.collectives.futures import TracedFuture, completed, then_all
 from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.no_hooks import no_hook
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.hooks.wrappers import error_feedback
 from torch_commhook.memory.bucket_memory import BucketMemory
@@ -317,7 +318,7 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
 def _checked_hook(where: str, hook: object) -> Hook:
     if not isinstance(hook, Hook):
         raise TypeError(
-            f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
+            f"policy: {where} must have one of torch_commhook.hooks, got {no_hook(hook)}"
         )
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")

@@ -15,6 +15,7 @@ from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.codecs.error_decay import check_decay
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.no_hooks import no_hook
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
@@ -41,7 +42,7 @@ class Wrapper(Hook):
         if not isinstance(hook, Hook):
             raise TypeError(
                 f"{type(self).__name__}: {name} must be one of torch_commhook.hooks, got "
-                f"{type(hook).__qualname__}"
+                f"{no_hook(hook)}"
             )
         if hook.keeps_ranks_apart:
             raise ValueError(

@@ -157,6 +157,10 @@ def flatten(
         TypeError: a tensor is sparse or of another dtype, or dtypes differ and none is given.
         ValueError: no tensors, several devices, or ``out`` does not fit or shares memory.
         RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
+
+    Example:
+        >>> codecs.flatten([torch.ones(2, 1), torch.zeros(1)], scale=0.5)
+        tensor([0.5000, 0.5000, 0.0000])
     """
     if out is None:
         flat: Tensor = _ops.flatten(tensors, scale=scale, dtype=dtype)
@@ -287,6 +291,12 @@ def unflatten_into(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 
         TypeError: a tensor is sparse or of a dtype that buckets do not have.
         ValueError: lengths or devices differ, ``buffer`` is not contiguous, or memory is shared.
         RuntimeError: a tensor requires grad while gradients are recorded.
+
+    Example:
+        >>> matrix, vector = torch.empty(2, 1), torch.empty(1)
+        >>> codecs.unflatten_into(torch.tensor([1.0, 2.0, 3.0]), [matrix, vector])
+        >>> matrix.tolist(), vector.tolist()
+        ([[1.0], [2.0]], [3.0])
     """
     if torch.compiler.is_compiling() or not _C.unflatten_into(buffer, tensors, scale):
         _ops.unflatten_into(buffer, tensors, scale=scale)

@@ -7,10 +7,12 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
@@ -23,6 +25,8 @@ from torch_commhook.process_group.work import take_over
 
 #: Of the hook that PyTorch's older interface registers, which has no id.
 _ON_COMPLETION_ID = -(1 << 63)
+#: Ranks of a group, in its text.
+_MOST_SHOWN = 16
 
 
 def called_by_cpp(function: FunctionType, name: str) -> Any:
@@ -66,22 +70,21 @@ class ProcessGroup(_C.ProcessGroup):
         take_over(cls, ProcessGroup, _C.process_group_methods(), called_by_cpp)
 
     def __repr__(self) -> str:
-        text = super().__repr__()
+        try:
+            text = _described(self)
+        except Exception:  # of a group that is not whole yet, or a class that cannot tell
+            text = super().__repr__().strip("<>")
         if self in distributed_c10d._world.pg_map:
-            return text
+            return f"<{text}>"
         # Where PyTorch fails to look a group up, the group is all that its error says.
         return (
-            f"<{text.strip('<>')}{self._whose_ranks()}, which torch.distributed does not know; "
+            f"<{text}, which torch.distributed does not know; "
             "torch_commhook.process_group.register(group, name) makes it known>"
         )
 
-    def _whose_ranks(self) -> str:
-        inner = list(group_and_inner(self))[-1]
-        name = distributed_c10d._world.pg_names.get(inner)
-        ranks = group_ranks(self)
-        if inner is self or name is None or ranks is None:
-            return ""
-        return f" around group {name!r} of ranks {ranks}"
+    def _settings_text(self) -> str:
+        """What a group of this class has been told, as in a call; empty for nothing."""
+        return ""
 
     @property
     def _hooks(self) -> GroupHooks:
@@ -178,6 +181,30 @@ class ProcessGroup(_C.ProcessGroup):
         """Whether ``_register_on_completion_hook`` has been called."""
         registry = self._hook_registry
         return registry is not None and registry.has("completion", _ON_COMPLETION_ID)
+
+
+def _described(group: ProcessGroup) -> str:
+    """Class, settings and name of a group and those inside; its rank, size and global ranks."""
+    text = " around ".join(_kind(each) for each in group_and_inner(group))
+    text += f": rank {group_rank(group)} of {group.size()}"
+    ranks = group_ranks(group)
+    if ranks is None:
+        return text
+    more = f", and {len(ranks) - _MOST_SHOWN} more" if len(ranks) > _MOST_SHOWN else ""
+    return f"{text}, global ranks {ranks[:_MOST_SHOWN]}{more}"
+
+
+def _kind(group: dist.ProcessGroup) -> str:
+    settings = group._settings_text() if isinstance(group, ProcessGroup) else ""
+    name = distributed_c10d._world.pg_names.get(group)
+    text = type(group).__name__
+    if settings:
+        text += f"({settings})"
+    if name is not None:
+        text += f" {name!r}"
+    if type(group) is dist.ProcessGroup and group in distributed_c10d._world.pg_map:
+        text += f" over {distributed_c10d._world.pg_map[group][0]}"
+    return text
 
 
 def _work_info(args: CompletionHookArgs) -> WorkInfo:

@@ -135,6 +135,10 @@ class CompressedProcessGroup(WrapperProcessGroup):
         of_sums = codec if isinstance(codec, Codec) else None
         self._calls = CodecCalls(parent, of_sums, gathers, min_numel, seed)
 
+    def _settings_text(self) -> str:
+        codec = str(self.codec).removeprefix("torch.")
+        return codec if self.gathers is None else f"{codec}, gathers={self.gathers}"
+
     @property
     def _dtype(self) -> torch.dtype:
         assert isinstance(self.codec, torch.dtype)

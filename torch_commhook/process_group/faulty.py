@@ -90,6 +90,9 @@ class FaultyProcessGroup(WrapperProcessGroup):
         self._dropped = False
         self._hanging: weakref.WeakSet[_HangingWork] = weakref.WeakSet()
 
+    def _settings_text(self) -> str:
+        return ", ".join(type(rule.fault).__name__ for rule in self._rules)
+
     def abort(self) -> None:
         """As the parent's; also ends what hangs."""
         self._end_hanging("aborted")

@@ -170,6 +170,10 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             self._commhook_has_places = True
             provide_second_group(self, _second_of(weakref.ref(self)))
 
+    def _settings_text(self) -> str:
+        text = f"bandwidth={self.bandwidth:g}, latency={self.latency:g}"
+        return f"{text}, burst={self.burst:g}" if self.burst else text
+
     def _use(self, link: _ClockedLink) -> None:
         self._link = link
         self._model = GlooGroup(link.link, self.threads)

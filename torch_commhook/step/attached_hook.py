@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import driven
@@ -23,8 +22,8 @@ from torch_commhook.collectives.group_place import check_not_managed
 from torch_commhook.collectives.pipeline import SecondStages, issuing_later
 from torch_commhook.collectives.streams import UsedTensors, is_capturing, keeping
 from torch_commhook.hooks.base import Hook, step_scale_of
-from torch_commhook.hooks.compressed import call_of_maker
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.hooks.no_hooks import check_is_hook
 from torch_commhook.hooks.traceable import is_traceable
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
@@ -91,7 +90,7 @@ class Attached:
             TypeError, ValueError: as :func:`check_hook`, a state that the hook has no use for, or
                 a process group of the hook's that has been destroyed.
         """
-        _check_is_hook(hook, op)
+        check_is_hook(hook, op)
         check_hook(hook)
         if isinstance(hook, Hook) and state is not None:
             raise TypeError(
@@ -355,21 +354,3 @@ class Attached:
 
 def _left() -> RuntimeError:
     return RuntimeError("the step that this belongs to was left")
-
-
-def _check_is_hook(hook: object, op: str) -> None:
-    """Refuse a codec, and a function of the library that makes a hook.
-
-    Raises:
-        TypeError: says what to give instead.
-    """
-    codec = hook if isinstance(hook, type) else type(hook)
-    if issubclass(codec, Codec):
-        call = f"{codec.__name__}(...)" if codec is hook else repr(hook)
-        has_hook = CODECS.get(codec.__name__) is codec
-        use = f"hooks.{call}" if has_hook else f"hooks.compressed({call})"
-        raise TypeError(f"{op}: a codec is no hook; use {use}")
-    made_by = call_of_maker(hook)
-    if made_by is not None:
-        name = made_by.partition("(")[0]
-        raise TypeError(f"{op}: hooks.{name} makes a hook; call it: hooks.{made_by}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.hooks.no_hooks import check_is_hook
 from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
 from torch_commhook.process_group.simulated.link import Issued, Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links
@@ -121,6 +122,7 @@ def simulate(
         >>> found.wire_bytes, found.error < 0.01
         (4160, True)
     """
+    check_is_hook(hook, "simulate")
     check_hook(hook)
     gradients = _checked(grads_per_rank)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -201,12 +203,17 @@ def _bytes_sent(links: Links, rank: int) -> int:
 
 
 def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
+    lists = (
+        "simulate: grads_per_rank must hold a list of gradients for each rank, got {}; write "
+        "[[gradient_of_rank_0], [gradient_of_rank_1]]"
+    )
+    if isinstance(grads_per_rank, str) or not isinstance(grads_per_rank, Iterable):
+        raise TypeError(lists.format(type_name(grads_per_rank)))
     for gradients in grads_per_rank:
         if isinstance(gradients, Tensor):  # which list() would take apart
-            raise TypeError(
-                "simulate: grads_per_rank must hold a list of gradients for each rank, got a "
-                "tensor for a rank; write [[gradient_of_rank_0], [gradient_of_rank_1]]"
-            )
+            raise TypeError(lists.format("a tensor for a rank"))
+        if isinstance(gradients, str) or not isinstance(gradients, Iterable):
+            raise TypeError(lists.format(f"{type_name(gradients)} for a rank"))
     ranks = [list(gradients) for gradients in grads_per_rank]
     if not ranks or not ranks[0]:
         raise ValueError(
@@ -217,8 +224,10 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
     for gradients in ranks:
         for gradient in gradients:
             if not isinstance(gradient, Tensor):
+                is_number = isinstance(gradient, (int, float, complex))
                 raise TypeError(
                     f"simulate: grads_per_rank must hold tensors, got {type_name(gradient)}"
+                    + ("; write [[torch.tensor([...])], ...] for numbers" if is_number else "")
                 )
             if not gradient.is_floating_point() and not gradient.is_complex():
                 raise TypeError(
