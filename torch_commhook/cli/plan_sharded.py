@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch_commhook.cli.hook_cost import (
+from torch_commhook.cli.sharded_options import ShardedOptionError, check_hook_fits, check_weights
+from torch_commhook.hooks.expressions import parse_codec, parse_hook
+from torch_commhook.planning.hook_work import (
     MOST_MEASURED,
-    PAYLOAD,
     HookError,
     count_bytes,
     counted_elements,
@@ -24,8 +25,7 @@ from torch_commhook.cli.hook_cost import (
     median_seconds,
     unwrap_hook,
 )
-from torch_commhook.cli.sharded_options import ShardedOptionError, check_hook_fits, check_weights
-from torch_commhook.hooks.expressions import parse_codec, parse_hook
+from torch_commhook.planning.schedule import PAYLOAD
 
 #: Parameters and gradients in float32.
 _NUMBER_BYTES = 4

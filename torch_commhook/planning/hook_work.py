@@ -7,10 +7,16 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+import torch
+
+from torch_commhook import hooks
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.native.runtime import run_hook
+from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.testing.ranks import run_ranks
+from torch_commhook.testing.simulate import simulate
 
 #: Elements of the largest bucket that is measured: 25 MiB.
 MOST_MEASURED = 25 * (1 << 20) // 4
@@ -19,8 +25,6 @@ _MATRICES = 48
 #: Elements that are sent between threads to count the bytes, for each rank.
 _MOST_COUNTED = 1 << 18
 _RUNS = 5
-#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
-PAYLOAD = 1448 / 1514
 
 
 class HookError(RuntimeError):
@@ -32,10 +36,6 @@ def unwrap_hook(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
 
     And what else goes over all gradients then: functions of a tensor.
     """
-    import torch
-
-    from torch_commhook import hooks
-
     steps, around = 1, []
     while True:
         if isinstance(hook, hooks.after):
@@ -59,8 +59,6 @@ def _outer_step(outer: Any, gradient: Any) -> None:
 
 def measure_pass(call: Callable[[Any], object], elements: int, bucket_elements: int) -> float:
     """Of something that goes over all gradients."""
-    import torch
-
     gradient = torch.randn(min(bucket_elements, MOST_MEASURED), dtype=torch.float32, device="cpu")
     return median_seconds(partial(call, gradient)) * elements / gradient.numel()
 
@@ -83,8 +81,6 @@ def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[An
         model_elements: of the whole model, which is mostly square matrices.
         shards: those of each matrix, of which the rank has one.
     """
-    import torch
-
     side = max(1, math.isqrt(min(elements * shards, model_elements // _MATRICES)))
     height = -(-side // shards)
     rows, rest = divmod(elements, side)
@@ -109,8 +105,6 @@ def record_traffic(
         world_size: ranks.
         shards: as :func:`gradients_of` takes them.
     """
-    from torch_commhook.testing import simulate
-
     # What low-rank factors send is no share of the elements: count it on matrices of the model's
     # own size, as far as memory goes.
     counted = counted_elements(elements, world_size)
@@ -136,11 +130,6 @@ def measure_seconds(
         bucket_elements: those of a bucket.
         shards: as :func:`gradients_of` takes them.
     """
-    import torch
-
-    from torch_commhook import GradBucket, run_hook
-    from torch_commhook.testing import run_ranks
-
     measured = min(bucket_elements, MOST_MEASURED)
     gradients = gradients_of(measured, elements * shards, shards)
 

@@ -8,11 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
+from torch_commhook.collectives.exchange import MOST_RANKS
+from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
+    EXPECTED,
+    Traffic,
+    has_a_thread,
+    merged,
+    messages_of,
+)
+from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
+from torch_commhook.step.step_end import rounds_of
 
+#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
+PAYLOAD = 1448 / 1514
 #: Messages of a part of a collective that are followed one by one, over all buckets.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
@@ -42,10 +55,6 @@ def through_seconds(
         bits_per_second: of the link, each way.
         latency: of a message, one way, in seconds.
     """
-    from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
-    from torch_commhook.process_group.gloo_messages import has_a_thread, merged, messages_of
-    from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
-
     link = SlowLink(bits_per_second, latency)
     most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
     groups: dict[tuple[str, bool], GlooGroup] = {}
@@ -79,10 +88,6 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
 
     A simulated group has no exchanges: there a hook's sums are all-reduces.
     """
-    from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
-    from torch_commhook.collectives.exchange import MOST_RANKS
-    from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic
-
     found: list[Issued] = []
     groups: set[str] = set()
     for each in chain:
@@ -125,10 +130,6 @@ def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: 
 
 def agreement_of(world_size: int) -> list[Issued]:
     """What a rank issues at the end of a step, at which all ranks agree that it went well."""
-    from torch_commhook.process_group.gloo_messages import EXPECTED, Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-    from torch_commhook.step.step_end import rounds_of
-
     return [
         # To as many ranks as there are distances.
         Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))

@@ -11,12 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch_commhook.cli.plan_step import with_exchanges
-
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook import hooks
+from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
+from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
+from torch_commhook.collectives.hosts import HOST, nest
+from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
+from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.planning.schedule import with_exchanges
+from torch_commhook.process_group.gloo_messages import Traffic, messages_of
+from torch_commhook.process_group.simulated.link import Issued
 
 #: A simulated run of more ranks takes minutes; formulas are used instead.
 MOST_SIMULATED = 16
@@ -59,8 +64,6 @@ def formula_of(
         nodes: with equally many consecutive ranks each.
         simulated: the bytes and calls of the hook among so many simulated ranks.
     """
-    from torch_commhook import hooks
-
     inside = hook
     while type(inside) in (hooks.error_feedback, hooks.momentum):
         inside = inside.hook
@@ -75,9 +78,6 @@ def formula_of(
 
 
 def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ...]] | None:
-    from torch_commhook import hooks
-    from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
-
     if type(hook) is hooks.compressed:
         return encoded_sum(hook.codec, elements, ranks, _MODEL)
     if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
@@ -119,9 +119,6 @@ def encoded_sum(
 def _hierarchical(
     hook: Any, elements: int, ranks: int, nodes: int, every: list[Sequence[int]]
 ) -> Formula | None:
-    from torch_commhook import hooks
-    from torch_commhook.collectives.hosts import HOST, nest
-
     per_node = ranks // nodes
     levels: list[Any] = []
     for level in hook.levels:
@@ -161,9 +158,6 @@ def _added_up(*issued: Issued) -> tuple[float, tuple[Issued, ...]]:
 
 
 def _call(group: str, operation: str, ranks: int, nbytes: float, carried: float) -> Issued:
-    from torch_commhook.process_group.gloo_messages import Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-
     # Rank 0 is the root of calls that have one.
     return Issued(group, Traffic(operation, ranks, nbytes, carried, True))
 
@@ -173,8 +167,6 @@ def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
 
 
 def _ring_bytes(nbytes: float, ranks: int) -> float:
-    from torch_commhook.metrics import ring_all_reduce_bytes
-
     return ring_all_reduce_bytes(round(nbytes), ranks)
 
 
@@ -196,8 +188,6 @@ def count_messages(
         agreement: at the end of a step.
         shares: of each bucket in the gradients.
     """
-    from torch_commhook.process_group.gloo_messages import messages_of
-
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
         calls = with_exchanges([each.scaled(share) for each in issued])
@@ -214,9 +204,6 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
         ranks: of the model.
         connections: as :func:`torch_commhook.attach` takes them.
     """
-    from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
-    from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
-
     if ranks == 1:
         return 0
     sizes = {each.group: each.traffic.ranks for each in issued}
@@ -276,9 +263,6 @@ def _bytes_out(issued: Issued, rank: int, group: Sequence[int], per_node: int) -
 
 def with_ranks_per_node(hook: Any, per_node: int) -> Any:
     """Have hierarchical hooks inside take nodes of so many consecutive ranks for hosts."""
-    from torch_commhook import hooks
-    from torch_commhook.collectives.hosts import HOST
-
     if type(hook) is hooks.hierarchical and hook.levels is not None:
         hook.levels = tuple(per_node if level == HOST else level for level in hook.levels)
     for inside in hook.hooks_inside() if isinstance(hook, hooks.Hook) else ():
@@ -293,8 +277,6 @@ def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
         hook: after :func:`unwrap_hook`.
         ranks: of the model.
     """
-    from torch_commhook import hooks
-
     inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook
     if type(inside) is not hooks.hierarchical or inside.levels is None:
         return 1, hook
