@@ -19,9 +19,9 @@ from lab_bench import parse_link
 from link_rank import ALONE, PYTORCH
 from machine import FOLDER, environment
 
-from torch_commhook.cli.plan import bucket_sizes, measure, plan
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.planning import bucket_sizes, measure, plan
 
 RESULTS = FOLDER / "results"
 #: Of the measured time.

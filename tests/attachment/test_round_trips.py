@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import attach, codecs, hooks
-from torch_commhook.cli.plan import measure, plan
 from torch_commhook.collectives import exchange
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.planning import measure, plan
 from torch_commhook.step import step_end, step_group
 
 BUCKETS = 25

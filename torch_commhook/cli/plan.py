@@ -1,16 +1,6 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
-The command measures a hook's computing on this machine, on a bucket of random gradients in square
-matrices. It counts the hook's bytes with ranks that are threads. Among more than 16 ranks, or on
-several nodes, the bytes of most hooks follow from formulas instead. From both it computes a step's
-time. A third of the step's computing is the forward, and the rest is the backward, which fills the
-buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
-full, and wait for one another as Gloo's do.
-
-A hook that changes after some steps is planned as it is then. A hook that keeps ranks apart for
-some steps is planned as one that sends after the last of them and hides nothing behind computing.
-The figures of its steps are means. ``fragments=`` and ``delay=`` of ``local_sgd`` change nothing in
-the plan, although they hide the exchange behind computing.
+:mod:`torch_commhook.planning` measures the hooks and computes the steps.
 """
 
 from __future__ import annotations
@@ -19,37 +9,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from torch_commhook.cli import plan_sharded
-from torch_commhook.cli.hook_cost import (
-    PAYLOAD,
-    HookError,
-    measure_pass,
-    measure_seconds,
-    record_traffic,
-    unwrap_hook,
-)
-from torch_commhook.cli.plan_formulas import (
-    MOST_SIMULATED,
-    Formula,
-    bytes_out_of_node,
-    count_connections,
-    count_messages,
-    encoding_of,
-    formula_of,
-    with_ranks_per_node,
-)
-from torch_commhook.cli.plan_parser import BUCKET_CAPS_MB, build_parser
-from torch_commhook.cli.plan_step import agreement_of, round_trips, through_seconds
+from torch_commhook.cli.plan_parser import build_parser
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
-
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.hooks.expressions import HookExpressionError
+from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, bucket_sizes, measure, plan
 
 #: Those that take part in reduce-scatters.
 DEFAULT_SHARD_HOOKS = (
@@ -69,239 +38,7 @@ DEFAULT_HOOKS = (
     "error_feedback(topk(0.01))",
     "error_feedback(powersgd(rank=2))",
 )
-_BUCKET_NUMBER_BYTES = 4  # gradients in float32
-_MOST_BUCKETS = 10_000  # past which one more makes no difference
 _CALLS = ("issued", "agreement", "members")
-#: A backward computes the products of a forward twice over.
-_FORWARD = 1 / 3
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a hook does in one step, whatever the link.
-
-    Attributes:
-        hook: as it is written.
-        bytes_sent: by each rank.
-        compute_seconds: gathering gradients, encoding, adding up, decoding and writing results.
-        overlaps: whether it does so while a backward computes.
-        every: steps in which it communicates once.
-        issued: what a rank issues then, for all gradients as one bucket.
-        agreement: what it issues at the end of a step.
-        connections: of a rank, which the hook adds when it is attached.
-        members: as in :class:`torch_commhook.cli.plan_formulas.Formula`; empty where nobody has
-            said how many nodes there are, or the hook has no formulas.
-    """
-
-    hook: str
-    bytes_sent: float
-    compute_seconds: float
-    overlaps: bool = True
-    every: int = 1
-    issued: tuple[Issued, ...] = field(default=(), repr=False)
-    agreement: tuple[Issued, ...] = field(default=(), repr=False)
-    connections: int = 0
-    members: dict[str, list[Sequence[int]]] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost(Measured):
-    """What a hook costs in one step.
-
-    Attributes:
-        wire_seconds: that the bytes take on the link, with the headers of their packets.
-        round_trips: that follow one another in a step.
-        messages: that a rank sends.
-        node_bytes: that a node's ranks send to other nodes; None where that is not known.
-        step_seconds: with what the step computes anyway, as far as that does not hide the rest.
-        ratio: of that to the step of the first hook.
-    """
-
-    wire_seconds: float
-    round_trips: float
-    messages: float
-    node_bytes: float | None
-    step_seconds: float
-    ratio: float
-
-
-def measure(
-    hooks: Sequence[str],
-    *,
-    elements: int,
-    world_size: int,
-    bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
-    nodes: int | None = None,
-    connections: int = 1,
-) -> list[Measured]:
-    """What each hook computes and sends.
-
-    Args:
-        hooks: as ``train`` takes them.
-        elements: of the model.
-        world_size: ranks.
-        bucket_cap_mb: of the buckets, as :func:`bucket_sizes` takes them.
-        nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
-        connections: as :func:`torch_commhook.attach` takes them.
-
-    Raises:
-        HookExpressionError: what is no hook.
-        HookError: one that fails when it is run.
-    """
-    bucket = -(-elements // len(bucket_sizes(elements, bucket_cap_mb)))
-    agreement = tuple(agreement_of(world_size))
-    found = []
-    for text in hooks:
-        hook = parse_hook(text)
-        if hook is None:
-            raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
-        try:
-            inner, steps, around = unwrap_hook(hook)
-            sends = _sends(inner, elements, world_size, nodes)
-            computed = _compute_seconds(inner, elements, bucket, world_size)
-            computed += sum(measure_pass(one, elements, bucket) for one in around)
-        except Exception as error:  # a hook may be a user's, and raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            if "attach(model, hook)" in said:
-                said = "it asks for more of a model than its size"
-            raise HookError(f"the hook {text!r} can't be planned: {said}") from error
-        overlaps = not getattr(hook, "keeps_ranks_apart", False)
-        found.append(
-            Measured(
-                text,
-                sends.bytes_sent / steps,
-                computed / steps,
-                overlaps,
-                steps,
-                sends.issued,
-                agreement,
-                count_connections(sends.hook, sends.issued, world_size, connections),
-                sends.members,
-            )
-        )
-    return found
-
-
-def _sends(hook: Any, elements: int, world_size: int, nodes: int | None) -> Formula:
-    """What a hook sends: by formulas among many ranks or on nodes, else by simulation."""
-
-    def simulated(ranks: int) -> tuple[float, tuple[Issued, ...]]:
-        return record_traffic(hook, elements, ranks)
-
-    found = None
-    if nodes is not None:
-        with_ranks_per_node(hook, world_size // nodes)
-    if nodes is not None or world_size > MOST_SIMULATED:
-        found = formula_of(hook, elements, world_size, nodes or 1, simulated)
-    if found is None:
-        return Formula(*simulated(world_size), {}, hook)
-    return found if nodes is not None else replace(found, members={})
-
-
-def _compute_seconds(hook: Any, elements: int, bucket: int, world_size: int) -> float:
-    """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
-    parts, encoding = encoding_of(hook, world_size)
-    computed = measure_seconds(encoding, -(-elements // parts), -(-bucket // parts))
-    return computed + (measure_pass(_add_up, elements, bucket) if parts > 1 else 0.0)
-
-
-def _add_up(gradient: Any) -> None:
-    """What a rank of a node does beside: gathers gradients, adds up its share, writes results."""
-    gradient.copy_(gradient.clone() + gradient)
-
-
-def plan(
-    measured: Sequence[Measured],
-    *,
-    bits_per_second: float,
-    compute_seconds: float = 0.0,
-    buckets: Sequence[int] = (1,),
-    delay_seconds: float = 0.0,
-) -> list[Cost]:
-    """What each hook would cost; the first is what the others are compared with.
-
-    Args:
-        measured: what :func:`measure` gives.
-        bits_per_second: of each rank's link, each way.
-        compute_seconds: of a step without communication.
-        buckets: their sizes, as :func:`bucket_sizes` says.
-        delay_seconds: of a message, one way.
-    """
-    costs: list[Cost] = []
-    shares = [size / sum(buckets) for size in buckets]
-    for each in measured:
-        step = _step_seconds(each, compute_seconds, bits_per_second, buckets, delay_seconds)
-        first = costs[0].step_seconds if costs else step
-        costs.append(
-            Cost(
-                **vars(each),
-                wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=round_trips(each.issued, each.agreement, len(buckets)) / each.every,
-                messages=count_messages(each.issued, each.agreement, shares) / each.every,
-                node_bytes=_node_bytes(each, shares),
-                step_seconds=step,
-                ratio=step / first if first else 1.0,
-            )
-        )
-    return costs
-
-
-def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
-    if not measured.members:
-        return None
-    return bytes_out_of_node(measured.issued, measured.members, shares) / measured.every
-
-
-def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
-    """Elements of each bucket of a model whose gradients are float32, in the order of a backward.
-
-    Args:
-        elements: of the model.
-        bucket_cap_mb: of each bucket, in MiB; the last is for all that follow.
-    """
-    caps = [max(1, int(cap * (1 << 20)) // _BUCKET_NUMBER_BYTES) for cap in bucket_cap_mb]
-    sizes: list[int] = []
-    left = elements
-    while left > 0:
-        size = min(left, caps[min(len(sizes), len(caps) - 1)])
-        if len(sizes) >= _MOST_BUCKETS:
-            size = left
-        sizes.append(size)
-        left -= size
-    return sizes
-
-
-def _step_seconds(
-    measured: Measured,
-    compute: float,
-    bits_per_second: float,
-    buckets: Sequence[int],
-    delay: float,
-) -> float:
-    """A step, in which buckets travel while the next ones are computed."""
-    elements = sum(buckets)
-    shares = [size / elements for size in buckets]
-    ready, computed = [0.0] * len(buckets), 0.0
-    if measured.overlaps:
-        computed, in_backward = compute * _FORWARD, compute * (1 - _FORWARD)
-        for place, share in enumerate(shares):
-            computed += (in_backward + measured.compute_seconds) * share
-            ready[place] = computed
-    through = through_seconds(
-        measured.issued,
-        measured.agreement,
-        ready=ready,
-        shares=shares,
-        computed=computed,
-        bits_per_second=bits_per_second * PAYLOAD,
-        latency=delay,
-    )
-    if measured.overlaps:
-        return through
-    return compute + measured.compute_seconds + through / measured.every
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,8 @@ import re
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.train_config import PARALLEL
 from torch_commhook.hooks.expressions import NO_HOOK
+from torch_commhook.planning import BUCKET_CAPS_MB
 
-BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
 #: An hour: the longest link is one of light minutes.
 _MOST_DELAY_MS = 3_600_000
 #: Some days.

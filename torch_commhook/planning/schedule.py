@@ -8,18 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
+from torch_commhook.collectives.exchange import MOST_RANKS
+from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
+    EXPECTED,
+    Traffic,
+    has_a_thread,
+    merged,
+    messages_of,
+)
+from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
+from torch_commhook.step.step_end import rounds_of
 
+#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
+PAYLOAD = 1448 / 1514
 #: Messages of a part of a collective that are followed one by one, over all buckets.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
 
 
 def through_seconds(
-    issued: Sequence[Issued],
+    chains: Sequence[Sequence[Issued]],
     agreement: Sequence[Issued],
     *,
     ready: Sequence[float],
@@ -30,11 +43,12 @@ def through_seconds(
 ) -> float:
     """When a step's last collective has ended.
 
-    Each collective of a bucket waits for the one before it. The first collective on a group uses
-    that group; later ones use its group for second stages. At the end the ranks agree.
+    A bucket's chains begin at once. Each collective of a chain waits for the one before it. The
+    first one on a group uses that group; later ones use its group for second stages. At the end
+    the ranks agree.
 
     Args:
-        issued: what a rank issues for all gradients, as if they were one bucket.
+        chains: what a rank issues for all gradients, as if they were one bucket.
         agreement: what it issues at the end of a step.
         ready: when each bucket is full, in seconds.
         shares: of each bucket in the gradients.
@@ -42,10 +56,6 @@ def through_seconds(
         bits_per_second: of the link, each way.
         latency: of a message, one way, in seconds.
     """
-    from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
-    from torch_commhook.process_group.gloo_messages import has_a_thread, merged, messages_of
-    from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
-
     link = SlowLink(bits_per_second, latency)
     most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
     groups: dict[tuple[str, bool], GlooGroup] = {}
@@ -66,8 +76,9 @@ def through_seconds(
         issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
-        chain = with_exchanges([each.scaled(share) for each in issued])
-        link.at(when, partial(go_on, chain, frozenset()))
+        for issued in chains:
+            chain = with_exchanges([each.scaled(share) for each in issued])
+            link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
     link.at(end, partial(go_on, list(agreement), frozenset()))
     link.finish()
@@ -79,10 +90,6 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
 
     A simulated group has no exchanges: there a hook's sums are all-reduces.
     """
-    from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
-    from torch_commhook.collectives.exchange import MOST_RANKS
-    from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic
-
     found: list[Issued] = []
     groups: set[str] = set()
     for each in chain:
@@ -106,15 +113,17 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
     return found
 
 
-def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: int) -> float:
+def round_trips(
+    chains: Sequence[Sequence[Issued]], agreement: Sequence[Issued], buckets: int
+) -> float:
     """How many round trips follow one another in a step whose buckets are full at once.
 
     Args:
-        issued, agreement: as :func:`through_seconds` takes them.
+        chains, agreement: as :func:`through_seconds` takes them.
         buckets: equal parts of the gradients.
     """
     return through_seconds(
-        issued,
+        chains,
         agreement,
         ready=[0.0] * buckets,
         shares=[1 / buckets] * buckets,
@@ -125,10 +134,6 @@ def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: 
 
 def agreement_of(world_size: int) -> list[Issued]:
     """What a rank issues at the end of a step, at which all ranks agree that it went well."""
-    from torch_commhook.process_group.gloo_messages import EXPECTED, Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-    from torch_commhook.step.step_end import rounds_of
-
     return [
         # To as many ranks as there are distances.
         Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -13,19 +12,18 @@ from rank_pool import RankPool
 from torch import nn
 
 from torch_commhook import GradBucket, attach, codecs, hooks, run_hook
-from torch_commhook.cli.hook_cost import gradients_of
-from torch_commhook.cli.main import main
-from torch_commhook.cli.plan import measure, plan
-from torch_commhook.cli.plan_formulas import (
+from torch_commhook.collectives import exchange
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.planning import measure, plan
+from torch_commhook.planning.formulas import (
     Formula,
     bytes_out_of_node,
     count_connections,
     count_messages,
     formula_of,
 )
-from torch_commhook.cli.plan_step import agreement_of
-from torch_commhook.collectives import exchange
-from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.planning.hook_work import gradients_of
+from torch_commhook.planning.schedule import agreement_of
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.step import step_end
 from torch_commhook.testing import run_ranks, simulate
@@ -268,48 +266,3 @@ def test_connections_of_a_thousand_ranks(text: str, wanted: int) -> None:
 def test_messages_of_an_agreement(size: int) -> None:
     told = sum(map(len, step_end.rounds_of(size)))
     assert count_messages((), agreement_of(size), []) == told <= max(15, size - 1)
-
-
-# ---- the command ---------------------------------------------------------------------------------
-
-
-def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model-size", "100k", "--world", "1000", "--nodes", "125", "--hooks"]
-    arguments += ["allreduce()", "hierarchical(blockwise())"]
-    assert main([*arguments, "--json"]) == 0
-    flat, nested = json.loads(capsys.readouterr().out)
-    assert flat["bytes_sent"] == pytest.approx(2 * 400_000 * 0.999, rel=1e-3)
-    assert flat["node_bytes"] == pytest.approx(flat["bytes_sent"])
-    assert flat["connections"] == 30 and nested["connections"] == 218
-    assert nested["node_bytes"] < flat["node_bytes"] / 2
-    assert nested["round_trips"] < flat["round_trips"] / 10
-    assert nested["messages"] < flat["messages"]
-    assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("0.1 M elements, 1000 ranks on 125 nodes, 1000 Mbit/s each way")
-    for name in ("out of a node", "messages", "connections", "round trips"):
-        assert name in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--delay", "1e30"], "must be a number of milliseconds from 0 to 3600000, got '1e30'"),
-        (["--delay", "-1"], "must be a number of milliseconds from 0 to 3600000, got '-1'"),
-        (["--compute-ms", "1e30"], "must be a number of milliseconds from 0 to 1000000000"),
-        (["--connections", "17"], "must be a number from 1 to 16, got '17'"),
-        (["--world", "10", "--nodes", "3"], "--nodes: must divide the 10 ranks, got 3"),
-        (["--nodes", "0"], "must be a number from 1 to 1024"),
-        (["--parallel", "fsdp", "--nodes", "2"], "--nodes: is for --parallel ddp alone"),
-        (["--parallel", "fsdp", "--connections", "2"], "--connections: is for --parallel ddp"),
-    ],
-)
-def test_what_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    try:
-        status = main(["plan", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    assert status == 2
-    assert message in capsys.readouterr().err

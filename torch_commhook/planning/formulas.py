@@ -9,21 +9,26 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch_commhook.cli.plan_step import with_exchanges
-
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook import hooks
+from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
+from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
+from torch_commhook.collectives.hosts import HOST, nest
+from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
+from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.planning.model import Model
+from torch_commhook.planning.schedule import with_exchanges
+from torch_commhook.process_group.gloo_messages import Traffic, messages_of
+from torch_commhook.process_group.simulated.link import Issued
 
 #: A simulated run of more ranks takes minutes; formulas are used instead.
 MOST_SIMULATED = 16
-_MODEL = "model"
+MODEL = "model"
 _EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
-#: Ranks with which a hook is simulated that only adds up.
-_FEW = 2
+_NUMBER_BYTES = 4  # gradients in float32
 
 
 @dataclass(frozen=True)
@@ -43,54 +48,62 @@ class Formula:
     hook: Any
 
 
-def formula_of(
-    hook: Any,
-    elements: int,
-    ranks: int,
-    nodes: int,
-    simulated: Callable[[int], tuple[float, tuple[Issued, ...]]],
-) -> Formula | None:
+def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
     """What a hook sends, by formulas; None where there are none for it.
 
     Args:
-        hook: after :func:`unwrap_hook`.
-        elements: of the gradients, in float32.
+        hook: after :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        model: whose gradients it averages, in float32.
         ranks: on all nodes.
         nodes: with equally many consecutive ranks each.
-        simulated: the bytes and calls of the hook among so many simulated ranks.
     """
-    from torch_commhook import hooks
-
-    inside = hook
-    while type(inside) in (hooks.error_feedback, hooks.momentum):
-        inside = inside.hook
+    inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
     if type(inside) is hooks.hierarchical and inside.levels is not None:
-        return _hierarchical(inside, elements, ranks, nodes, every)
+        return _hierarchical(inside, model.elements, ranks, nodes, every)
     if type(inside) is hooks.powersgd:
-        issued = tuple(_among(each, ranks) for each in simulated(_FEW)[1])
-        return Formula(sum(each.traffic.carried for each in issued), issued, {_MODEL: every}, hook)
-    flat = _flat(inside, elements, ranks)
-    return None if flat is None else Formula(*flat, {_MODEL: every}, hook)
+        return Formula(*low_rank_sum(inside, model, ranks), {MODEL: every}, hook)
+    flat = _flat(inside, model.elements, ranks)
+    return None if flat is None else Formula(*flat, {MODEL: every}, hook)
+
+
+def without_memory(hook: Any) -> Any:
+    """The hook inside of those that remember something, and send as it does."""
+    while type(hook) in (hooks.error_feedback, hooks.momentum):
+        hook = hook.hook
+    return hook
+
+
+def low_rank_sum(
+    hook: hooks.powersgd, model: Model, ranks: int
+) -> tuple[float, tuple[Issued, ...]]:
+    """The bytes and calls of thin factors: those of one side with all vectors, then the others."""
+    first = second = 0
+    for each in model.listed():
+        rows = each.shape[0] if len(each.shape) > 1 else 1
+        columns = each.numel // max(1, rows)
+        least = hook.rank * (rows + columns) * hook.min_compression_rate
+        if len(each.shape) < 2 or not 0 < least <= each.numel:
+            first += each.numel
+        else:
+            first += hook.rank * rows
+            second += hook.rank * columns
+    sums = [_all_reduce(MODEL, ranks, _NUMBER_BYTES * numel) for numel in (first, second) if numel]
+    return _added_up(*sums) if ranks > 1 else (0.0, ())
 
 
 def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ...]] | None:
-    from torch_commhook import hooks
-    from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
-
     if type(hook) is hooks.compressed:
-        return encoded_sum(hook.codec, elements, ranks, _MODEL)
+        return encoded_sum(hook.codec, elements, ranks, MODEL)
     if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
         nbytes = 2 * padded_numel(elements, ranks)
         share = nbytes // ranks
         return _added_up(
-            _call(_MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
-            _call(_MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
+            _call(MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
+            _call(MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
         )
     if type(hook) in (hooks.allreduce, hooks.cast):
-        return _added_up(
-            _all_reduce(_MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast)))
-        )
+        return _added_up(_all_reduce(MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast))))
     return None
 
 
@@ -119,9 +132,6 @@ def encoded_sum(
 def _hierarchical(
     hook: Any, elements: int, ranks: int, nodes: int, every: list[Sequence[int]]
 ) -> Formula | None:
-    from torch_commhook import hooks
-    from torch_commhook.collectives.hosts import HOST, nest
-
     per_node = ranks // nodes
     levels: list[Any] = []
     for level in hook.levels:
@@ -136,7 +146,7 @@ def _hierarchical(
     if units == 1 or not inner:
         plain = hooks.allreduce() if units == 1 else hooks.compressed(hook.codec)
         flat = _flat(plain, elements, ranks)
-        return None if flat is None else Formula(*flat, {_MODEL: every}, plain)
+        return None if flat is None else Formula(*flat, {MODEL: every}, plain)
     members: dict[str, list[Sequence[int]]] = {
         f"level {level}": [nesting.inner[rank][level] for rank in range(per_node)]
         for level in range(len(inner))
@@ -161,9 +171,6 @@ def _added_up(*issued: Issued) -> tuple[float, tuple[Issued, ...]]:
 
 
 def _call(group: str, operation: str, ranks: int, nbytes: float, carried: float) -> Issued:
-    from torch_commhook.process_group.gloo_messages import Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-
     # Rank 0 is the root of calls that have one.
     return Issued(group, Traffic(operation, ranks, nbytes, carried, True))
 
@@ -173,14 +180,7 @@ def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
 
 
 def _ring_bytes(nbytes: float, ranks: int) -> float:
-    from torch_commhook.metrics import ring_all_reduce_bytes
-
     return ring_all_reduce_bytes(round(nbytes), ranks)
-
-
-def _among(issued: Issued, ranks: int) -> Issued:
-    """An all-reduce among more ranks."""
-    return _all_reduce(_MODEL, ranks, issued.traffic.nbytes)
 
 
 # ---- of any calls --------------------------------------------------------------------------------
@@ -196,8 +196,6 @@ def count_messages(
         agreement: at the end of a step.
         shares: of each bucket in the gradients.
     """
-    from torch_commhook.process_group.gloo_messages import messages_of
-
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
         calls = with_exchanges([each.scaled(share) for each in issued])
@@ -214,9 +212,6 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
         ranks: of the model.
         connections: as :func:`torch_commhook.attach` takes them.
     """
-    from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
-    from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
-
     if ranks == 1:
         return 0
     sizes = {each.group: each.traffic.ranks for each in issued}
@@ -276,9 +271,6 @@ def _bytes_out(issued: Issued, rank: int, group: Sequence[int], per_node: int) -
 
 def with_ranks_per_node(hook: Any, per_node: int) -> Any:
     """Have hierarchical hooks inside take nodes of so many consecutive ranks for hosts."""
-    from torch_commhook import hooks
-    from torch_commhook.collectives.hosts import HOST
-
     if type(hook) is hooks.hierarchical and hook.levels is not None:
         hook.levels = tuple(per_node if level == HOST else level for level in hook.levels)
     for inside in hook.hooks_inside() if isinstance(hook, hooks.Hook) else ():
@@ -293,8 +285,6 @@ def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
         hook: after :func:`unwrap_hook`.
         ranks: of the model.
     """
-    from torch_commhook import hooks
-
     inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook
     if type(inside) is not hooks.hierarchical or inside.levels is None:
         return 1, hook
