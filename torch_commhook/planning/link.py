@@ -141,7 +141,7 @@ def measure_link(
         ValueError: as there; one rank; ``seconds`` is not positive and finite.
 
     Example:
-        >>> link = run_ranks(lambda rank: torch_commhook.measure_link(seconds=0.1), 2)[0]
+        >>> link = run_ranks(lambda rank: measure_link(seconds=0.1), 2)[0]
         >>> link.bits_per_second > 0
         True
     """
