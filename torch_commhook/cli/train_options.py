@@ -153,7 +153,7 @@ def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainO
     _check_steps(args, config, last_step, saved_step)
     if args.save_every is not None and args.save is None:
         raise OptionError("argument --save-every: needs --save PATH")
-    _check_device(args, config.ranks if place is None else place.local_size)
+    check_device(args, config.ranks if place is None else place.local_size)
     return TrainOptions(
         config=config,
         out=out,
@@ -333,7 +333,8 @@ def _check_steps(
         )
 
 
-def _check_device(args: argparse.Namespace, local_ranks: int) -> None:
+def check_device(args: argparse.Namespace, local_ranks: int) -> None:
+    """Raise OptionError where ranks of this machine cannot have ``--device`` and ``--backend``."""
     if args.device == "cpu" and args.backend == "nccl":
         raise OptionError("argument --backend: nccl needs --device cuda, got cpu")
     if args.device != "cuda" and args.backend != "nccl":
