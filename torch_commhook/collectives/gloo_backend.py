@@ -102,7 +102,7 @@ def connect(
     Args:
         group: whose backend it is.
         backend: by :func:`add_gloo`.
-        timeout: of its collectives.
+        timeout: how long to wait for the other ranks' addresses.
         greeting: told to the partners, as :meth:`GlooBackend.take_greeting` says; 32 bytes at most.
 
     Raises:

@@ -195,18 +195,22 @@ def make_group(
     return group
 
 
-def connect_group(group: dist.ProcessGroup, greeting: bytes = b"") -> GlooBackend:
+def connect_group(
+    group: dist.ProcessGroup, greeting: bytes = b"", within: timedelta | None = None
+) -> GlooBackend:
     """Connect a group of the library's own, as :func:`gloo_backend.connect` does.
 
     Args:
         group: by :func:`make_group` or :func:`make_backend`.
         greeting: as :func:`gloo_backend.connect`.
+        within: how long to wait for the other ranks' addresses. Until then nobody else can use the
+            group's connection to the store. None: for the group's timeout.
 
     Raises:
-        RuntimeError: a rank does not come within the group's timeout, or its process has ended.
+        RuntimeError: a rank does not come in that time, or its process has ended.
     """
     backend = _backends[group]
-    connect(group, backend, group_timeout(group), greeting)
+    connect(group, backend, group_timeout(group) if within is None else within, greeting)
     return backend
 
 

@@ -61,6 +61,7 @@ class ConnectedGroup:
         self.ranks = dist.get_process_group_ranks(like)
         self.timeout: timedelta = group_timeout(like)
         own_store = dist.PrefixStore(f"{self.place}/1", store)
+        self._connect_within = connect_within
         self._lost_after: float = SECONDS
         if connect_within is not None:
             self._lost_after = min(SECONDS, connect_within.total_seconds())
@@ -90,7 +91,8 @@ class ConnectedGroup:
         return hashed(self.name, self.ranks)
 
     def _connect(self, group: dist.ProcessGroup, greeting: bytes = b"") -> None:
-        self._connections = connect_group(group, greeting).addresses
+        connected = connect_group(group, greeting, self._connect_within)
+        self._connections = connected.addresses
         notice_lost_hosts(self._connections, self._lost_after)
 
     def backend(self, store: dist.Store) -> dist.ProcessGroup:

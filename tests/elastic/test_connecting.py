@@ -1,0 +1,52 @@
+"""Ranks that come and go connect within a time, and can say so in the store meanwhile."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group
+from torch_commhook.step.rendezvous import Reason
+from torch_commhook.step.step_group import StepGroup
+
+#: The pool gives up sooner.
+_COLLECTIVES_MAY_TAKE = timedelta(minutes=10)
+
+
+def _one_does_not_come(rank: int) -> Reason | None:
+    """Rank 1 does not make the second group of connections."""
+    port = torch.zeros(1, dtype=torch.int64, device="cpu")
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    own = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    within = timedelta(seconds=0.5)
+    own.set_timeout(within)
+    name = f"training {os.getppid()}"
+    base = make_group(
+        dist.PrefixStore("base", own), rank, [0, 1], name, _COLLECTIVES_MAY_TAKE, description=name
+    )
+    group = StepGroup(base, meets_again=False, connect_within=within)
+    reason = None
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="ranks did not connect within"):
+            group.prepare_second_stage()
+        group.lose(None, "since ranks could not connect")
+        assert group._rendezvous is not None
+        reason = group._rendezvous.reason()
+    dist.barrier()
+    group.close()
+    destroy_group(base)
+    return reason
+
+
+def test_a_rank_that_waits_for_another_can_use_the_store(two_ranks: RankPool) -> None:
+    reason, _ = two_ranks.run(_one_does_not_come)
+    assert reason == Reason("since ranks could not connect", None, has_ended=False)
