@@ -1,4 +1,4 @@
-"""A model with a hook with saved and loaded state, its steps, and the error memory."""
+"""A model with a hook: its steps, its saved and loaded state, and its error memory."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class StreamingTurns(ABC):
     Attributes:
         settings: ``H``, ``fragments``, ``delay`` and ``mix``, as in ``local_sgd``.
         steps: the steps so far, by :meth:`train`.
-        in_flight: the fragment in an exchange that has not ended, and the step before its begin.
+        in_flight: the step after which the exchange in flight began, and its fragment.
     """
 
     settings: tuple[int, int, int, float]
