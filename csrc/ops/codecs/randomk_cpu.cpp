@@ -18,7 +18,7 @@ namespace commhook::randomk {
 namespace {
 
 constexpr int64_t kPiece = cpu::kMaxBlock;  // values that stay in the first-level cache
-constexpr int64_t kBatch = 1024;            // entries whose indices are drawn together
+constexpr int64_t kBatch = 1024;            // entries with indices that are drawn together
 // With fewer, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
 constexpr int64_t kGrainEntries = 4 * kBatch;
