@@ -46,7 +46,7 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         hooks: hook expressions.

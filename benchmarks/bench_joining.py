@@ -47,7 +47,7 @@ _LIMIT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         hook: an expression.

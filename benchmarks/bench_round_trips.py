@@ -54,7 +54,7 @@ _LIMIT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         hooks: hook expressions, and ``NO_HOOK`` for DDP alone.

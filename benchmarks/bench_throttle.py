@@ -58,7 +58,7 @@ Calls = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         rate: of the link, each way, in bits per second.

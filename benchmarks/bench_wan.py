@@ -239,7 +239,7 @@ def store(path: Path, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run what is not stored yet; returns all runs with these options."""
+    """Run those that are not stored yet; returns all runs with these options."""
     runs: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.exists() and not options.again:

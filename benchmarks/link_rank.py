@@ -81,7 +81,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Plan(Rounds):
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.

@@ -39,7 +39,7 @@ _COLLECTIVE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Plan(Rounds):
-    """What the ranks measure.
+    """The plan of the measurement.
 
     Attributes:
         jobs: ``ALONE``, ``FLOAT32``, ``BFLOAT16``, and hooks' expressions, some with ``WEIGHTS``.

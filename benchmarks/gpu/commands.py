@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Seconds for a killed command to disappear. A process that waits for a kernel on the GPU can
-#: outlive SIGKILL; the run goes on without it.
+#: outlive SIGKILL; the run continues without it.
 SECONDS_TO_DIE = 10.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -188,7 +188,7 @@ def run_task(task: Task, *, logs: Path, end: float) -> Ended:
     return result[0]
 
 
-# ---- what commands tell --------------------------------------------------------------------------
+# ---- results of commands -------------------------------------------------------------------------
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

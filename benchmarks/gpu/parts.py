@@ -247,7 +247,7 @@ def outcomes_of(lines: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, 
 
 
 def verdict(outcomes: dict[str, str], how: Ended, finished: bool) -> tuple[bool | None, str]:
-    """Whether a file passed, with a line on it. A file whose tests were all skipped did not run."""
+    """Whether a file passed, with a line on it. A file with only skipped tests did not run."""
     words = list(outcomes.values())
     text = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
     if any(word in BAD for word in words):

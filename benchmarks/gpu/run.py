@@ -35,7 +35,7 @@ class Part:
 
 @dataclass
 class Run:
-    """What the parts share.
+    """The data that the parts share.
 
     Attributes:
         device: ``"cuda"``; ``"cpu"`` or ``"host"`` in a dry run. With ``"host"``, the smoke part

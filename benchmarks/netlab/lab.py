@@ -419,7 +419,7 @@ def _add_link(first: str, first_device: str, second: str, second_device: str) ->
     peer = ["peer", "name", second_device, "netns", second]
     call("ip", "link", "add", *ends, *peer)
     for namespace, device in ((first, first_device), (second, second_device)):
-        # Without IPv6 addresses the counters count what the ranks send.
+        # Without IPv6 addresses the counters count only the ranks' bytes.
         call("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")
 
 
@@ -434,7 +434,7 @@ def _set_congestion(namespace: str, name: str) -> None:
         ) from error
 
 
-# ---- what earlier runs have left -----------------------------------------------------------------
+# ---- leftovers of earlier runs -------------------------------------------------------------------
 
 
 def _owner(pid: int) -> str:

@@ -27,7 +27,7 @@ class Number(int):
 
 
 def without_memory(*shape: int) -> Tensor:
-    """A tensor whose storage has been freed."""
+    """A tensor with a freed storage."""
     tensor = torch.ones(shape)
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -63,7 +63,7 @@ def scaled(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def expected_flatten(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> Tensor:
-    """What ``flatten`` must return: elements in logical order, each tensor converted."""
+    """The expected result of ``flatten``: elements in logical order, each tensor converted."""
     return torch.cat([converted(tensor.reshape(-1), scale, dtype) for tensor in tensors])
 
 
@@ -74,7 +74,7 @@ def expected_sum_of_squares(tensors: Sequence[Tensor], scale: float, dtype: torc
 
 
 def expected_unflatten(buffer: Tensor, like: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """What ``unflatten`` must return, contiguous."""
+    """The expected result of ``unflatten``, contiguous."""
     pieces = buffer.reshape(-1).split([tensor.numel() for tensor in like]) if like else ()
     return [
         converted(piece, scale, tensor.dtype).reshape(tensor.shape)
