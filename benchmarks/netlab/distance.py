@@ -132,8 +132,8 @@ def check_distance(delay: float | None, loss: float) -> None:
 
 _BUFFERS = ("tcp_rmem", "tcp_wmem")
 _MOST_BUFFER = 1 << 28
-#: A connection's buffers hold the data in flight, once more the data that is sent again after a
-#: loss, and the kernel's own records, which count as half of a receiver's buffer.
+#: A connection's buffers hold the data in flight, the data that is sent again after a loss, and the
+#: kernel's own records. The last count as half of a receiver's buffer.
 _BUFFERED_ROUND_TRIPS = 4
 
 

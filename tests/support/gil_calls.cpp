@@ -2,8 +2,8 @@
 //
 // A loaded object calls another object's function through an address that the dynamic linker has
 // written into the caller. This library replaces the addresses of the functions that give the GIL
-// by addresses of wrappers, in every object except the interpreter's: the calls inside that object
-// depend on how it was linked, and would count twice.
+// by addresses of wrappers. It leaves out the interpreter's object: the calls inside it depend on
+// how it was linked, and would count twice.
 //
 // Needs neither Python's headers nor torch: it looks Python's functions up by name.
 

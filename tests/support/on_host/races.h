@@ -1,4 +1,4 @@
-// Finds races between the threads of a kernel by the order of accesses, not by their values: two
+// Finds races between the threads of a kernel by the order of accesses, not by their values. Two
 // accesses of one byte, at least one of them a write, race unless barriers (or atomics with fences)
 // order them. So every run finds a missing barrier, in any order of the threads.
 //
@@ -7,8 +7,7 @@
 // with no other atomic access. An atomic read orders if it reads a value that another thread has
 // written after a __threadfence(), once its own thread has called __threadfence() too. A store with
 // release and a load with acquire need no fence. Volatile accesses count as atomic. Launches of
-// several threads of the host
-// are independent: reads of another rank's memory are not checked.
+// several threads of the host are independent: reads of another rank's memory are not checked.
 #pragma once
 
 #include <cstdint>
