@@ -38,8 +38,8 @@ std::vector<std::string> lines_of(const std::vector<const void*>& instructions) 
     Dl_info info{};
     dladdr(instruction, &info);
     // One byte before the return address, inside the call instruction.
-    const auto offset = static_cast<const char*>(instruction) -
-                        static_cast<const char*>(info.dli_fbase) - 1;
+    const auto offset =
+        static_cast<const char*>(instruction) - static_cast<const char*>(info.dli_fbase) - 1;
     if (lines.empty()) {
       command << "addr2line --addresses --inlines --exe '" << info.dli_fname << "'";
     }
