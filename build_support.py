@@ -1,11 +1,11 @@
-"""How ``setup.py`` compiles: torch's ``BuildExtension``, all libraries in one run of ninja.
+"""Compiles for ``setup.py``: torch's ``BuildExtension``, with all libraries in one run of ninja.
 
 Three things make a build quick. GCC parses the headers in ``csrc/*/precompiled.h`` once. Up to
 ``JOINED_FILES`` files of one folder are compiled together, since each compilation spends seconds on
 the inline functions of these headers. And no processor waits for the last file of a library.
 
-Files of kernels are compiled alone (see ``csrc/ops/cpu/for_each_instruction_set.h``). Names in
-anonymous namespaces of a folder must differ.
+Files of kernels are compiled alone (see ``csrc/ops/cpu/for_each_instruction_set.h``). Names in the
+anonymous namespaces of one folder must differ.
 
 Without ninja the files are compiled one after the other.
 """
@@ -31,7 +31,7 @@ from setuptools.errors import CompileError
 from torch.utils import cpp_extension
 
 CSRC = Path(__file__).resolve().parent / "csrc"
-#: More files make a change of one file slow; fewer make the whole build slow.
+#: With more files, a change of one takes long; with fewer, the whole build does.
 JOINED_FILES = 8
 
 INCLUDE = re.compile(r"^#include\s+[<\"]([^>\"]+)[>\"]", re.MULTILINE)
@@ -44,7 +44,7 @@ PRECOMPILE = [
     "  depfile = $out.d",
     "  deps = gcc",
 ]
-#: Begins each line of ninja's own; the other lines are a compiler's.
+#: Begins each line of ninja itself; all other lines come from compilers.
 MARK = "\x1e"
 
 
@@ -56,7 +56,7 @@ def text_of(source: str) -> str:
 
 
 def included(source: str) -> set[str]:
-    """The headers that a file names itself."""
+    """The headers that a file includes directly."""
     return set(INCLUDE.findall(text_of(source)))
 
 
@@ -65,7 +65,7 @@ def has_kernels(source: str) -> bool:
 
 
 def haste(group: list[str]) -> int:
-    """A sort key: the most bytes first, with those of the kernels that the files include."""
+    """A sort key: the largest group first, including the kernels that its files include."""
     texts = map(text_of, group)
     kernels: list[Path] = [CSRC / name for text in texts for name in KERNEL_FILE.findall(text)]
     paths = [*map(Path, group), *kernels]
@@ -73,7 +73,7 @@ def haste(group: list[str]) -> int:
 
 
 def groups_of(sources: list[str]) -> list[list[str]]:
-    """Groups of sources that are compiled together, the slowest first."""
+    """Groups of sources to compile together, the slowest first."""
     folders = defaultdict(list)
     alone = []
     for source in sources:
@@ -93,7 +93,7 @@ def groups_of(sources: list[str]) -> list[list[str]]:
 
 
 def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
-    """Writes a library's file for ninja anew, so that it joins sources.
+    """Rewrites a library's file for ninja, so that it joins sources.
 
     Args:
         folder: holds the file that torch has written.
@@ -102,7 +102,7 @@ def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
         The new file, and for each object in torch's file the object that now contains it.
     """
     lines = []
-    objects: dict[str, str] = {}  # by their sources
+    objects: dict[str, str] = {}  # by source
     for line in (folder / "build.ninja").read_text().splitlines():
         found = COMPILATION.match(line)
         if found:
@@ -116,7 +116,7 @@ def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
     header = folder / "precompiled.h"
     if precompiled is not None:
         names = included(str(precompiled))
-        # GCC takes what is compiled, beside it, and reads this only where it cannot.
+        # GCC uses the compiled file next to this one, and reads this one only if it cannot.
         write_changed(header, f'// {gcc}\n#include "{precompiled}"\n')
         lines += PRECOMPILE
         lines.append(f"build {escaped(f'{header}.gch')}: precompile {escaped(str(header))}")
@@ -138,7 +138,7 @@ def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def precompiled_header(sources: list[str]) -> Path | None:
-    """The ``precompiled.h`` of the folder of ``csrc`` that holds a library's sources."""
+    """The ``precompiled.h`` of a library's folder in ``csrc``."""
     paths = [Path(source) for source in sources]
     folders = {path.relative_to(CSRC).parts[0] for path in paths if CSRC in path.parents}
     found = [CSRC / folder / "precompiled.h" for folder in sorted(folders)]
@@ -161,7 +161,7 @@ def write_changed(path: Path, text: str) -> Path:
 
 
 def unescaped(name: str) -> str:
-    """The path that a file for ninja writes as ``name``."""
+    """The path that a file for ninja escapes as ``name``."""
     return re.sub(r"\$(.)", r"\1", name)
 
 
@@ -177,7 +177,7 @@ def in_command(path: Path) -> str:
 
 
 class Progress:
-    """One line with the number of files done and the time; rewritten in place on a terminal."""
+    """One line with the number of finished files and the time; rewritten in place on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -199,7 +199,7 @@ class Progress:
             self.is_shown = True
 
     def say(self, text: str) -> None:
-        """Print a compiler's message in place of the line."""
+        """Prints a compiler's message in place of the line."""
         self.write(f"\r\033[K{text}" if self.is_shown else text)
         self.is_shown = False
 
@@ -219,7 +219,7 @@ def run_ninja(file: Path, stream: TextIO) -> None:
     """
     jobs = os.environ.get("MAX_JOBS", "")
     if not jobs.isdigit():
-        # By itself ninja starts two more, of 1.5 GB each.
+        # By default ninja would start two more, of 1.5 GB each.
         jobs = str(len(os.sched_getaffinity(0)))
     command = ["ninja", "-f", str(file), "-j", jobs]
     progress = Progress(stream)
@@ -259,7 +259,7 @@ def lines_of(process: subprocess.Popen[bytes], progress: Progress) -> Iterator[s
 
 
 class NinjaBuildExtension(cpp_extension.BuildExtension):
-    """torch's BuildExtension, which compiles the sources of all libraries at once, then links."""
+    """BuildExtension of torch, but it compiles all libraries' sources at once, then links."""
 
     build_temp: str
 
@@ -268,7 +268,7 @@ class NinjaBuildExtension(cpp_extension.BuildExtension):
         self.parallel = None  # ninja runs the compilers in parallel
 
     def build_extension(self, ext: Any) -> None:
-        # Each extension needs a folder of its own: torch writes a file for ninja into it.
+        # Each extension needs its own folder: torch writes a file for ninja into it.
         folder = self.build_temp
         self.build_temp = str(Path(folder, ext.name.rpartition(".")[2]))
         try:
@@ -277,7 +277,7 @@ class NinjaBuildExtension(cpp_extension.BuildExtension):
             self.build_temp = folder
 
     def build_extensions(self) -> None:
-        # A torch without this function builds in its own way, which only takes longer.
+        # A torch without this function builds in its own way, which is only slower.
         if not self.use_ninja or not hasattr(cpp_extension, "_run_ninja_build"):
             super().build_extensions()
             return

@@ -1,4 +1,4 @@
-"""Build of torch_commhook: two native libraries beside the Python package.
+"""Builds torch_commhook: the Python package and two native libraries.
 
 ``torch_commhook/lib/_ops``: operators and kernels, libtorch only (``csrc/ops``, ``cuda``).
 ``torch_commhook/_C``: the runtime; pybind, bound to one Python (``csrc/runtime``).
@@ -6,20 +6,20 @@
 Settings, all optional:
 
 ``COMMHOOK_CUDA``
-    ``auto`` (default): CUDA kernels are compiled when the installed torch is a CUDA build and an
-    nvcc of the same major version is present, whether or not a GPU is visible. ``0``: never.
-    ``1``: always, and an error says what is missing.
+    ``auto`` (default): compile CUDA kernels if the installed torch is a CUDA build and an nvcc of
+    the same major version is present, with or without a visible GPU. ``0``: never. ``1``: always,
+    with an error if something is missing.
 ``TORCH_CUDA_ARCH_LIST``
-    Architectures, as for every torch extension. By default the visible GPU's, or ``8.0;9.0+PTX``
-    where none is visible.
+    Architectures, as for every torch extension. By default the visible GPU's, or ``8.0;9.0+PTX`` if
+    no GPU is visible.
 ``CUDA_HOME``
-    The CUDA toolkit. By default the one that the ``nvcc`` on the PATH belongs to.
+    The CUDA toolkit. By default that of the ``nvcc`` on the PATH.
 ``COMMHOOK_DEBUG=1``
     No optimisation, debug symbols.
 ``COMMHOOK_SANITIZE``
-    ``address`` or ``thread``: both libraries with AddressSanitizer or ThreadSanitizer, ``-O1`` and
-    debug symbols. Only a Python that ``tests/long_runs/sanitizers/run.py`` has started can load
-    them.
+    ``address`` or ``thread``: build both libraries with AddressSanitizer or ThreadSanitizer,
+    ``-O1`` and debug symbols. Only a Python started by ``tests/long_runs/sanitizers/run.py`` can
+    load them.
 """
 
 import glob
@@ -37,7 +37,7 @@ from setuptools import Command, Extension, setup
 from setuptools.command.build_py import build_py as setuptools_build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # for build_support, where pip runs this file
+sys.path.insert(0, str(ROOT))  # for build_support, if pip runs this file
 HOW_TO_BUILD = (
     "torch_commhook is built against the torch that is installed: install torch first, then run\n"
     "    python setup.py develop\n"
@@ -46,7 +46,7 @@ HOW_TO_BUILD = (
 
 
 def toolkit_of_nvcc() -> str | None:
-    """The toolkit's folder, asked of nvcc itself, which on the PATH may be a wrapper script."""
+    """The toolkit's folder. Asks nvcc itself, since the one on the PATH may be a wrapper script."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
@@ -57,7 +57,7 @@ def toolkit_of_nvcc() -> str | None:
     return str(Path(here.group(1).strip()).parent) if here else None
 
 
-# torch looks for ninja on the PATH; pip put it beside this Python, which need not be there.
+# torch searches the PATH for ninja. pip installs it next to this Python, perhaps outside the PATH.
 os.environ["PATH"] = os.pathsep.join(
     [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
 )
@@ -78,7 +78,7 @@ from build_support import NinjaBuildExtension  # noqa: E402 (it imports torch)
 
 
 def cuda_obstacle() -> str | None:
-    """Why the CUDA kernels cannot be compiled here; None when they can."""
+    """Why the CUDA kernels cannot be compiled here; None if they can."""
     if torch.version.cuda is None:
         return f"the installed torch {torch.__version__} is not a CUDA build"
     home = cpp_extension.CUDA_HOME
@@ -90,7 +90,7 @@ def cuda_obstacle() -> str | None:
     if release is None:
         return f"{nvcc} --version names no release"
     major, minor = torch.version.cuda.split(".")[:2]
-    # The headers of nvidia's packages are of torch's release, and must be of nvcc's.
+    # The headers of nvidia's packages fit torch's release; nvcc must fit them too.
     packaged = bool(nvidia_package_folders("include"))
     if release.group(1) != major or (packaged and release.group(2) != minor):
         return (
@@ -149,14 +149,14 @@ def compile_flags(level: str) -> list[str]:
         flags = ["-O0", "-g"]
     elif sanitizer():
         flags = ["-O1", "-g", "-fno-omit-frame-pointer"]
-        flags += ["-Wno-tsan"]  # which warns of a fence in PyTorch's headers
+        flags += ["-Wno-tsan"]  # warns of a fence in PyTorch's headers
     return [
         *flags,
         *sanitizer_flags(),
         "-fvisibility=hidden",
-        "-fopenmp",  # at::parallel_for is inline and serial without it
+        "-fopenmp",  # without it, the inline at::parallel_for is serial
         "-ffp-contract=off",  # the same bits on all processors
-        # PyTorch's headers are a system's, of which compilers say nothing.
+        # As system headers, PyTorch's cause no warnings.
         *(f"-isystem{folder}" for folder in cpp_extension.include_paths()),
         "-Wall",
         "-Wno-unknown-pragmas",
@@ -178,7 +178,7 @@ def extensions() -> list[Extension]:
         "depends": headers,
         "include_dirs": list(include_dirs),
         "extra_link_args": link_flags,
-        "py_limited_api": True,  # no libtorch_python, and a file name without a Python version
+        "py_limited_api": True,  # no libtorch_python; a file name without a Python version
     }
     if want_cuda():
         if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
@@ -205,7 +205,7 @@ def extensions() -> list[Extension]:
         sources=sources("csrc/runtime/**/*.cpp"),
         depends=headers,
         include_dirs=include_dirs,
-        # The CPU wheels hold c10d with Gloo; what a header declares depends on these.
+        # The CPU wheels include c10d with Gloo; declarations in headers depend on these macros.
         define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)],
         extra_compile_args={"cxx": compile_flags("-O2")},
         extra_link_args=link_flags,
@@ -214,7 +214,7 @@ def extensions() -> list[Extension]:
 
 
 class build_ext(NinjaBuildExtension):  # noqa: N801 (setuptools names commands so)
-    """With a build folder that stays, so that ninja can be incremental."""
+    """Keeps the build folder, so that ninja can build incrementally."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -222,16 +222,16 @@ class build_ext(NinjaBuildExtension):  # noqa: N801 (setuptools names commands s
         if sanitizer():
             tag += f"-{sanitizer()}"
         self.build_temp = str(ROOT / "build" / tag)
-        # setuptools compares times only: without ninja a library of another torch would stay.
+        # setuptools compares only times: without ninja, a library for another torch would stay.
         self.force = True
 
 
 class build_py(setuptools_build_py):  # noqa: N801
-    """Puts the headers for C++ hooks into the package."""
+    """Copies the headers for C++ hooks into the package."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # where they stay in csrc
+        if not self.editable_mode:  # they stay in csrc otherwise
             self.copy_tree(
                 str(ROOT / "csrc" / "include"), str(Path(self.build_lib, "torch_commhook/include"))
             )
@@ -240,8 +240,8 @@ class build_py(setuptools_build_py):  # noqa: N801
 class develop(Command):  # noqa: N801
     """``python setup.py develop``: an editable install that sees the installed torch.
 
-    setuptools 80 and newer turn this command into an isolated ``pip install -e``, in whose
-    environment there is no torch.
+    setuptools 80 and newer turn this command into an isolated ``pip install -e``. Its environment
+    has no torch.
     """
 
     description = "install in place, against the torch that is installed"
@@ -254,7 +254,7 @@ class develop(Command):  # noqa: N801
         pass
 
     def run(self) -> None:
-        # First, since pip would keep what it says: how far it is, and warnings.
+        # Builds first, since pip would hide the progress and the warnings.
         self.reinitialize_command("build_ext", inplace=True)
         self.run_command("build_ext")
         quiet = [] if self.distribution.verbose else ["--quiet"]
@@ -262,11 +262,11 @@ class develop(Command):  # noqa: N801
         project = f"{ROOT}[{self.extras}]" if self.extras else str(ROOT)
         built = subprocess.run([*pip, "--no-build-isolation", "--editable", project])
         if built.returncode != 0:
-            raise SystemExit(built.returncode)  # pip has said what failed
+            raise SystemExit(built.returncode)  # pip has printed the error
 
 
 def local_version() -> str:
-    """Such as ``torch2.13cpu`` or ``torch2.14cu130``: the torch that the libraries fit."""
+    """For example ``torch2.13cpu`` or ``torch2.14cu130``: the torch that the libraries fit."""
     release, _, build = str(torch.__version__).partition("+")
     if not build:
         build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
@@ -275,7 +275,7 @@ def local_version() -> str:
 
 
 class wheel(Command):  # noqa: N801
-    """``python setup.py wheel``: a wheel for the torch that is installed, and for no other one."""
+    """``python setup.py wheel``: a wheel for the installed torch, and for no other one."""
 
     description = "build a wheel for the torch that is installed"
     user_options = [("dist-dir=", "d", "the folder for the wheel (dist by default)")]  # noqa: RUF012
@@ -294,10 +294,10 @@ class wheel(Command):  # noqa: N801
             f"torch=={release}.*" if re.match(r"torch\b", requirement) else requirement
             for requirement in distribution.install_requires
         ]
-        # setuptools reads the one or the other, by its release.
+        # The setuptools release decides which of these it reads.
         distribution.install_requires = requirements
         distribution.metadata.install_requires = requirements
-        # A folder of its own: a build leaves modules there that the package no longer has.
+        # A separate folder: a build leaves modules there that the package no longer has.
         folder = ROOT / "build" / "wheel"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What attaching a hook costs as ranks grow: round trips, requests to the store, connections.
+"""Measures the cost of attaching a hook for more and more ranks: round trips, store, connections.
 
 ``python benchmarks/bench_attach.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -37,7 +37,7 @@ import torch_commhook
 from torch_commhook.hooks.expressions import parse_hook
 
 HOOKS = ("allreduce()", "blockwise()")
-#: Round trips that attaching may take, among any number of ranks.
+#: Round trips that attaching may take, for any number of ranks.
 MOST_ROUND_TRIPS = 12
 LEAST_ROUNDS = 2
 _LIMIT = timedelta(minutes=5)
@@ -46,13 +46,13 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         hooks: hook expressions.
-        links: how many there are, of other delays.
+        links: the number of links, which have different delays.
         rounds: in each, every hook is attached once on each link.
-        seconds: after which no round begins, once there were a few.
+        seconds: after these, no further round begins, once there were a few.
     """
 
     hooks: list[str]
@@ -62,13 +62,13 @@ class Plan:
 
 
 def connections() -> int:
-    """The TCP connections of this host, of which a rank is the only program."""
+    """The TCP connections of this host. The rank is its only program."""
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     return sum(line.split()[3] == _ESTABLISHED for line in lines)
 
 
 def counted(store: CountingStore, text: str, model: nn.Module) -> dict[str, float]:
-    """Attach a hook, and give what that took on this rank."""
+    """Attach a hook; returns what that took on this rank."""
     before, connected = store.counts(), connections()
     started = time.perf_counter()
     handle = torch_commhook.attach(model, parse_hook(text), connections=1)
@@ -89,13 +89,13 @@ def counted(store: CountingStore, text: str, model: nn.Module) -> dict[str, floa
 
 
 def measure_rank(plan: Plan, store: CountingStore, folder: Path) -> list[dict[str, list[Any]]]:
-    """For each link, hook to what attaching it has taken: the most of any rank."""
+    """The cost of attaching, by link and hook: the maximum over the ranks."""
     rank = dist.get_rank()
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(25)))
     order = list(plan.hooks)
     shuffle = random.Random(0).shuffle  # the same on all ranks
     found: list[dict[str, list[Any]]] = [{text: [] for text in order} for _ in range(plan.links)]
-    for text in order:  # what a process does once
+    for text in order:  # a process does some work only once
         counted(store, text, model)
     end = time.perf_counter() + plan.seconds
     for number in range(plan.rounds):
@@ -115,7 +115,7 @@ def measure_rank(plan: Plan, store: CountingStore, folder: Path) -> list[dict[st
 
 
 def run_rank(path: Path) -> None:
-    """A rank on a host."""
+    """Runs a rank on a host."""
     torch.set_num_threads(1)
     store = CountingStore.of_environment(_LIMIT)
     dist.init_process_group(
@@ -129,7 +129,7 @@ def run_rank(path: Path) -> None:
 
 
 def add_table(report: Report, hosts: int, options: argparse.Namespace) -> list[bool]:
-    """Measure attaching among so many ranks; whether each hook is within its limit."""
+    """Measure attaching with a number of ranks; returns whether each hook is within its limit."""
     plan = Plan(list(options.hooks), len(options.delay), options.rounds, options.seconds)
     found: list[dict[str, list[Any]]] = run_on_delays(
         hosts, RATE, Path(__file__).name, plan, options.delay
@@ -155,7 +155,7 @@ def add_table(report: Report, hosts: int, options: argparse.Namespace) -> list[b
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     report = Report("bench_attach", options)
     within = [held for hosts in options.hosts for held in add_table(report, hosts, options)]
     report.note(f"{sum(within)} of {len(within)} take at most {MOST_ROUND_TRIPS} round trips.")
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         nargs="+",
         default=[2, 4, 8, 16, 32],
-        help="of the labs (default: 2 4 8 16 32)",
+        help="numbers of hosts, one lab each (default: 2 4 8 16 32)",
     )
     add(
         "--delay",
@@ -179,9 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[0.0, 0.025, 0.05],
         metavar="MS",
-        help="of the links, each way, two or more (default: 0 25 50)",
+        help="delays of the links, each way, two or more (default: 0 25 50)",
     )
-    add("--hooks", nargs="+", metavar="HOOK", default=list(HOOKS), help="as train takes them")
+    add(
+        "--hooks",
+        nargs="+",
+        metavar="HOOK",
+        default=list(HOOKS),
+        help="hook expressions, as in train",
+    )
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if runs_as_rank(parsed, run_rank):

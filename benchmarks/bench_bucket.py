@@ -1,4 +1,4 @@
-"""The bucket operators against a plain copy and against PyTorch's own ways, on real shapes.
+"""Compares the bucket operators with a plain copy and with PyTorch's own ways, on real shapes.
 
 ``python benchmarks/bench_bucket.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -21,19 +21,19 @@ from torch._utils import _flatten_dense_tensors
 
 import torch_commhook.native.bucket_ops as ops
 
-#: The shapes that the targets are set for.
+#: The shapes that have targets.
 TARGETED = ("resnet50", "gpt2", ONE_BUCKET, CACHED, MANY_SMALL)
 
 SCALE = 1 / 8  # the mean over eight ranks
-#: On CUDA, what one launch must gain over several, for many small tensors.
+#: On CUDA, the least gain of one launch over several, for many small tensors.
 FEW_LAUNCHES = 2.0
-#: Bytes per element of all that one shape needs: tensors, two float32 and two 16-bit buffers,
-#: and what the baselines allocate.
+#: The memory of one shape, in bytes per element: tensors, two float32 and two 16-bit buffers, and
+#: the allocations of the baselines.
 BYTES_PER_ELEMENT = 4 + 2 * 4 + 2 * 2 + 6
 
 
 class Bucket:
-    """float32 tensors of the given shapes, each allocated by itself, and persistent buffers."""
+    """float32 tensors of the given shapes, each allocated separately, and persistent buffers."""
 
     def __init__(
         self,
@@ -59,13 +59,16 @@ class Bucket:
 
 
 def jobs_of(name: str, bucket: Bucket, at_least: float | None) -> list[Job]:
-    """All jobs of one shape. Bytes: the fewest that must move, 8 an element for float32 to
-    float32, 6 for float32 to or from 16 bits."""
+    """All jobs of one shape.
+
+    Bytes: the fewest that must move, for each element 8 from float32 to float32, and 6 for float32
+    to or from 16 bits.
+    """
     tensors, flat, views = bucket.tensors, bucket.flat, bucket.views
     wide = 8 * bucket.numel
 
     def against(each: str, target: bool = True) -> Against:
-        """The plain copy; for many small tensors, the _foreach_copy_ that moves the same."""
+        """The plain copy; for many small tensors, the equivalent _foreach_copy_."""
         baseline = each if name == MANY_SMALL else COPY
         return Against(baseline, at_least=at_least if target else None)
 
@@ -83,7 +86,7 @@ def jobs_of(name: str, bucket: Bucket, at_least: float | None) -> list[Job]:
             wide,
             against(into, target=False),
         ),
-        # Has no form with a buffer of the caller: a fresh buffer is part of its time.
+        # Does not accept a caller's buffer, so its time includes a fresh buffer.
         Job(
             "flatten_stats (allocates)",
             lambda: ops.flatten_stats(tensors, scale=SCALE),
@@ -122,7 +125,7 @@ def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Aga
     copied = f"_foreach_copy_ into views, copy to {short}"
     chained = f"_foreach_mul, _foreach_copy_ into {short} views"
     there = against(into)
-    if bucket.device.type == "cuda" and there.baseline == into:  # many small ones
+    if bucket.device.type == "cuda" and there.baseline == into:  # many small tensors
         there = Against(copied, at_least=None if there.at_least is None else FEW_LAUNCHES)
     jobs = [
         Job(f"plain copy to {short}", lambda: narrow.copy_(bucket.other), mixed, Against(COPY)),
@@ -149,7 +152,7 @@ def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Aga
 
 
 def compiled_jobs(bucket: Bucket, report: Report) -> Callable[[Bucket], list[Job]]:
-    """The jobs of what Inductor makes of plain PyTorch, for buckets of these shapes."""
+    """The jobs with Inductor's code for plain PyTorch, for buckets of these shapes."""
     narrow = bucket.narrow[torch.bfloat16]
     there = compiled_or_none(report, plain.flatten, bucket.tensors, SCALE, narrow)
     back = compiled_or_none(report, plain.unflatten, narrow, SCALE, bucket.tensors)
@@ -174,7 +177,7 @@ def compiled_jobs(bucket: Bucket, report: Report) -> Callable[[Bucket], list[Job
 
 
 def memory_for_jobs(options: argparse.Namespace) -> int:
-    """Bytes that may be used."""
+    """The bytes that the jobs may use."""
     if options.memory_gib is not None:
         return int(options.memory_gib * 2**30)
     if options.device == "cuda":
@@ -183,7 +186,7 @@ def memory_for_jobs(options: argparse.Namespace) -> int:
 
 
 def fitting_shapes(name: str, bytes_per_element: int, report: Report) -> list[tuple[int, ...]]:
-    """The shapes of a list that fit into memory, from the first on; notes which ones do not."""
+    """The first shapes of a list, as many as fit into memory; notes the others."""
     shapes = read_shapes(name)
     fitting = leading(shapes, memory_for_jobs(report.options) // bytes_per_element)
     if not fitting:

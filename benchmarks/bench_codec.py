@@ -1,4 +1,4 @@
-"""Encoding and decoding gradients with each codec against a plain copy, on real shapes.
+"""Compares encoding and decoding of gradients by each codec with a plain copy, on real shapes.
 
 ``python benchmarks/bench_codec.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -22,23 +22,23 @@ import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.native.check_ops import check_finite
 
-#: The shapes that the targets are set for, for blocks whose values are rounded to the nearest.
+#: The shapes that have targets, for blocks with rounding to the nearest.
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
-MESSAGES = 4  # that are reduced to one
-SHARDS = (1, 2, 8)  # of a message: as many as ranks exchange it
-#: What memory gives to a reader and to a writer. Encoding does little but read, decoding little but
-#: write, so that neither can be faster.
+MESSAGES = 4  # messages that are reduced to one
+SHARDS = (1, 2, 8)  # shards of a message: one for each rank of an exchange
+#: The memory's speed for a reader and for a writer. Encoding does little else than read, and
+#: decoding little else than write, so neither can be faster.
 READ, WRITE = "plain read", "plain write"
 EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
 def bytes_per_element(codecs: Sequence[Codec], shards: int) -> int:
-    """Of all that one shape needs: five times its values, and each codec's messages.
+    """The memory for one shape: five times its values, and each codec's messages.
 
     Args:
-        codecs: those that are measured.
-        shards: how many numbers of shards are tried.
+        codecs: the measured ones.
+        shards: the number of different numbers of shards.
     """
     numel = 1 << 20
     messages = sum((MESSAGES + 1 + shards) * codec.nbytes(numel) for codec in codecs)
@@ -61,7 +61,10 @@ def jobs_of(
     shapes: str,
     shards: Sequence[int],
 ) -> list[Job]:
-    """Bytes: the fewest that must move, each value in float32 and each message once."""
+    """The jobs of a codec.
+
+    Bytes: the fewest that must move, each value in float32 and each message once.
+    """
     device, numel = error.device, error.numel()
     rounding = torch.tensor([1, 2], device=device) if codec.is_random else None
     jobs: list[Job] = []
@@ -73,7 +76,7 @@ def jobs_of(
         jobs.append(Job(f"{codec}: {name}", call, bytes_moved, Against(COPY, at_least=target)))
 
     def add_passes(count: int) -> None:
-        """Encoding and decoding a message in ``count`` shards."""
+        """Adds jobs that encode and decode a message in ``count`` shards."""
         message = torch.empty(codec.nbytes(numel, count), dtype=torch.uint8, device=device)
         given: dict[str, Any] = {"rounding": rounding, "shards": count}
         codec.encode(tensors, message, **given)
@@ -114,7 +117,7 @@ def jobs_of(
 
 
 class PlainQuantizer:
-    """8 bits and one scale for each block, in plain PyTorch and as Inductor compiles it."""
+    """8 bits and one scale for each block, in plain PyTorch and compiled by Inductor."""
 
     def __init__(self, tensors: list[Tensor], into: list[Tensor], report: Report) -> None:
         codes, steps = self.codes_of(tensors)
@@ -150,7 +153,7 @@ def all_jobs(
     shards: Sequence[int],
     quantizer: PlainQuantizer | None,
 ) -> list[Job]:
-    """The jobs of codecs on these tensors, with what memory gives before them."""
+    """The jobs of codecs on these tensors, after those that measure memory."""
     device = tensors[0].device
     numel = sum(tensor.numel() for tensor in tensors)
     error = torch.zeros(numel, device=device)
@@ -175,18 +178,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=list(SHARDS),
         metavar="N",
-        help="of messages, for codecs in shards (default: 1 2 8)",
+        help="numbers of shards of a message, for codecs with shards (default: 1 2 8)",
     )
     options.add_argument(
         "--codecs", nargs="+", choices=CODECS, default=list(CODECS), help="default: all"
     )
-    options.add_argument("--memory-gib", type=float, metavar="N", help="that may be used")
+    options.add_argument(
+        "--memory-gib", type=float, metavar="N", help="the memory that the jobs may use"
+    )
     options.add_argument(
         "--processes",
         type=int,
         default=1,
         metavar="N",
-        help="that measure it all, one after another; medians of them",
+        help="processes that measure everything, one after another; results are their medians",
     )
     parsed = parse(options, arguments)
     if parsed.shapes is None:

@@ -1,4 +1,4 @@
-"""What hooks of autograd cost, and a reducer that is made of them: PyTorch's and ours.
+"""Measures autograd hooks, and a reducer that uses them: PyTorch's and this library's.
 
 ``python benchmarks/bench_dispatch.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, autograd, hooks
 
-NODES = 500  # in one backward, each with one hook
+NODES = 500  # nodes of one backward, each with one hook
 BARE = "no hooks"
 PYTHON_AT_MOST, OPERATOR_AT_MOST, REDUCER_AT_MOST = 1.0, 0.5, 0.9
 VECTORS = "1000x64"
@@ -29,7 +29,7 @@ Register = Callable[[Any, Callable[..., Any]], object]
 
 
 def unchanged(*values: Any) -> None:
-    """What costs nothing but the call."""
+    """A hook that costs nothing but the call."""
 
 
 def changed(grad: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def changed_tuple(*values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 operator = torch.ops.aten.detach.default
 
-#: Of each stage: what its hooks are on, given a node's output, and PyTorch's registration and ours.
+#: For each stage: the object with the hooks, for a node's output; PyTorch's registration and ours.
 STAGES: dict[str, tuple[Callable[[Tensor], Any], Register, Register]] = {
     "tensor": (lambda out: out, Tensor.register_hook, autograd.register_hook),
     "pre": (
@@ -100,7 +100,7 @@ def with_hook(model: nn.Module, hook: hooks.Hook) -> nn.Module:
 
 
 def reducer_jobs() -> list[Job]:
-    """Backward on many small parameters, one process."""
+    """Jobs of a backward on many small parameters, in one process."""
 
     def at_most(ratio: float) -> Against:
         return Against("DDP", at_most=ratio)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.device != "cpu":
         options.error("only --device cpu is there")
     report = Report("bench_dispatch", parsed)
-    for threads in parsed.threads[:1]:  # backward on the CPU has one
+    for threads in parsed.threads[:1]:  # the CPU's backward has one
         torch.set_num_threads(threads)
         for kind, (stage, _, at_most) in KINDS.items():
             _, pytorchs, ours = STAGES[stage]

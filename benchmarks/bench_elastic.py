@@ -1,4 +1,4 @@
-"""Eight ranks, of which one after another is killed, stopped or cut off, and comes back.
+"""Trains with eight ranks. One after another is killed, stopped or cut off, and comes back.
 
 ``python benchmarks/bench_elastic.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -39,13 +39,13 @@ from netlab.lab import INTERFACE
 from torch_commhook.cli.text_data import TextData, held_out_windows, read_text, split_text
 
 RESULTS = FOLDER / "results" / "bench_elastic.json"
-#: Of the steps per second of ranks that nothing happens to.
+#: The least steps per second with faults, as a share of those without.
 KEPT_AT_LEAST = 0.977
-#: Of the loss of an undisturbed run.
+#: The most difference to the loss of an undisturbed run, as a share.
 LOSS_WITHIN = 0.01
 _STORE_PORT = 29400
-_SETTLES = 1.0  # after a rank's first step, the others may still be writing that down
-_COUNTED_FROM = 20  # the steps before are a warm-up
+_SETTLES = 1.0  # after a rank's first step, the others may still be writing theirs to the log
+_COUNTED_FROM = 20  # earlier steps are a warm-up
 _TEXT_BYTES = 16_000_000
 
 
@@ -54,7 +54,7 @@ _TEXT_BYTES = 16_000_000
 
 @contextmanager
 def store_on(lab: Lab, host: int) -> Iterator[subprocess.Popen[str]]:
-    """A store in a process of its own on a host."""
+    """A store in a separate process on a host."""
     command = ["ip", "netns", "exec", lab.namespace(host), sys.executable, "-m", "torch_commhook"]
     command += ["store", "--port", str(_STORE_PORT)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -72,7 +72,7 @@ def _begin(training: Training) -> None:
     """Start all ranks, and wait until each has done some steps.
 
     Raises:
-        LabError: one has not.
+        LabError: a rank has not done them.
     """
     for host in range(training.plan.ranks):
         training.start(host)
@@ -89,7 +89,7 @@ def _begin(training: Training) -> None:
 
 
 def _finish(training: Training) -> None:
-    """Wait until all ranks that are left have done the last step."""
+    """Wait until all remaining ranks have done the last step."""
 
     def all_ended() -> bool:
         return all(process.has_ended for process in training.processes)
@@ -104,13 +104,13 @@ def _steps_done(training: Training) -> int:
 
 
 def undisturbed(lab: Lab, plan: Plan, data: TextData, options: argparse.Namespace) -> Training:
-    """Train with nothing happening: so fast as is measured, and then as fast as it goes."""
+    """Train without faults: first at the measured pace, then as fast as possible."""
     training = Training(lab, plan, data)
     try:
         _begin(training)
         training.wait(lambda: False, options.calm_minutes * 60)
         rate = steps_per_second(step_times(training.logs), _COUNTED_FROM)
-        # The next copy that both runs have is that of the last step that this one has.
+        # The next copy that both runs have is after this one's last step.
         wanted = options.loss_steps or int(rate * options.minutes * 60)
         last = wanted + 2 * _COUNTED_FROM + plan.every
         training.end_at(max(last, _steps_done(training) + 2 * _COUNTED_FROM))
@@ -125,7 +125,7 @@ def undisturbed(lab: Lab, plan: Plan, data: TextData, options: argparse.Namespac
 def disturbed(
     lab: Lab, plan: Plan, data: TextData, options: argparse.Namespace
 ) -> tuple[Training, list[Fault], float, float]:
-    """Train with faults; gives the beginning of the time that counts, too, and its seconds."""
+    """Train with faults; also returns the beginning of the counted time, and its seconds."""
     training = Training(lab, plan, data)
     try:
         _begin(training)
@@ -141,7 +141,7 @@ def disturbed(
 
 
 def held_out_losses(plan: Plan, data: TextData) -> dict[int, float]:
-    """The loss on held-out text of each copy of the parameters, by its step."""
+    """The held-out loss of each copy of the parameters, by step."""
     windows = held_out_windows(data, rank=0, world_size=1, seq=plan.seq)
     model = elastic_rank.model_of(plan)
     losses = {}
@@ -156,13 +156,13 @@ def held_out_losses(plan: Plan, data: TextData) -> dict[int, float]:
 def rates_of(
     times: dict[int, float], begun: float, seconds: float, faults: Sequence[Fault]
 ) -> tuple[float, float]:
-    """Steps per second over the time that counts, and over its stretches without a fault.
+    """Steps per second over the counted time, and over its stretches without a fault.
 
     Args:
-        times: of all steps.
-        begun: when that time began.
-        seconds: how long it was.
-        faults: in it. A stretch begins when the lost rank has done a step again.
+        times: the times of all steps.
+        begun: the beginning of the counted time.
+        seconds: its length.
+        faults: the faults in it. A stretch begins when the lost rank has done a step again.
     """
     within = {step: t - begun for step, t in times.items() if 0 <= t - begun <= seconds}
     quiet_steps, quiet_seconds, since = 0, 0.0, 0.0
@@ -185,17 +185,17 @@ def figures_of(
     training: Training,
     begun: float,
 ) -> dict[str, Any]:
-    """What is measured, and whether it is good enough.
+    """The results, each with whether it meets its target.
 
     Args:
-        faults: all of them.
-        seconds: of the disturbed run.
+        faults: all faults.
+        seconds: the length of the disturbed run.
         rates: steps per second: undisturbed, disturbed, and in the stretches without a fault.
         losses: on held-out text, undisturbed and disturbed.
         training: the disturbed one.
-        begun: when the time that counts began.
+        begun: the beginning of the counted time.
     """
-    episodes = [(0.0, begun)]  # the beginning, and faults with all that follows from them
+    episodes = [(0.0, begun)]  # the beginning, and each fault until its effects end
     episodes += [
         (begun + each.at, begun + each.at + (each.away or HANG) + _SETTLES) for each in faults
     ]
@@ -238,7 +238,7 @@ def figures_of(
 
 
 def table_of(faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """For each kind of fault: how often, and the times that it took."""
+    """For each kind of fault: the number of faults, and their durations."""
     rows = []
     for kind in dict.fromkeys(fault.kind for fault in faults):
         own = [fault for fault in faults if fault.kind == kind]
@@ -252,7 +252,7 @@ def table_of(faults: Sequence[Fault]) -> list[dict[str, Any]]:
 
 
 def print_summary(figures: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Print the tables; whether all targets are met."""
+    """Print the tables; returns whether all targets are met."""
     print("| fault | times | seconds lost: median | most | seconds of joining: median | most |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -272,14 +272,14 @@ def print_summary(figures: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bo
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--faults", type=int, default=60, help="default: 60")
-    add("--minutes", type=float, default=30.0, help="of the run with faults (default: 30)")
+    add("--faults", type=int, default=60, help="number of faults (default: 60)")
+    add("--minutes", type=float, default=30.0, help="length of the run with faults (default: 30)")
     add(
         "--calm-minutes",
         type=float,
         default=5.0,
-        help="over which the steps of the undisturbed run are timed; it goes on as fast as it can "
-        "until it has as many as the other (default: 5)",
+        help="time over which the undisturbed run's steps are timed; it then goes on as fast as "
+        "possible to the other run's number of steps (default: 5)",
     )
     add(
         "--loss-steps",
@@ -287,17 +287,17 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="compare the losses after about so many steps (default: after all)",
     )
-    add("--seed", type=int, default=1, help="of the faults (default: 1)")
+    add("--seed", type=int, default=1, help="seed of the faults (default: 1)")
     add("--kinds", nargs="+", choices=(*KINDS, APART), default=list(KINDS))
-    add("--ranks", type=int, default=8, help="default: 8")
-    add("--grace", type=float, default=0.7, help="as of Elastic, in seconds (default: 0.7)")
+    add("--ranks", type=int, default=8, help="number of ranks (default: 8)")
+    add("--grace", type=float, default=0.7, help="Elastic's grace, in seconds (default: 0.7)")
     add(
         "--held",
         type=float,
         nargs=2,
         default=(1.5, 4.0),
         metavar="X",
-        help="for how many times the grace a rank is stopped or cut off, at least and at most "
+        help="how long a rank is stopped or cut off: least and greatest multiple of the grace "
         "(default: 1.5 4)",
     )
     add(
@@ -308,9 +308,18 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seconds until a new process begins, for its imports (default: 3)",
     )
     add("--pace", type=float, default=0.1, help="seconds of a step's computation (default: 0.1)")
-    add("--hook", default="error_feedback(blockwise(bits=4))", help="default: %(default)s")
-    add("--rate", type=rate_argument, default=parse_rate("1gbit"), help="default: 1gbit")
-    add("--keep", type=Path, metavar="FOLDER", help="where to keep what the ranks write")
+    add(
+        "--hook",
+        default="error_feedback(blockwise(bits=4))",
+        help="the hook (default: %(default)s)",
+    )
+    add(
+        "--rate",
+        type=rate_argument,
+        default=parse_rate("1gbit"),
+        help="rate of the links (default: 1gbit)",
+    )
+    add("--keep", type=Path, metavar="FOLDER", help="where to keep the files of the ranks")
     add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
     parsed = parser.parse_args(arguments)
     if parsed.faults < 1 or parsed.ranks < 3:
@@ -339,7 +348,7 @@ def plan_of(options: argparse.Namespace, lab: Lab, folder: Path) -> Plan:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both trainings; what is stored of them."""
+    """Runs both trainings; returns the results to store."""
     torch.set_num_threads(1)
     where = environment("cpu")
     data = split_text(read_text(None, _TEXT_BYTES, 64), 64)

@@ -1,7 +1,7 @@
-"""What a communication hook costs in backward: no DDP, DDP, PyTorch's hook, ours; one process.
+"""Measures a communication hook's cost in backward: no DDP, DDP, PyTorch's hook, ours; one process.
 
-With one process nothing travels, so that what remains is the hooks' own work: copies into and out
-of buckets, scaling, casts. ``python benchmarks/bench_hook.py --help`` shows the options; see
+A single process sends nothing, so only the hooks' own work remains: copies into and out of buckets,
+scaling, casts. ``python benchmarks/bench_hook.py --help`` shows the options; see
 benchmarks/README.md.
 """
 
@@ -23,7 +23,7 @@ from torch_commhook import attach, hooks
 
 ALONE = "no DDP"
 MODELS = {"200x65536": (200, 65536), "1000x64": (1000, 64)}
-#: What the costs must be, as a ratio to PyTorch's hook; set for 200x65536.
+#: The most cost, as a ratio to PyTorch's hook; for 200x65536.
 CAST_AT_MOST, ALLREDUCE_AT_MOST = 0.6, 1.0
 
 
@@ -43,7 +43,7 @@ class Vectors(nn.Module):
 
 
 def torch_bf16(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
-    """PyTorch's bf16_compress_hook under a name that DDP lets pass on the CPU."""
+    """PyTorch's bf16_compress_hook under a name that DDP accepts on the CPU."""
     return default_hooks.bf16_compress_hook(None, bucket)
 
 
@@ -67,7 +67,7 @@ def backward_job(name: str, model: nn.Module, against: Against | None) -> Job:
 
 
 def jobs_of(size: tuple[int, int], view: bool, device: torch.device, targets: bool) -> list[Job]:
-    """The ways to run backward, each with a model of its own."""
+    """Ways to run backward, each with its own model."""
 
     def against(baseline: str, at_most: float | None = None) -> Against:
         return Against(baseline, at_most=at_most if targets else None, beyond=ALONE)
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> Report:
         torch.set_num_threads(threads)
         for name in names:
             for view in (False, True):
-                # The targets are those of DDP as it is by default.
+                # The targets hold for DDP's defaults.
                 targets = name == "200x65536" and not view
                 jobs = jobs_of(MODELS[name], view, device, targets)
                 label = f"{name}{', gradient_as_bucket_view' if view else ''}"

@@ -1,4 +1,4 @@
-"""What a new rank costs the others, which gets the state of a training at once or in pieces.
+"""Measures the cost of a joining rank for the others: it gets the state at once or in pieces.
 
 ``python benchmarks/bench_joining.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -47,11 +47,11 @@ _LIMIT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         hook: an expression.
-        parameters: of the model, about so many.
+        parameters: of the model, approximately.
         rounds: in each, a rank joins in each way.
     """
 
@@ -61,7 +61,7 @@ class Plan:
 
 
 def end_together(store: Any, rank: int, ranks: int) -> None:
-    """Let rank 0 wait for all others: the store ends with its process."""
+    """Let rank 0 wait for all others, since the store ends with rank 0's process."""
     if store.add("ended", 1) == ranks:
         store.set("all ended", "")
     if rank == 0:
@@ -69,8 +69,8 @@ def end_together(store: Any, rank: int, ranks: int) -> None:
 
 
 def train(plan: Plan, store: Any, rank: int, ranks: int, name: str) -> dict[str, float]:
-    """A training in which the last rank joins; what that costs, as this rank has seen it."""
-    # Keys of this training alone. It outlives ranks, which rank 0 does, too.
+    """Trains until the last rank has joined; returns the cost as this rank has seen it."""
+    # Keys of this training alone: the store outlives the training's ranks.
     own = dist.PrefixStore(name, store)
     torch.manual_seed(rank)
     side = max(1, round((plan.parameters / 2) ** 0.5))
@@ -82,7 +82,7 @@ def train(plan: Plan, store: Any, rank: int, ranks: int, name: str) -> dict[str,
         model(torch.randn(_BATCH, side)).square().mean().backward()
         optimizer.step()
 
-    step()  # what a process does once
+    step()  # a process does some work only once
     optimizer.state.clear()
     is_new = rank == ranks - 1
     if is_new:
@@ -127,7 +127,7 @@ def train(plan: Plan, store: Any, rank: int, ranks: int, name: str) -> dict[str,
 
 
 def run_rank(path: Path) -> None:
-    """A rank on a host."""
+    """Runs a rank on a host."""
     torch.set_num_threads(1)
     plan = Plan(**json.loads(path.read_text()))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -144,7 +144,7 @@ def run_rank(path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     report = Report("bench_joining", options)
     plan = Plan(options.hook, int(options.parameters * 1e6), options.rounds)
     with tempfile.TemporaryDirectory() as name, Lab(options.hosts, options.rate) as lab:
@@ -172,10 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=5)
     add = options.add_argument
-    add("--hosts", type=int, default=4, help="the last of which joins (default: 4)")
-    add("--rate", type=rate_argument, default="200mbit", help="of links (default: 200mbit)")
-    add("--hook", default=HOOK, help="as train takes it")
-    add("--parameters", type=float, default=8.0, help="in millions (default: 8)")
+    add(
+        "--hosts", type=int, default=4, help="number of hosts, of which the last joins (default: 4)"
+    )
+    add(
+        "--rate", type=rate_argument, default="200mbit", help="rate of the links (default: 200mbit)"
+    )
+    add("--hook", default=HOOK, help="hook expression, as in train")
+    add("--parameters", type=float, default=8.0, help="millions of parameters (default: 8)")
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if runs_as_rank(parsed, run_rank):

@@ -1,4 +1,4 @@
-"""What a step of training takes over links of given rates and delays, with each hook.
+"""Measures a training step over links of given rates and delays, with each hook.
 
 ``python benchmarks/bench_link.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -45,9 +45,9 @@ DEFAULT_HOOKS = (
     "error_feedback(powersgd(rank=2))",
     *dict.fromkeys(phase for phases in PHASES.values() for phase in phases),
 )
-#: In the background of the steps between two exchanges.
+#: Exchanges in the background of the steps between two exchanges.
 STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
-#: For a rate and a delay each way, of the time with DDP and no hook.
+#: The most time for a rate and a delay each way, as a share of DDP's without a hook.
 AT_MOST = {
     (200_000_000, None, "cast()"): 0.53,
     (200_000_000, None, "blockwise()"): 0.33,
@@ -59,10 +59,10 @@ AT_MOST = {
     (200_000_000, 0.025, "powersgd(rank=2)"): 0.17,
     (200_000_000, 0.025, "error_feedback(topk(0.01))"): 0.16,
 }
-#: Of the time with no communication.
+#: The most time, as a multiple of that without communication.
 AT_MOST_ALONE = {STREAMED: 1.05}
 BASELINE = "DDP"
-#: While nothing is timed.
+#: The rate while nothing is timed.
 WARM_UP_RATE = "10gbit"
 PICTURE = FOLDER.parent / "docs" / "images" / "link.png"
 
@@ -77,10 +77,10 @@ def links_of(options: argparse.Namespace) -> list[Link]:
 
 
 def measure(plan: Plan, options: argparse.Namespace) -> dict[Link, dict[str, Samples]]:
-    """Run the ranks; link to job to its samples.
+    """Run the ranks; returns samples by link and job.
 
     Raises:
-        LabError: there can be no hosts here, or a rank has failed, which has said why.
+        LabError: this machine cannot make hosts, or a rank has failed and has printed the reason.
     """
     links = links_of(options)
     least = None if links[0][1] is None else 0.0
@@ -111,12 +111,12 @@ def _samples(rate: int, found: dict[str, object]) -> Samples:
 
 
 def means(seconds: Sequence[float], steps: int) -> list[float]:
-    """The mean of each turn of so many steps, of which few begin and end an exchange."""
+    """The means of groups of ``steps`` steps, since few steps begin or end an exchange."""
     return [statistics.fmean(seconds[i : i + steps]) for i in range(0, len(seconds), steps)]
 
 
 def jobs_on(link: Link, names: Sequence[str]) -> list[Job]:
-    """The jobs of a table, with the targets that are set for this link."""
+    """The jobs of a table, with the targets for this link."""
     jobs = []
     for name in names:
         against = None
@@ -129,7 +129,7 @@ def jobs_on(link: Link, names: Sequence[str]) -> list[Job]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     name = "bench_link" + "_far" * (options.delay is not None) + "_streamed" * options.streamed
     report = Report(name, options)
     report.environment["congestion_control"] = congestion_control()
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def draw(report: Report, rates: Sequence[int], path: Path) -> None:
-    """A picture of the step's time over the links' rate, a line for each job."""
+    """Draws the step's time over the links' rate, with a line for each job."""
     rows = [{"job": row.job, "seconds": row.seconds} for row in report.rows]
     draw_rates(times_of(rows, len(rates)), rates, path)
 
@@ -180,7 +180,7 @@ def format_caps(caps: Sequence[float]) -> str:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked as far as no hosts are needed for it."""
+    """The command line, with all checks that need no hosts."""
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=6, seconds=900.0)
     add = options.add_argument
@@ -189,14 +189,14 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=rate_argument,
         nargs="+",
         default=[parse_rate("200mbit"), parse_rate("1gbit")],
-        help="of the links, each way (default: 200mbit 1gbit)",
+        help="rates of the links, each way (default: 200mbit 1gbit)",
     )
     add(
         "--delay",
         type=delay_argument,
         nargs="+",
         metavar="MS",
-        help="of the links, each way: tables for each rate with each delay (default: none)",
+        help="delays of the links, each way: a table for each rate and delay (default: none)",
     )
     add(
         "--hooks",
@@ -211,17 +211,27 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[TrainConfig().bucket_cap_mb],
         metavar="MIB",
-        help="DDP's buckets, such as 5 or 2,12,14: a table for each (default: train's)",
+        help="sizes of DDP's buckets, such as 5 or 2,12,14: a table for each (default: train's)",
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
-    add("--steps", type=int, default=4, help="timed in each hook's turn of a round (default: 4)")
+    add(
+        "--steps",
+        type=int,
+        default=4,
+        help="timed steps in each hook's turn of a round (default: 4)",
+    )
     add(
         "--streamed",
         action="store_true",
         help=f"{STREAMED} alone, in turns of a round of its steps, beside no communication",
     )
     add("--warm-up", type=int, default=4, help="steps at the beginning of a turn (default: 4)")
-    add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
+    add(
+        "--timeout",
+        type=float,
+        default=3600.0,
+        help="limit for the ranks, in seconds (default: 3600)",
+    )
     add("--plot", type=Path, metavar="FILE", help="where to draw the times, for two rates or more")
     parsed = parse(options, arguments)
     use_one_thread(options, parsed)

@@ -1,7 +1,7 @@
-"""What compression costs in loss: ``train`` with each hook, over several seeds, beside none.
+"""Measures the loss with compression: ``train`` with each hook and without, over several seeds.
 
 ``python benchmarks/bench_loss.py --help`` shows the options; see benchmarks/README.md. A run takes
-minutes, so each is stored when it ends, and those that are stored are not run again.
+minutes, so each is stored when it ends. A stored run is not repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICTURES = FOLDER.parent / "docs" / "images"
 LINK_RESULTS = FOLDER / "results" / "bench_link.json"
 
 PLAIN = "allreduce()"
-#: Steps at four bits before a codec that sends less.
+#: The steps at four bits before a codec that sends less.
 _FIRST = 400
 
 
@@ -36,15 +36,15 @@ def _of_updates(hook: str) -> str:
 
 
 def _in_phases(codec: str) -> tuple[str, tuple[str, str]]:
-    """A hook of AdamW's updates (docs/local_sgd.md), and what it is in each phase."""
+    """A hook of AdamW's updates (docs/local_sgd.md), and its codec in each phase."""
     before, hook = "error_feedback(blockwise(bits=4))", f"error_feedback({codec})"
     whole = f"after({_FIRST}, {hook}, before={before})"
     return _of_updates(whole), (_of_updates(before), _of_updates(hook))
 
 
-#: Hooks that change after ``_FIRST`` steps, with what they are before and then.
+#: Hooks that change after ``_FIRST`` steps, with the codecs before and after that.
 PHASES = dict(_in_phases(codec) for codec in ("topk(0.01)", "powersgd(rank=2)"))
-#: Hooks, and how much more loss than with no compression is allowed; None: shown beside the others.
+#: Hooks, and the most loss relative to that without compression; None: only shown.
 AT_MOST: dict[str, float | None] = {
     "cast()": 1.01,
     "blockwise()": 1.01,
@@ -54,14 +54,14 @@ AT_MOST: dict[str, float | None] = {
     "error_feedback(topk(0.01))": None,
     "error_feedback(powersgd(rank=2))": None,
 }
-#: Steps between two points of a curve, each the mean of those since the one before.
+#: Steps between two points of a curve; each is the mean since the one before.
 _STRIDE = 20
 
 
 def train(
     hook: str, seed: int, steps: int, batch: int, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """One run, with more options of ``train``: its losses and bytes."""
+    """Runs ``train`` once, with more options; returns losses and bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch_commhook", "train", "--hook", hook]
         command += ["--seed", str(seed), "--steps", str(steps), "--batch", str(batch)]
@@ -89,14 +89,14 @@ def train(
 
 
 def has_buckets_of_train(run: dict[str, Any]) -> bool:
-    """Whether a run is as it would be in ``train``'s buckets of today."""
+    """Whether a run's buckets are those that ``train`` has today."""
     hook = parse_hook(run["hook"])
     depends = hook is not None and hook.is_lossy
     return not depends or run["bucket_cap_mb"] == list(TrainConfig().bucket_cap_mb)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each hook its mean losses over the seeds that the plain mean has too, and their ratio."""
+    """For each hook, its mean loss over the seeds that the plain runs have too, and the ratio."""
     plain = {run["seed"]: run for run in runs if run["hook"] == PLAIN}
     rows = []
     for hook in [PLAIN, *AT_MOST]:
@@ -124,7 +124,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]], what: str = "hook") -> bool:
-    """Print the table, whose first column is ``what``; whether no target is missed."""
+    """Print the table with ``what`` as the first column; returns whether all targets are met."""
     columns = [what, "seeds", "loss", "held-out", "ratio", "target"]
     more = "MB per step"
     columns += ["MB sent per step"] * any(more in row for row in rows)
@@ -146,7 +146,7 @@ def print_table(rows: Sequence[dict[str, Any]], what: str = "hook") -> bool:
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> None:
-    """Loss over bytes sent, and over the time on a link, of the first seed."""
+    """Draws the loss over the sent bytes, and over the time on a link, for the first seed."""
     seed = min(run["seed"] for run in runs)
     own = [run for run in runs if run["seed"] == seed and run["hook"] in (PLAIN, *AT_MOST)]
     sent = [[sent / 1e6 for sent in run["bytes_sent"]] for run in own]
@@ -163,7 +163,7 @@ def _phases(hook: str) -> tuple[str, str]:
 
 
 def _times(run: dict[str, Any], seconds: dict[str, float]) -> list[float]:
-    """When each point of its curve was reached."""
+    """The times of the points of a run's curve."""
     first, then = (seconds[phase] for phase in _phases(run["hook"]))
     steps = [_STRIDE * (i + 1) for i in range(len(run["curve"]))]
     return [first * min(step, _FIRST) + then * max(step - _FIRST, 0) for step in steps]
@@ -182,7 +182,7 @@ def _curves(
 
 
 def _step_seconds() -> dict[str, float]:
-    """What ``bench_link`` has measured at 200 Mbit/s, with the buckets that it tried first."""
+    """Step times of ``bench_link`` at 200 Mbit/s, with the first buckets that it tried."""
     if not LINK_RESULTS.exists():
         return {}
     rows = json.loads(LINK_RESULTS.read_text())["rows"]
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=2, help="sequences of each rank in a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--hooks", nargs="+", default=[PLAIN, *AT_MOST], metavar="HOOK")
-    parser.add_argument("--again", action="store_true", help="forget what is stored")
+    parser.add_argument("--again", action="store_true", help="ignore stored runs")
     options = parser.parse_args()
     stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
     if RESULTS.exists() and not options.again:

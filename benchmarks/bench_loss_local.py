@@ -1,7 +1,7 @@
-"""What compression costs in loss with ``local_sgd``, whose ranks exchange once in H steps.
+"""Measures the loss with compression in ``local_sgd``: ranks exchange once in H steps.
 
 ``python benchmarks/bench_loss_local.py --help`` shows the options; see benchmarks/README.md. A run
-takes a minute, so each is stored when it ends, and those that are stored are not run again.
+takes a minute, so each is stored when it ends. A stored run is not repeated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bench_loss import train
 from machine import FOLDER, environment
 
 RESULTS = FOLDER / "results" / "bench_loss_local.json"
-#: Its 0.46 million parameters are few enough for many rounds in a minute.
+#: With 0.46 million parameters, a minute has many rounds.
 MODEL = {"layers": 2, "dim": 128, "heads": 4, "seq": 64}
-#: Steps from exchange to exchange.
+#: Steps from one exchange to the next.
 ROUNDS = (15, 30)
 
 _MEAN = "outer=outer_sgd(1.0, 0.0)"
@@ -29,8 +29,8 @@ class Job(NamedTuple):
     """A way to exchange.
 
     Attributes:
-        arguments: those of ``local_sgd`` after ``H``.
-        at_most: its greatest ratio of held-out losses to the plain job; None: it has no target.
+        arguments: the arguments of ``local_sgd`` after ``H``.
+        at_most: the greatest ratio of its held-out loss to the plain job's; None: no target.
         only_at_the_end: whether its only exchange is after the last step.
     """
 
@@ -63,11 +63,11 @@ JOBS = (
 
 
 def table(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """For each H and job its mean losses over the seeds that the plain job has, and their ratio.
+    """For each H and job, the mean loss over the seeds that the plain job has, and the ratio.
 
     Args:
-        runs: those of so many steps.
-        steps: see there.
+        runs: runs of ``steps`` steps.
+        steps: the length of the runs.
     """
     found = {(run["hook"], run["seed"]): run for run in runs}
     rows = []
@@ -103,7 +103,7 @@ def table(runs: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether a row of :func:`table` keeps to its target."""
+    """Whether a row of :func:`table` meets its target."""
     return row["at_most"] is None or row["ratio"] <= row["at_most"]
 
 
@@ -131,8 +131,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1800, help="a multiple of 30")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each rank in a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--only", metavar="TEXT", help="hooks with this text, and the plain ones")
-    parser.add_argument("--again", action="store_true", help="forget what is stored")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only hooks with this text, and the plain ones"
+    )
+    parser.add_argument("--again", action="store_true", help="ignore stored runs")
     options = parser.parse_args()
     if options.steps < 1 or options.steps % max(ROUNDS):
         parser.error(f"argument --steps: must be a multiple of {max(ROUNDS)}, got {options.steps}")

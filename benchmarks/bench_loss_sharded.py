@@ -1,7 +1,7 @@
-"""What compression costs in loss on sharded models: ``train --parallel``, over several seeds.
+"""Measures the loss with compression on sharded models: ``train --parallel``, several seeds.
 
 ``python benchmarks/bench_loss_sharded.py --help`` shows the options; see benchmarks/README.md. A
-run takes minutes, so each is stored when it ends, and those that are stored are not run again.
+run takes minutes, so each is stored when it ends. A stored run is not repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from machine import FOLDER, environment
 
 RESULTS = FOLDER / "results" / "bench_loss_sharded.json"
 RANKS = 4
-#: Its 3.3 million parameters are few enough to train on four ranks that share two processors.
+#: Its 3.3 million parameters can train on four ranks that share two processors.
 MODEL = {"layers": 4, "dim": 256, "heads": 4, "seq": 128}
 
 
@@ -26,9 +26,9 @@ class Job(NamedTuple):
     """A way to train.
 
     Attributes:
-        parallel: ``fsdp`` or ``hsdp``, of which the latter has two replicas.
-        hook: its expression.
-        shard_hook: that of the reduce-scatters, in ``hsdp``.
+        parallel: ``fsdp``, or ``hsdp`` with two replicas.
+        hook: the hook's expression.
+        shard_hook: the hook of the reduce-scatters, in ``hsdp``.
         weights: the codec of the all-gathers.
     """
 
@@ -39,14 +39,14 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The name in tables."""
         more = {"shard_hook": self.shard_hook, "weights": self.weights}
         named = [f"{name}={value}" for name, value in more.items() if value is not None]
         return ", ".join([f"{self.parallel}: {self.hook}", *named])
 
     @property
     def options(self) -> list[str]:
-        """Those of ``train``, beside the hook."""
+        """The options of ``train``, without the hook."""
         options = ["--parallel", self.parallel, "--ranks", str(RANKS)]
         for name, value in (("--shard-hook", self.shard_hook), ("--weights", self.weights)):
             if value is not None:
@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
 
 _INT8 = "blockwise()"
-#: Jobs, and how much more loss than the same way of sharding without compression is allowed.
+#: Jobs, and the most loss relative to the same sharding without compression.
 JOBS: dict[Job, float | None] = {
     Job("fsdp"): None,
     Job("fsdp", _INT8, weights=_INT8): 1.01,
@@ -66,7 +66,7 @@ JOBS: dict[Job, float | None] = {
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each job its mean losses over the seeds that the plain one has too, and their ratio."""
+    """For each job, its mean loss over the seeds that the plain job has too, and the ratio."""
     found = {(run["job"], run["seed"]): run for run in runs}
     rows = []
     for job, at_most in JOBS.items():
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=1, help="sequences of each rank in a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--again", action="store_true", help="forget what is stored")
+    parser.add_argument("--again", action="store_true", help="ignore stored runs")
     options = parser.parse_args()
     stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
     if RESULTS.exists() and not options.again:

@@ -1,4 +1,4 @@
-"""What a step costs in each mode: our reducer, DDP, and DDP with its Python reducer.
+"""Measures a step in each mode: this library's reducer, DDP, and DDP with its Python reducer.
 
 ``python benchmarks/bench_modes.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -90,7 +90,7 @@ def python_reducer_with_ours(model: nn.Module) -> nn.Module:
 
 
 def together(call: Callable[[], object]) -> Callable[[], object]:
-    """``call``, and then all ranks at once."""
+    """Calls ``call``, then waits for all ranks."""
     if dist.get_world_size() == 1:
         return call
 
@@ -112,7 +112,7 @@ def backward_job(name: str, model: nn.Module, against: Against | None = None) ->
 
 
 def compiled_job(name: str, model: nn.Module, against: Against | None = None) -> Job:
-    """A whole step, its forward compiled and its backward by compiled autograd."""
+    """A whole step with a compiled forward, and its backward by compiled autograd."""
     mode = "python_reducer" if isinstance(model, DDP) else "ddp_optimizer"
     forward = torch.compile(model)
 
@@ -126,7 +126,7 @@ def compiled_job(name: str, model: nn.Module, against: Against | None = None) ->
         model.zero_grad(set_to_none=True)
 
     job = Job(name, step, against=against, prepare=together(zero))
-    for _ in range(3):  # compile
+    for _ in range(3):  # compiles
         assert job.prepare is not None
         job.prepare()
         step()
@@ -159,8 +159,8 @@ def eager_jobs(name: str) -> list[Job]:
 def compiled_jobs(name: str) -> list[Job]:
     baseline = "DDP's Python reducer"
     limit = Against(baseline, at_most=PYTHON_REDUCER_AT_MOST)
-    # Its hooks are for single parameters, and Inductor puts their collectives together. Compiled
-    # first: attaching ours switches that off.
+    # Its hooks are for single parameters, and Inductor joins their collectives. Compiled first,
+    # since attaching ours switches that off.
     jobs = [compiled_job(baseline, python_reducer(make(name)))]
     jobs.append(compiled_job(ALONE, make(name)))
     jobs.append(compiled_job("reducer", reducer(make(name)), limit))
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.ranks == 1:
             rank_main(0, parsed, 1, store)
         else:
-            parsed.seconds = float("inf")  # all ranks must run as many rounds
+            parsed.seconds = float("inf")  # all ranks must run equally many rounds
             mp.spawn(rank_main, args=(parsed, parsed.ranks, store), nprocs=parsed.ranks)
     return 0
 

@@ -1,7 +1,7 @@
-"""What ``commhook plan`` foretells of a step, beside what ``bench_link`` has measured.
+"""Compares the step times that ``commhook plan`` predicts with those of ``bench_link``.
 
 ``python benchmarks/bench_plan.py`` plans for the models, buckets and links of bench_link's stored
-results, on the machine that they are of; see benchmarks/README.md.
+results, on the machine that measured them; see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.planning import bucket_sizes, measure, plan
 
 RESULTS = FOLDER / "results"
-#: Of the measured time.
+#: The most error, as a share of the measured time.
 AT_MOST = 0.20
 
 
 def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measured and the foretold step time for each link and hook of bench_link's results."""
+    """The measured and the predicted step time for each link and hook of bench_link's results."""
     config = TrainConfig()
     elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
     caps = results["options"]["bucket_cap_mb"][0]

@@ -1,7 +1,7 @@
-"""What goes through process groups: collectives of groups in Python, and broadcast_coalesced.
+"""Measures process groups: collectives of groups in Python, and broadcast_coalesced.
 
-Collectives on one rank, where all that is left is the way to the group. broadcast_coalesced on real
-shapes: on one rank through a group that sends nothing, which leaves the copies, and on two ranks.
+Collectives on one rank measure only the call of the group. broadcast_coalesced on real shapes runs
+on one rank through a group that sends nothing, which measures the copies, and on two ranks.
 ``python benchmarks/bench_process_group.py --help`` shows the options; see benchmarks/README.md.
 """
 
@@ -29,7 +29,7 @@ from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGr
 
 RANKS = 2
 MODELS = ("resnet50", "gpt2")
-#: In MiB: what DDP broadcasts a model with, and the size of its first bucket.
+#: In MiB: DDP's buffer when it broadcasts a model, and the size of its first bucket.
 BUFFER_SIZES = (250, 1)
 BROADCAST_AT_MOST = 0.7
 WRAPPER_AT_MOST = 20e-6  # seconds more than Gloo
@@ -52,7 +52,7 @@ class Silent(ProcessGroup):
 
 
 def together(call: Callable[[], object]) -> Callable[[], object]:
-    """``call``, until the slowest rank is through."""
+    """Calls ``call``, then waits for the slowest rank."""
 
     def run() -> None:
         call()
@@ -62,7 +62,7 @@ def together(call: Callable[[], object]) -> Callable[[], object]:
 
 
 class Measuring:
-    """Measures jobs on one rank, or on all, whose first one reports."""
+    """Measures jobs on one rank, or on all ranks; the first one reports."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -73,8 +73,9 @@ class Measuring:
             self.report.run(group, make(), title)
 
     def on_all_ranks(self, group: str, jobs: Sequence[Job], title: str) -> None:
-        """Each job must have a ``prepare``, since a sample is then one call on every rank."""
-        limit, self.options.seconds = self.options.seconds, float("inf")  # as many rounds
+        """Measures on all ranks. Each job needs ``prepare``: a sample is one call on every rank."""
+        # All ranks must run equally many rounds.
+        limit, self.options.seconds = self.options.seconds, float("inf")
         if self.report is not None:
             self.report.run(group, jobs, title)
         else:
@@ -87,8 +88,7 @@ class Measuring:
 
 
 def parameters(model: str, *, contiguous: bool = True) -> list[Tensor]:
-    """Tensors of the shapes of a model; where they are not contiguous, with a gap after each row
-    of memory."""
+    """Tensors with a model's shapes; if not contiguous, with a gap after each row of memory."""
     torch.manual_seed(0)
     shapes = read_shapes(model)
     if contiguous:
@@ -126,7 +126,7 @@ def broadcast_jobs(
 
 
 def bench_broadcast_copies(measuring: Measuring) -> None:
-    """What is left where nothing travels: the copies into and out of buffers."""
+    """Measures only the copies into and out of buffers: nothing is sent."""
     options = measuring.options
     for threads in options.threads:
         torch.set_num_threads(threads)
@@ -163,7 +163,7 @@ def completed(tensors: list[Tensor]) -> torch.futures.Future:
 
 
 class PyTorchs(dist.ProcessGroup):
-    """A group in Python as PyTorch has them."""
+    """A Python group of PyTorch's kind."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return _create_work_from_future(completed(tensors))
@@ -184,13 +184,13 @@ class Ours(ProcessGroup):
 
 
 def functional_all_reduce(tensor: Tensor, name: str) -> Callable[[], object]:
-    """From C++, as DDP and compiled code do it, and waited for."""
+    """Calls the functional all-reduce as DDP and compiled code do, from C++, and waits for it."""
     operators = torch.ops._c10d_functional
     return lambda: operators.wait_tensor(operators.all_reduce(tensor, "sum", name))
 
 
 def bench_python_groups(measuring: Measuring) -> None:
-    """A collective that does nothing, through a group in Python."""
+    """Measures a collective that does nothing, through a Python group."""
     torch.set_num_threads(1)
 
     def jobs() -> list[Job]:
@@ -216,7 +216,7 @@ def bench_python_groups(measuring: Measuring) -> None:
 
 
 def bench_wrapper(measuring: Measuring) -> None:
-    """What a wrapper adds to a call of Gloo's."""
+    """Measures the time that a wrapper adds to a call of Gloo's."""
     torch.set_num_threads(1)
     alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
 

@@ -1,4 +1,4 @@
-"""How many round trips a step takes with each hook: the slope of its time over links' delays.
+"""Measures the round trips of a step with each hook: the slope of its time over links' delays.
 
 ``python benchmarks/bench_round_trips.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -32,11 +32,11 @@ from link_rank import WARM_UP, goes_on, set_link
 
 from torch_commhook.hooks.expressions import NO_HOOK
 
-#: Fast enough that the bytes of a step do not count.
+#: Fast enough that a step's bytes take no time.
 RATE = "10gbit"
 BUCKETS = 25
 BASELINE = "DDP"
-#: Round trips that a step may take, by the number of ranks.
+#: The most round trips of a step, by the number of ranks.
 MOST = {
     "allreduce()": {2: 3, 8: 3},
     "cast()": {2: 3, 8: 3},
@@ -46,7 +46,7 @@ MOST = {
     "topk(0.01)": {2: 3, 8: 2},
     "powersgd(rank=2)": {2: 4, 8: 5},
 }
-#: Steps in a turn on a link, before those that are timed: TCP learns how much it may send.
+#: Untimed steps at the beginning of a turn on a link: TCP enlarges its window in them.
 UNTIMED = 2
 LEAST_ROUNDS = 2
 _LIMIT = timedelta(minutes=5)
@@ -54,15 +54,15 @@ _LIMIT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         hooks: hook expressions, and ``NO_HOOK`` for DDP alone.
-        links: how many there are, of other delays.
-        width: of a layer, which is a bucket.
-        steps: that are timed in a turn.
+        links: the number of links, which have different delays.
+        width: of a layer; each layer is a bucket.
+        steps: timed steps in a turn.
         rounds: in each, every hook has a turn on all links.
-        seconds: after which no round begins, once there were a few.
+        seconds: after these, no further round begins, once there were a few.
     """
 
     hooks: list[str]
@@ -74,7 +74,7 @@ class Plan:
 
 
 def measure_rank(plan: Plan, folder: Path) -> list[dict[str, list[float]]]:
-    """For each link, hook to the seconds of its steps on the slowest rank."""
+    """The seconds of steps on the slowest rank, by link and hook."""
     rank = dist.get_rank()
     order = list(plan.hooks)
     shuffle = random.Random(0).shuffle  # the same on all ranks
@@ -103,7 +103,7 @@ def measure_rank(plan: Plan, folder: Path) -> list[dict[str, list[float]]]:
 
 
 def run_rank(path: Path) -> None:
-    """A rank on a host."""
+    """Runs a rank on a host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_LIMIT)
     found = measure_rank(Plan(**json.loads(path.read_text())), path.parent)
@@ -114,12 +114,12 @@ def run_rank(path: Path) -> None:
 
 
 def slope(delays: Sequence[float], seconds: Sequence[float]) -> float:
-    """Round trips in a step: how its seconds grow with the seconds of a round trip."""
+    """The round trips in a step: the slope of its seconds over the seconds of a round trip."""
     return statistics.linear_regression([2 * delay for delay in delays], seconds).slope
 
 
 def add_table(report: Report, hosts: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Measure steps of so many ranks; how many hooks are within their limit, and of how many."""
+    """Measure steps with a number of ranks; returns how many hooks meet their limit, and all."""
     names = [NO_HOOK, *options.hooks]
     plan = Plan(
         names, len(options.delay), options.width, options.steps, options.rounds, options.seconds
@@ -152,7 +152,7 @@ def add_table(report: Report, hosts: int, options: argparse.Namespace) -> tuple[
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     report = Report("bench_round_trips", options)
     counts = [add_table(report, hosts, options) for hosts in options.hosts]
     within, limited = (sum(column) for column in zip(*counts, strict=True))
@@ -165,18 +165,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3, seconds=300.0)
     add = options.add_argument
-    add("--hosts", type=int, nargs="+", default=[2, 8], help="of the labs (default: 2 8)")
+    add(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[2, 8],
+        help="numbers of hosts, one lab each (default: 2 8)",
+    )
     add(
         "--delay",
         type=delay_argument,
         nargs="+",
         default=[0.0005, 0.005, 0.025, 0.05],
         metavar="MS",
-        help="of the links, each way, two or more (default: 0.5 5 25 50)",
+        help="delays of the links, each way, two or more (default: 0.5 5 25 50)",
     )
-    add("--hooks", nargs="+", metavar="HOOK", default=list(MOST), help="as train takes them")
-    add("--width", type=int, default=64, help="of a layer, which is a bucket (default: 64)")
-    add("--steps", type=int, default=2, help="timed in each turn (default: 2)")
+    add(
+        "--hooks",
+        nargs="+",
+        metavar="HOOK",
+        default=list(MOST),
+        help="hook expressions, as in train",
+    )
+    add(
+        "--width",
+        type=int,
+        default=64,
+        help="width of a layer; each layer is a bucket (default: 64)",
+    )
+    add("--steps", type=int, default=2, help="timed steps in each turn (default: 2)")
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if runs_as_rank(parsed, run_rank):

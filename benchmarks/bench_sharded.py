@@ -1,4 +1,4 @@
-"""What a step takes on sharded models whose shards or replicas are on hosts far apart.
+"""Measures a step of sharded models with shards or replicas on distant hosts.
 
 ``python benchmarks/bench_sharded.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -29,7 +29,7 @@ from sharded_rank import ALONE, BFLOAT16, FLOAT32, WEIGHTS, Plan
 RANKS = 4
 INT8 = f"blockwise(){WEIGHTS}blockwise()"
 INT4 = "error_feedback(blockwise(bits=4))"
-#: Hosts, replicas of the model, jobs, and the targets of times that of the first or second job.
+#: Hosts, replicas of the model, jobs, and the most time relative to the first or second job.
 SETTINGS: dict[str, tuple[int, int, list[str], dict[tuple[str, str], float]]] = {
     "fsdp": (
         4,
@@ -48,10 +48,10 @@ PICTURE = FOLDER.parent / "docs" / "images" / "sharded.png"
 
 
 def measure(plan: Plan, hosts: int, options: argparse.Namespace) -> dict[str, Samples]:
-    """Run the ranks; job to its samples.
+    """Run the ranks; returns samples by job.
 
     Raises:
-        LabError: there can be no hosts here, or a rank has failed, which has said why.
+        LabError: this machine cannot make hosts, or a rank has failed and has printed the reason.
     """
     with (
         tempfile.TemporaryDirectory() as name,
@@ -77,7 +77,7 @@ def measure(plan: Plan, hosts: int, options: argparse.Namespace) -> dict[str, Sa
 def jobs_of(
     names: Sequence[str], targets: dict[tuple[str, str], float], baseline: str
 ) -> list[Job]:
-    """The jobs of a table, each beside a baseline."""
+    """The jobs of a table, with their baselines."""
     jobs = []
     for name in names:
         against = None
@@ -88,7 +88,7 @@ def jobs_of(
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     report = Report("bench_sharded", options)
     report.environment["congestion_control"] = congestion_control()
     for name in options.settings:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A picture of the steps' times, a group of bars for each setting."""
+    """Draws the steps' times, with a group of bars for each setting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,7 +125,7 @@ def draw(report: Report, path: Path) -> None:
         if baseline == FLOAT32:
             found.setdefault(setting, {})[row.job] = row.seconds
     figure = Figure(figsize=(9, 2.2 + 1.4 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    FigureCanvasAgg(figure)  # pyplot would look for a display
     panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     words = {
         "fsdp": "four hosts: gradients and parameters travel",
@@ -144,18 +144,38 @@ def draw(report: Report, path: Path) -> None:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked as far as no hosts are needed for it."""
+    """The command line, with all checks that need no hosts."""
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=5, seconds=300.0)
     add = options.add_argument
-    add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="of the links (200mbit)")
-    add("--delay", type=delay_argument, metavar="MS", help="of the links, each way (default: none)")
+    add(
+        "--rate",
+        type=rate_argument,
+        default=parse_rate("200mbit"),
+        help="rate of the links (200mbit)",
+    )
+    add(
+        "--delay",
+        type=delay_argument,
+        metavar="MS",
+        help="delay of the links, each way (default: none)",
+    )
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seq", type=int, default=64, help="bytes of a sequence (default: 64)")
-    add("--steps", type=int, default=3, help="timed in each job's turn of a round (default: 3)")
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        help="timed steps in each job's turn of a round (default: 3)",
+    )
     add("--warm-up", type=int, default=2, help="steps at the beginning of a turn (default: 2)")
-    add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
+    add(
+        "--timeout",
+        type=float,
+        default=3600.0,
+        help="limit for the ranks, in seconds (default: 3600)",
+    )
     add("--plot", type=Path, metavar="FILE", help="where to draw the times")
     parsed = parse(options, arguments)
     use_one_thread(options, parsed)

@@ -1,4 +1,4 @@
-"""ThrottledProcessGroup against a link: the same operations and steps over both.
+"""Compares ThrottledProcessGroup with a link: the same operations and steps over both.
 
 ``python benchmarks/bench_throttle.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -42,31 +42,31 @@ HOOKS = (
     "topk(0.01)",
     "powersgd(rank=2)",
 )
-#: Layers, each a bucket, and their width.
+#: Numbers of layers and their width; each layer is a bucket.
 MODELS = ((25, 256), (5, 750))
-#: How much longer or shorter a step may be through the group than over the link.
+#: The most difference between a step through the group and one over the link, as a share.
 MOST_OFF = 0.15
-#: Calls in a turn: after a pause TCP begins slowly.
+#: Calls in a turn: TCP is slow after a pause.
 UNTIMED, TIMED = 1, 2
 LEAST_ROUNDS = 2
 _LIMIT = timedelta(minutes=5)
 
-#: By call: its seconds over the link, and through the group.
+#: By call: the seconds over the link, and through the group.
 Times = dict[str, tuple[list[float], list[float]]]
 Calls = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         rate: of the link, each way, in bits per second.
         delay: of the link, each way, in seconds.
         burst: of the link after a pause, in bytes.
-        near: the interface of a network without either.
+        near: the interface of a network without a limit or a delay.
         rounds: in each, every call has its turns.
-        seconds: after which no round begins, once there were a few.
+        seconds: after these, no further round begins, once there were a few.
     """
 
     rate: int
@@ -78,7 +78,7 @@ class Plan:
 
 
 def operations(group: dist.ProcessGroup, megabytes: int) -> Calls:
-    """The operations that are compared, on tensors of so many megabytes."""
+    """The operations to compare, on tensors of so many megabytes."""
     ranks = group.size()
     whole = torch.ones(megabytes * 250_000)
     part = torch.ones(whole.numel() // ranks)
@@ -92,7 +92,7 @@ def operations(group: dist.ProcessGroup, megabytes: int) -> Calls:
 
 
 def steps(group: dist.ProcessGroup, layers: int, width: int) -> Calls:
-    """Backwards that are compared, of a model whose layers are a bucket each."""
+    """Backwards to compare, of a model with one bucket for each layer."""
     calls: Calls = {}
     for text in HOOKS:
         step, _ = step_of(text, layers, width, group)
@@ -101,8 +101,8 @@ def steps(group: dist.ProcessGroup, layers: int, width: int) -> Calls:
 
 
 def all_calls(group: dist.ProcessGroup, interface: str) -> Calls:
-    """What is compared, over a group of one interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface  # of groups that hooks make
+    """All calls to compare, over a group on one interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface  # for groups that hooks make
     calls: Calls = {}
     for megabytes in MEGABYTES:
         calls |= operations(group, megabytes)
@@ -125,7 +125,7 @@ def time_turn(call: Callable[[], object]) -> list[float]:
 
 
 def run_rank(path: Path) -> None:
-    """A rank on a host, which has a link and a network that is near."""
+    """Runs a rank on a host with a link and a near network."""
     plan = Plan(**json.loads(path.read_text()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_LIMIT)
@@ -140,7 +140,7 @@ def run_rank(path: Path) -> None:
     for number in range(plan.rounds):
         if not goes_on(dist.get_rank(), number < LEAST_ROUNDS or time.perf_counter() < end):
             break
-        for name in link:  # one beside the other, whatever else the machine does
+        for name in link:  # one after the other, under the same load of the machine
             for calls, found in zip((link, throttled), times[name], strict=True):
                 found += time_turn(calls[name])
     if dist.get_rank() == 0:
@@ -150,7 +150,7 @@ def run_rank(path: Path) -> None:
 
 
 def measure(hosts: int, rate: int, delay: float, options: argparse.Namespace) -> Times:
-    """Call to its seconds over the link, and through the group."""
+    """The seconds over the link and through the group, by call."""
     with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=delay or None) as lab:
         near, burst = lab.add_near_network(), lab.burst_at(rate)
         plan = Plan(rate, delay, burst, near, options.rounds, options.seconds)
@@ -159,7 +159,7 @@ def measure(hosts: int, rate: int, delay: float, options: argparse.Namespace) ->
 
 
 def compare(report: Report, options: argparse.Namespace, hosts: int, delay: float) -> None:
-    """Add the tables of a link's rates and one delay to a report."""
+    """Add the tables of links with one delay to a report."""
     for rate in options.rates:
         jobs, samples = [], {}
         for call, seconds in measure(hosts, rate, delay, options).items():
@@ -188,13 +188,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=4, seconds=150.0)
     add = options.add_argument
-    add("--hosts", type=int, nargs="+", default=[2, 4], help="of the labs (default: 2 4)")
+    add(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[2, 4],
+        help="numbers of hosts, one lab each (default: 2 4)",
+    )
     add(
         "--rates",
         type=rate_argument,
         nargs="+",
         default=[parse_rate("200mbit")],
-        help="of the links, each way (default: 200mbit)",
+        help="rates of the links, each way (default: 200mbit)",
     )
     add(
         "--delay",
@@ -202,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[0.0, 0.025],
         metavar="MS",
-        help="of the links, each way (default: 0 25)",
+        help="delays of the links, each way (default: 0 25)",
     )
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)

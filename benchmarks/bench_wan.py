@@ -1,7 +1,7 @@
-"""Wall-clock time to the loss that plain DDP has after 1,000 steps, over a slow and far link.
+"""Measures the time to plain DDP's loss after 1,000 steps, over a slow and distant link.
 
 ``python benchmarks/bench_wan.py --help`` shows the options; see benchmarks/README.md. Each run is
-stored when it ends, and those that are stored are not run again.
+stored when it ends. A stored run is not repeated.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ BASELINE = "DDP"
 _CODEC = "error_feedback(blockwise(bits=4))"
 STREAMED = f"local_sgd(10, delay=8, mix=0.5, hook={_CODEC})"
 WAYS = (NO_HOOK, "pytorch-powersgd", _CODEC, *TORCHFT, f"local_sgd(10, hook={_CODEC})", STREAMED)
-#: Each way's rounds end after a multiple of so many steps.
+#: The rounds of all ways end after multiples of this many steps.
 _ROUND = 30
-#: Of DDP's time to its last loss.
+#: The most time, as a share of DDP's time to its last loss.
 AT_MOST = {STREAMED: 0.10}
 _TIMEOUT = 4 * 3600.0
 
 
 def steps_of(way: str, options: argparse.Namespace) -> int:
-    """How many steps a way takes: those that exchange parameters learn less in each, and faster."""
+    """The steps of a way: with exchanges of parameters, a step learns less and is faster."""
     if way == NO_HOOK:
         return int(options.steps)
     is_local = way in TORCHFT or way.startswith("local_sgd(")
@@ -76,7 +76,7 @@ def plans_of(options: argparse.Namespace) -> list[Plan]:
 
 
 def run_plan(plan: Plan, rate: int, delay: float) -> dict[str, Any]:
-    """Train over a link; what ``wan_rank.Figures`` holds."""
+    """Train over a link; returns a dict with the fields of ``wan_rank.Figures``."""
     with tempfile.TemporaryDirectory() as name, Lab(HOSTS, rate, delay=delay) as lab:
         found: dict[str, Any] = run_ranks(
             lab, Path(name), "wan_rank.py", plan, timeout=_TIMEOUT, grace=30.0
@@ -85,7 +85,7 @@ def run_plan(plan: Plan, rate: int, delay: float) -> dict[str, Any]:
 
 
 def seconds_to(run: dict[str, Any], loss: float) -> float | None:
-    """When a run had this held-out loss first; None if never."""
+    """The time at which a run first had this held-out loss; None if never."""
     for seconds, own in zip(run["seconds"], run["losses"], strict=True):
         if own <= loss:
             return float(seconds)
@@ -93,7 +93,7 @@ def seconds_to(run: dict[str, Any], loss: float) -> float | None:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each way the time to DDP's last loss, of the seeds that DDP has had too."""
+    """For each way, the time to DDP's last loss, over the seeds that DDP has had too."""
     plain = {run["seed"]: run for run in runs if run["way"] == NO_HOOK}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
@@ -129,7 +129,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print the table; whether no target is missed."""
+    """Print the table; returns whether all targets are met."""
     columns = ["way", "reached", "seconds", "of DDP's", "target", "last loss", "step ms"]
     print(f"| {' | '.join([*columns, 'MB a step'])} |")
     print("|---" * (len(columns) + 1) + "|")
@@ -151,7 +151,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
-    """Held-out loss over time, of the first seed."""
+    """Draws the held-out loss over time, for the first seed."""
     figure, axes = new_figure(8, 6)
     seed = min(run["seed"] for run in runs)
     first = [run for run in runs if run["seed"] == seed]
@@ -184,30 +184,43 @@ def draw_stored() -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="default: 200mbit")
-    add("--delay", type=delay_argument, default=0.025, metavar="MS", help="each way; default: 25")
-    add("--steps", type=int, default=1000, help="of DDP (default: 1000)")
+    add(
+        "--rate",
+        type=rate_argument,
+        default=parse_rate("200mbit"),
+        help="rate of the link (default: 200mbit)",
+    )
+    add(
+        "--delay",
+        type=delay_argument,
+        default=0.025,
+        metavar="MS",
+        help="delay of the link, each way (default: 25)",
+    )
+    add("--steps", type=int, default=1000, help="steps of DDP (default: 1000)")
     add(
         "--more-steps",
         type=float,
         default=1.2,
         metavar="X",
-        help="of ways that send all gradients, for each of DDP's (default: 1.2)",
+        help="steps of ways that send all gradients, as a multiple of DDP's (default: 1.2)",
     )
     add(
         "--more-local-steps",
         type=float,
         default=1.5,
         metavar="X",
-        help="of ways that exchange parameters, for each of DDP's (default: 1.5)",
+        help="steps of ways that exchange parameters, as a multiple of DDP's (default: 1.5)",
     )
     add("--every", type=int, default=25, metavar="N", help="steps between losses (default: 25)")
-    add("--layers", type=int, default=4, help="of the model (default: 4)")
+    add("--layers", type=int, default=4, help="layers of the model (default: 4)")
     add("--dim", type=int, default=240, help="width of the model (default: 240)")
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--ways", nargs="+", default=list(WAYS), metavar="WAY", help="hook expressions too")
-    add("--again", action="store_true", help="forget what is stored")
+    add(
+        "--ways", nargs="+", default=list(WAYS), metavar="WAY", help="the ways, or hook expressions"
+    )
+    add("--again", action="store_true", help="ignore stored runs")
     add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
     add("--picture", type=Path, default=PICTURE, help="where to draw the picture")
     parsed = parser.parse_args(arguments)
@@ -229,14 +242,14 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def store(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Write all runs, or leave the file as it was."""
+    """Write all runs, or leave the file unchanged."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     part.replace(path)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run what is not stored yet; all runs with these options."""
+    """Run those that are not stored yet; returns all runs with these options."""
     runs: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.exists() and not options.again:

@@ -1,4 +1,4 @@
-"""A store of ``torch.distributed`` that counts what a rank asks of it."""
+"""A store of ``torch.distributed`` that counts a rank's requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 class CountingStore(dist.Store):
-    """Leaves everything to another store.
+    """Passes all requests to another store, and counts them.
 
     Args:
-        store: the other one.
-        rank: this process's.
-        ranks: how many there are.
+        store: the other store.
+        rank: this process's rank.
+        ranks: the number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
@@ -29,7 +29,7 @@ class CountingStore(dist.Store):
 
     @classmethod
     def of_environment(cls, timeout: timedelta) -> CountingStore:
-        """Around the store of MASTER_ADDR and MASTER_PORT, which rank 0 runs."""
+        """Wraps the store at MASTER_ADDR and MASTER_PORT, which rank 0 runs."""
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -41,7 +41,7 @@ class CountingStore(dist.Store):
         return cls(store, rank, ranks)
 
     def counts(self) -> tuple[int, int]:
-        """Requests so far, and the bytes of their keys and values, both ways."""
+        """The requests so far, and the bytes of their keys and values, in both directions."""
         return self._requests, self._bytes
 
     def _ask(self, method: str, keys: Sequence[str], *arguments: Any) -> Any:
@@ -90,5 +90,5 @@ class CountingStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 
-    # As C++ calls it.
+    # The name that C++ calls.
     deleteKey = delete_key  # noqa: N815

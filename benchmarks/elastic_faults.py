@@ -1,4 +1,4 @@
-"""What happens to the ranks of an elastic training, and what that costs the others."""
+"""Faults of an elastic training's ranks, and their cost for the others."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from elastic_processes import HANG, Process, Training
 KINDS = ("kill", "stop", "cut")
 #: Two hosts that cannot reach each other, though both reach the store.
 APART = "apart"
-#: A rank that the others have left out has so long to notice that, when it can.
+#: Seconds within which a rank must notice that the others have left it out, if it can.
 _NOTICES_WITHIN = 30.0
 
 
 @dataclass
 class Fault:
-    """What has happened to a rank.
+    """A fault of a rank.
 
     Attributes:
         kind: one of ``KINDS``, or ``APART``.
         host: the rank's.
         at: seconds since the training's first step.
-        held: seconds for which it was stopped or cut off.
+        held: seconds for which the rank was stopped or cut off.
         lost: seconds from the fault to the end of the next common step; None if there was none.
-        said: by which error its process has ended; empty where it was killed.
-        noticed: seconds from the end of the fault to that of the process.
+        said: the error that ended its process; empty if it was killed.
+        noticed: seconds from the end of the fault to the end of the process.
         away: seconds from the fault to its new process's first step.
         joining: seconds by which that step and the one before took longer than usual.
     """
@@ -48,10 +48,10 @@ class Fault:
 
 
 class Faults:
-    """What happens to the ranks of a training, drawn by chance.
+    """Causes random faults of the ranks of a training.
 
     Args:
-        training: of which all ranks take part.
+        training: all ranks take part in it.
         options: the command line.
     """
 
@@ -63,7 +63,7 @@ class Faults:
         self.found: list[Fault] = []
 
     def run(self) -> None:
-        """All faults, spread over the time, and then its rest."""
+        """All faults, spread over the time, and the rest of the time."""
         options, training = self._options, self._training
         interval = options.minutes * 60 / options.faults
         for number in range(options.faults):
@@ -103,7 +103,7 @@ class Faults:
         self._follow(fault, begun, others, training.start(victim.host))
 
     def _do(self, kind: str, victim: Process, stays: float) -> Process:
-        """Do it, and undo it; gives the rank without which the others go on."""
+        """Causes and ends a fault; returns the rank that the others lose."""
         training = self._training
         if kind == "kill":
             os.kill(victim.pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ class Faults:
         return victim
 
     def _follow(self, fault: Fault, begun: float, others: list[Process], new: Process) -> None:
-        """Wait until the ranks are all there again, and measure what that took."""
+        """Wait until all ranks have come back; measures the cost."""
         training = self._training
 
         def lost() -> float | None:

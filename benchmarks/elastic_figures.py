@@ -1,4 +1,4 @@
-"""What bench_elastic finds in the logs of its ranks."""
+"""Evaluates the logs of bench_elastic's ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """A step that a process has done.
+    """A step in the log of a process.
 
     Attributes:
-        time: when it ended, in seconds.
+        time: the end of the step, in seconds.
         step: its number, from 1.
         digest: of the parameters after it.
         loss: of the rank's own batch.
-        changes: of the ranks that the process has seen until then.
+        changes: the number of changes of the ranks that the process has seen so far.
     """
 
     time: float
@@ -32,7 +32,7 @@ class Log:
     """A process's steps.
 
     Attributes:
-        host: on which it runs.
+        host: the process's host.
         lines: its steps.
     """
 
@@ -50,7 +50,7 @@ def other_bits(logs: Iterable[Log]) -> list[int]:
 
 
 def out_of_order(logs: Iterable[Log]) -> int:
-    """How often a process has taken a step twice, or left one out."""
+    """How often a process has repeated or skipped a step."""
     count = 0
     for log in logs:
         for line, following in pairwise(log.lines):
@@ -59,7 +59,7 @@ def out_of_order(logs: Iterable[Log]) -> int:
 
 
 def step_times(logs: Iterable[Log]) -> dict[int, float]:
-    """When the last process has done each step."""
+    """For each step, the time at which the last process has done it."""
     times: dict[int, float] = {}
     for log in logs:
         for line in log.lines:
@@ -68,7 +68,7 @@ def step_times(logs: Iterable[Log]) -> dict[int, float]:
 
 
 def steps_per_second(times: dict[int, float], first: int = 1) -> float:
-    """Of the steps that follow a step, whose end is where the time begins."""
+    """Steps per second, over steps that follow another one; the time begins at that one's end."""
     steps = [step for step in times if step >= first]
     return (steps[-1] - steps[0]) / (times[steps[-1]] - times[steps[0]])
 
@@ -80,15 +80,15 @@ def usual_step(times: dict[int, float]) -> float:
 
 
 def changes_before(log: Log, time: float) -> int:
-    """How many changes of the ranks a process has seen in its steps up to a time."""
+    """The number of changes of the ranks that a process has seen in its steps up to a time."""
     return max((line.changes for line in log.lines if line.time <= time), default=0)
 
 
 def common_step_after(remaining: Collection[Log], fault: float) -> float | None:
-    """When all remaining processes have done a step with other ranks than at the fault.
+    """The time when all remaining processes have done a step with other ranks than at the fault.
 
-    A step that ends after the fault with the ranks of before does not count: the lost rank may have
-    sent its part of that, and the others wait for it in the next one.
+    A step that ends after the fault with the earlier ranks does not count: the lost rank may have
+    sent its part of it, and the others wait for it in the next one.
 
     Returns:
         The time; None while some process has not done such a step.
@@ -104,10 +104,10 @@ def common_step_after(remaining: Collection[Log], fault: float) -> float | None:
 
 
 def join_seconds(new: Log, logs: Sequence[Log], usual: float) -> float | None:
-    """By how much longer than usual two steps took because a rank joined after the first.
+    """The seconds by which two steps took longer than usual because a rank joined after the first.
 
-    The ranks connect at the end of the first. In the second one the others wait for the new rank,
-    which gets its state.
+    The ranks connect at the end of the first step. In the second one the others wait for the new
+    rank, which receives its state.
 
     Args:
         new: the rank's process.
@@ -129,7 +129,7 @@ def join_seconds(new: Log, logs: Sequence[Log], usual: float) -> float | None:
 def seconds_of_other_changes(
     logs: Sequence[Log], episodes: Sequence[tuple[float, float]], usual: float
 ) -> float:
-    """By how much longer than usual steps took in which the ranks changed, though nothing happened.
+    """The seconds by which steps took longer than usual because ranks changed without a fault.
 
     Args:
         logs: of all processes.

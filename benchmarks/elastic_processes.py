@@ -1,4 +1,4 @@
-"""The processes of an elastic training on the hosts of a lab, and what they have logged."""
+"""The processes of an elastic training on the hosts of a lab, and their logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netlab import Lab, LabError
 
 from torch_commhook.cli.text_data import TextData
 
-#: No new step for so long is a hang, in seconds.
+#: If no step ends for so many seconds, the training hangs.
 HANG = 60.0
 _POLL = 0.02
 
@@ -32,11 +32,11 @@ class Process:
     """A rank's process.
 
     Attributes:
-        number: that no other process of the training has.
-        host: on which it runs.
+        number: unique among the processes of the training.
+        host: its host.
         pid: its process id.
-        log: its steps, as far as they have been read.
-        has_ended: whether it has.
+        log: the steps that have been read from its log.
+        has_ended: whether the process has ended.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Process:
     pid: int
     log: Log
     has_ended: bool = False
-    read: int = 0  # bytes of its log
+    read: int = 0  # bytes of its log that have been read
 
 
 class Training:
@@ -52,8 +52,8 @@ class Training:
 
     Args:
         lab: the hosts; the last one has the store.
-        plan: of the training.
-        data: to train on.
+        plan: the training's.
+        data: the training data.
     """
 
     def __init__(self, lab: Lab, plan: Plan, data: TextData) -> None:
@@ -61,7 +61,7 @@ class Training:
         self.plan = plan
         self.folder = Path(plan.folder)
         self.processes: list[Process] = []
-        #: Processes that have ended though nothing happened to them: host and error.
+        #: Processes that have ended without a fault: host and error.
         self.unexpected: list[tuple[int, str]] = []
         self._data = data
         self._last_new = time.monotonic()
@@ -81,7 +81,7 @@ class Training:
 
     @property
     def logs(self) -> list[Log]:
-        """Of all processes."""
+        """The logs of all processes."""
         return [process.log for process in self.processes]
 
     def training(self) -> list[Process]:
@@ -89,10 +89,10 @@ class Training:
         return [each for each in self.processes if not each.has_ended and each.log.lines]
 
     def poll(self) -> None:
-        """Read what is new.
+        """Read new lines of the logs.
 
         Raises:
-            HangError: nothing has been, for too long.
+            HangError: there was none for too long.
         """
         for process in self.processes:
             if self._read(process):
@@ -116,7 +116,7 @@ class Training:
         return False
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, or for so many seconds; whether it does."""
+        """Wait until a condition holds, at most so many seconds; returns whether it does."""
         deadline = time.monotonic() + seconds
         while True:
             self.poll()
@@ -127,13 +127,13 @@ class Training:
             time.sleep(_POLL)
 
     def said(self, process: Process) -> str:
-        """How a process has ended by itself."""
+        """The reason that a process has given for its end."""
         with suppress(FileNotFoundError):
             return elastic_rank.said_of(self.folder, process.number).read_text()
         return ""
 
     def dump(self) -> None:
-        """Have all ranks write where their threads are."""
+        """Make all ranks print the stacks of their threads."""
         for process in self.processes:
             if not process.has_ended:
                 with suppress(ProcessLookupError):
@@ -142,17 +142,17 @@ class Training:
         time.sleep(2.0)
 
     def end_at(self, step: int) -> None:
-        """Let all ranks end after a step that none has come to yet."""
+        """Make all ranks end after a step that none has reached yet."""
         path = self.folder / elastic_rank.END
         part = path.with_name(f"{path.name}.part")
         part.write_text(str(step))
         part.replace(path)
 
     def restart_ended(self, spared: int | None = None) -> None:
-        """Start ranks again that have ended though nothing has happened to them.
+        """Restart ranks that have ended without a fault.
 
         Args:
-            spared: a host whose rank is somebody else's business.
+            spared: a host whose rank the caller handles.
         """
         for host in range(self.plan.ranks):
             process = self.of_host(host)
@@ -163,7 +163,7 @@ class Training:
                 self.start(host)
 
     def kill_all(self) -> None:
-        """End what still runs."""
+        """Kill the processes that still run."""
         for process in self.processes:
             if not process.has_ended:
                 with suppress(ProcessLookupError):

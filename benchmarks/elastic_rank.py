@@ -29,11 +29,11 @@ from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
-#: A file whose presence lets ranks compute as fast as they can.
+#: If this file exists, ranks compute as fast as they can.
 FREE = "free"
-#: A file that holds the last step.
+#: This file holds the number of the last step.
 END = "end"
-#: Makes a rank write to its stderr where each of its threads is.
+#: On this signal, a rank prints the stacks of its threads to stderr.
 DUMP_SIGNAL = signal.SIGUSR1
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -45,17 +45,17 @@ class Plan:
     """A training.
 
     Attributes:
-        folder: of its files.
+        folder: for its files.
         name: of the training, in the store.
         store: ``"host:port"``.
-        interface: that the ranks communicate through.
-        ranks: that begin.
-        grace: as of ``Elastic``, in seconds.
+        interface: the network interface of the ranks.
+        ranks: the number of ranks at the beginning.
+        grace: Elastic's, in seconds.
         hook: an expression.
-        pace: seconds that the computation of a step takes, before gradients travel.
-        steps: at which the learning rate has fallen to its least.
+        pace: seconds of a step's computation, before gradients are sent.
+        steps: the number of steps after which the learning rate is at its minimum.
         every: steps from one copy of the parameters to the next.
-        layers, dim, heads, seq, batch, lr, seed: as ``train`` takes them.
+        layers, dim, heads, seq, batch, lr, seed: as in ``train``.
     """
 
     folder: str
@@ -78,25 +78,25 @@ class Plan:
 
 
 def log_of(folder: Path, process: int) -> Path:
-    """Where a process logs its steps: a line of JSON for each, [time, step, digest, loss, changes].
+    """The log of a process: a line of JSON for each step, [time, step, digest, loss, changes].
 
-    The time is that of ``time.monotonic``. The changes are those of the ranks that it has seen.
+    The time is ``time.monotonic()``. The changes are those of the ranks that the process has seen.
     """
     return folder / f"steps-{process}"
 
 
 def said_of(folder: Path, process: int) -> Path:
-    """Where a process writes how it has ended, if it is not killed."""
+    """The file in which a process reports how it has ended, unless it is killed."""
     return folder / f"said-{process}"
 
 
 def copy_of(folder: Path, step: int) -> Path:
-    """Where the parameters after a step are."""
+    """The file with the parameters after a step."""
     return folder / f"parameters-{step}.pt"
 
 
 def model_of(plan: Plan) -> ByteTransformer:
-    """The model at its beginning."""
+    """The initial model."""
     torch.manual_seed(plan.seed)
     return ByteTransformer(plan.layers, plan.dim, plan.heads)
 
@@ -105,11 +105,11 @@ def start(plan: Plan, data: TextData, namespace: str, host: int, process: int) -
     """Fork a rank into a network namespace; returns its process id.
 
     Args:
-        plan: what to do.
-        data: to train on.
-        namespace: the host's, as ``ip netns`` knows it.
-        host: whose batches it takes.
-        process: a number that no other process of the training has.
+        plan: the training's.
+        data: the training data.
+        namespace: the host's name in ``ip netns``.
+        host: the rank's; selects its batches.
+        process: its number, unique in the training.
     """
     pid = os.fork()
     if pid == 0:
@@ -194,7 +194,7 @@ def _train(plan: Plan, data: TextData, host: int, process: int) -> None:
 def _warm_up(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, data: TextData
 ) -> None:
-    """Take a step that changes nothing: a process's first one takes longer than those after it."""
+    """Do a step that changes nothing, since a process's first step takes longer than later ones."""
     windows = training_batch(data, seed=plan.seed, step=0, rank=0, batch=plan.batch, seq=plan.seq)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     nothing = copy.deepcopy(optimizer.state_dict())
@@ -213,7 +213,7 @@ def _last_step(folder: Path) -> int:
 
 
 def _digest(model: nn.Module) -> str:
-    """Of the bits of all parameters."""
+    """A digest of the bits of all parameters."""
     values = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
     return hashlib.sha256(b"".join(values)).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
-"""One way to run, name and store measurements, for every bench_*.py in this folder.
+"""Runs, names and stores measurements, in the same way for every bench_*.py in this folder.
 
-A benchmark makes jobs, baselines among them, and measures those that are to be compared together:
-:func:`measure` runs all of them in turn, round after round, so that each figure stands beside its
-baseline from the same minutes of the same machine. :class:`Report` prints the table and stores it.
+A benchmark makes jobs, including baselines, and measures those that it compares together.
+:func:`measure` runs all of them in turn, round after round, so that each figure and its baseline
+come from the same minutes of the same machine. :class:`Report` prints the table and stores it.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from pathlib import Path
 import torch
 from machine import FOLDER, environment, processors
 
-#: A sample lasts at least this long, so that short jobs are called several times for one.
+#: A sample lasts at least this long; a short job is called several times for one.
 SAMPLE_SECONDS = 2e-3
 MIN_ROUNDS = 5
 #: On CUDA, seconds that the device waits for each call of a sample: more than the host takes.
 WAIT_FOR_CALL = 150e-6
-#: On CUDA, the most calls of a sample: their launches must fit into the device's queue.
+#: On CUDA, the most calls in a sample: their launches must fit into the device's queue.
 MOST_CALLS_ON_CUDA = 50
 CYCLES_OF_A_SECOND = 2e9
-#: Of data that take turns: many small tensors take longer to make than to measure.
+#: The most copies of data that take turns: many small tensors take longer to make than to measure.
 MOST_COPIES = 100
 
-#: The job that tells what memory gives, where there is one.
+#: The job that measures the memory, if there is one.
 COPY = "plain copy"
 
 
-# ---- what is measured ----------------------------------------------------------------------------
+# ---- jobs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Against:
-    """What a job is compared with, and what it must reach where a target is set.
+    """A job's baseline, and its target if there is one.
 
-    The ratio is one of speeds: bytes per second where both jobs say their bytes, else calls per
-    second. With ``at_most``, ``beyond`` or ``times`` it is one of times, counted beyond those of
-    the job ``beyond``: what a hook costs is its time less that of training without one.
+    The ratio compares speeds: bytes per second if both jobs give their bytes, else calls per
+    second. With ``at_most``, ``beyond`` or ``times`` it compares times, after subtracting the time
+    of the job ``beyond``: a hook's cost is its time less the time of training without a hook.
     """
 
     baseline: str
@@ -58,7 +58,7 @@ class Against:
 
     @property
     def of_times(self) -> bool:
-        """Whether the ratio is one of times."""
+        """Whether the ratio compares times."""
         return self.times or self.at_most is not None or self.beyond is not None
 
 
@@ -67,11 +67,11 @@ class Job:
     """Something to time.
 
     Attributes:
-        name: unique among the jobs that are measured together.
-        call: what is timed.
+        name: unique among jobs that are measured together.
+        call: the timed function.
         bytes_moved: the fewest bytes that one call must read and write, for GB/s.
         against: its baseline; None for a baseline.
-        prepare: called before each sample, not timed; a sample is then a single call.
+        prepare: called before each sample, untimed; a sample is then a single call.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Job:
 def rotated(copies: Sequence[Sequence[Job]]) -> list[Job]:
     """The same jobs over several copies of their data, which take turns from call to call.
 
-    So no cache serves what the call before has left there.
+    So no cache holds the data of the call before.
     """
     if len(copies) == 1:
         return list(copies[0])
@@ -96,9 +96,9 @@ def rotated(copies: Sequence[Sequence[Job]]) -> list[Job]:
 
 
 def copies_of(device: torch.device, nbytes: int) -> int:
-    """How many copies of data of so many bytes are more than a device's cache holds.
+    """The number of copies of data that exceed a device's cache.
 
-    On the CPU one: what hooks work on there has just been written.
+    On the CPU one copy: hooks work there on data that has just been written.
     """
     if device.type != "cuda":
         return 1
@@ -108,9 +108,9 @@ def copies_of(device: torch.device, nbytes: int) -> int:
 
 @dataclass
 class Samples:
-    """The times of one job, in seconds per call, one of each round.
+    """The times of one job, in seconds per call, one for each round.
 
-    ``details`` are further figures of the job, a column of the table each.
+    ``details`` are further figures of the job; each is a column of the table.
     """
 
     calls: int = 1
@@ -122,18 +122,18 @@ class Samples:
 def measure(
     jobs: Sequence[Job], *, rounds: int, seconds: float, device: torch.device
 ) -> dict[str, Samples]:
-    """Runs the jobs in turn, in another order each round.
+    """Runs the jobs in turn, in a different order each round.
 
     Args:
-        rounds: how many samples each job gets, unless ``seconds`` end them (after 5 rounds).
+        rounds: the number of samples of each job, unless ``seconds`` end them (after 5 rounds).
         seconds: when to stop.
-        device: on ``cuda``, times are taken between events on the current stream, and
-            ``cpu_seconds`` tell how long the calls kept the CPU.
+        device: on ``cuda``, times are measured between events on the current stream, and
+            ``cpu_seconds`` is the CPU's time for the calls.
     """
     samples = {job.name: Samples() for job in jobs}
     if len(samples) != len(jobs):
         raise ValueError(f"jobs must have different names, got {[job.name for job in jobs]}")
-    for job in jobs:  # warm up, and choose the calls of a sample
+    for job in jobs:  # warms up, and chooses the calls of a sample
         time_once(job, 1, device)
         if job.prepare is None:
             took, _ = time_once(job, 1, device)
@@ -156,7 +156,7 @@ def measure(
 
 
 def time_once(job: Job, calls: int, device: torch.device) -> tuple[float, float | None]:
-    """Seconds per call; on CUDA those of the device, and those of the CPU."""
+    """Seconds per call; on CUDA the device's and the CPU's."""
     if job.prepare is not None:
         job.prepare()
     call = job.call
@@ -167,7 +167,7 @@ def time_once(job: Job, calls: int, device: torch.device) -> tuple[float, float 
         return (time.perf_counter() - start) / calls, None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    # The calls queue behind a kernel that waits, so that the device never waits for the host.
+    # The calls queue behind a waiting kernel, so that the device never waits for the host.
     torch.cuda._sleep(int(CYCLES_OF_A_SECOND * WAIT_FOR_CALL * calls))
     start = time.perf_counter()
     begin.record()
@@ -179,12 +179,12 @@ def time_once(job: Job, calls: int, device: torch.device) -> tuple[float, float 
     return begin.elapsed_time(end) / 1e3 / calls, cpu
 
 
-# ---- what comes out ------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one job, as they are stored."""
+    """The stored figures of one job."""
 
     group: str
     job: str
@@ -207,7 +207,7 @@ class Row:
 def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> list[Row]:
     """The figures of jobs that were measured together."""
     medians = {name: statistics.median(sample.seconds) for name, sample in samples.items()}
-    # Of bytes, or of calls where they are not told.
+    # In bytes, or in calls if a job gives no bytes.
     speeds = {job.name: (job.bytes_moved or 1) / medians[job.name] for job in jobs}
     rows = []
     for job in jobs:
@@ -248,10 +248,10 @@ def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> lis
 
 
 class Report:
-    """Collects rows, prints each group as a table and stores all of them with the machine's data.
+    """Collects rows, prints each group as a table, and stores all with the machine's data.
 
     Args:
-        name: of the benchmark, and of its file in ``results``.
+        name: the benchmark's, and that of its file in ``results``.
         options: the parsed command line.
     """
 
@@ -281,15 +281,15 @@ class Report:
         self.add(group, jobs, samples, title)
 
     def add(self, group: str, jobs: Sequence[Job], samples: dict[str, Samples], title: str) -> None:
-        """Prints the table of jobs that were measured together elsewhere, and keeps their rows."""
+        """Prints the table of jobs that were measured elsewhere, and keeps their rows."""
         rows = rows_of(group, jobs, samples)
         self.rows += rows
         print_table(title, rows)
-        if self.options.out is not None:  # what is measured is not lost if the next job fails
+        if self.options.out is not None:  # so that results are not lost if the next job fails
             self._store()
 
     def finish(self) -> None:
-        """Says which targets were missed, and stores the results.
+        """Prints the missed targets, and stores the results.
 
         Ends the program if nothing was measured: earlier results stay.
         """
@@ -304,13 +304,13 @@ class Report:
         self._store()
 
     def _store(self) -> None:
-        """Whole, or not at all: a reader may come at any time."""
+        """Writes the file whole or not at all, since others may read it at any time."""
         path = self.options.out
         if path is None and not self.options.quick:
             path = FOLDER / "results" / f"{self.name}.json"
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Where files go says nothing of the figures.
+            # The places of files do not affect the figures.
             options = {k: v for k, v in vars(self.options).items() if not isinstance(v, Path)}
             options.pop("out", None)
             document = {
@@ -329,10 +329,9 @@ class Report:
 
 
 def merged(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row for each job, of the same jobs measured in several processes.
+    """One row for each job, from the same jobs measured in several processes.
 
-    Times, speeds and ratios are the medians of the processes'; the least and the greatest ratio
-    stand beside them.
+    Times, speeds and ratios are medians over the processes, with the least and the greatest ratio.
     """
     rows = []
     for same in zip(*runs, strict=True):
@@ -372,9 +371,9 @@ def merged(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def run_in_processes(report: Report, arguments: Sequence[str] | None, count: int) -> None:
-    """Runs the benchmark ``count`` times, one after another, each in a process of its own.
+    """Runs the benchmark ``count`` times, one after another, each in a separate process.
 
-    How fast memory is depends on where a process's pages lie, and differs between processes by more
+    The speed of memory depends on the places of a process's pages. It varies more between processes
     than between the rounds of one. Each process prints its tables to stderr; ``report`` gets the
     rows of :func:`merged`.
     """
@@ -421,7 +420,7 @@ def duration(seconds: float) -> str:
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """With rich where it is installed, else as plain columns."""
+    """Prints with rich if it is installed, else as plain columns."""
     details = list(dict.fromkeys(name for row in rows for name in row.details))
     columns = (*COLUMNS[:3], *details, *COLUMNS[3:])
     lines = [cells(row, details) for row in rows]
@@ -441,7 +440,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     table = Table(title=title, title_justify="left")
     for column in columns:
         is_text = column in ("job", "to", "target", "holds")
-        # A long job takes lines of its own rather than the figures' room.
+        # A long job's name is wrapped, to leave room for the figures.
         wraps = column == "job"
         table.add_column(
             column,
@@ -462,10 +461,10 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks share. Read them with :func:`parse`."""
+    """The options of all benchmarks. Read them with :func:`parse`."""
     options = argparse.ArgumentParser(description=description)
     add = options.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="the tensors' device")
     add("--threads", type=int, nargs="+", metavar="N", help="CPU threads, one table for each")
     add("--rounds", type=int, default=40, help="samples of each job (default: 40)")
     add(
@@ -478,7 +477,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add(
         "--quick",
         action="store_true",
-        help="few rounds and cases, to see that it works; stored only with --out",
+        help="few rounds and cases, to check that it works; stored only with --out",
     )
     return options
 

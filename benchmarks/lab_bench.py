@@ -1,4 +1,4 @@
-"""What benchmarks on links share: their options, and how they run and end."""
+"""Shared by benchmarks on links: their options, and the way that they run and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rate_argument(text: str) -> int:
 
 
 def delay_argument(text: str) -> float:
-    """The delay of a link each way, written in milliseconds, in seconds, for argparse."""
+    """For argparse: the delay of a link each way, given in milliseconds, as seconds."""
     try:
         seconds = float(text) / 1e3
         check_distance(seconds, 0.0)
@@ -44,29 +44,29 @@ def delay_argument(text: str) -> float:
 
 
 def format_link(rate: int, delay: float | None) -> str:
-    """Such as ``200mbit``, or ``200mbit and 25 ms``."""
+    """For example ``200mbit``, or ``200mbit and 25 ms``."""
     return format_rate(rate) + ("" if delay is None else f" and {delay * 1e3:g} ms")
 
 
 def parse_link(text: str) -> tuple[int, float | None]:
-    """Rate and delay of what :func:`format_link` has written."""
+    """The rate and the delay in a text of :func:`format_link`."""
     rate, _, delay = text.partition(" and ")
     return parse_rate(rate), float(delay.removesuffix(" ms")) / 1e3 if delay else None
 
 
 def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Refuse other devices and threads than a rank has."""
+    """Refuse devices and numbers of threads that a rank does not have."""
     if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
         options.error("each rank has one thread, on the CPU")
     parsed.threads = [1]
 
 
 def runs_as_rank(parsed: argparse.Namespace, run_rank: Callable[[Path], object]) -> bool:
-    """Run a rank if the command line names the plan of one; returns whether it does.
+    """Run a rank if the command line gives a plan; returns whether it does.
 
     Args:
-        parsed: the command line. Its ``plan`` is taken out.
-        run_rank: takes the path of the plan.
+        parsed: the command line. Its ``plan`` is removed.
+        run_rank: called with the path of the plan.
     """
     plan = vars(parsed).pop("plan")
     if plan is not None:
@@ -77,7 +77,7 @@ def runs_as_rank(parsed: argparse.Namespace, run_rank: Callable[[Path], object])
 def check_hooks(
     options: argparse.ArgumentParser, hooks: Sequence[str], argument: str = "--hooks"
 ) -> None:
-    """Report an error of an argument at the first text that is no hook expression."""
+    """Report an argument's error at the first text that is no hook expression."""
     for hook in hooks:
         try:
             check_hook(hook)
@@ -86,7 +86,7 @@ def check_hooks(
 
 
 def congestion_control() -> str:
-    """The kernel's algorithm against congestion."""
+    """The kernel's congestion control algorithm."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
@@ -96,20 +96,20 @@ def run_ranks(lab: Lab, folder: Path, program: str, plan: Any, **options: Any) -
     Args:
         lab: the hosts.
         folder: for files of the run.
-        program: its file's name; called with the name of a file that holds the plan, as JSON.
+        program: its file's name; called with the name of a file with the plan, as JSON.
         plan: a dataclass.
-        options: as ``Lab.run``.
+        options: as in ``Lab.run``.
 
     Returns:
-        What rank 0 has written to ``figures.json``, beside the plan.
+        The contents of ``figures.json``, which rank 0 has written next to the plan.
 
     Raises:
-        LabError: a rank has failed, which has said why.
+        LabError: a rank has failed, and has printed the reason.
     """
     path = folder / "plan.json"
     path.write_text(json.dumps(asdict(plan)))
     command = [sys.executable, str(FOLDER / program), str(path)]
-    # The hosts have no names, of which c10d would warn.
+    # The hosts have no names; c10d would warn of this.
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     status = lab.run(command, environment=environment, **options)
     if status != 0:
@@ -125,15 +125,15 @@ def run_on_links(
     change: Callable[[int], object],
     timeout: float,
 ) -> Any:
-    """Run a program whose ranks ask for other links by ``link_rank.set_link``.
+    """Run a program with ranks that request other links by ``link_rank.set_link``.
 
     Args:
-        lab, folder, program, plan: as :func:`run_ranks` takes them.
-        change: sets the links to those of a number: an index in the plan, or ``WARM_UP``.
-        timeout: of the ranks, in seconds.
+        lab, folder, program, plan: as in :func:`run_ranks`.
+        change: called with an index in the plan, or ``WARM_UP``; sets the links to it.
+        timeout: the ranks' limit, in seconds.
 
     Returns:
-        As :func:`run_ranks`, with its errors.
+        As :func:`run_ranks`, with the same errors.
     """
 
     def take(rank: int, is_error: bool, line: bytes) -> None:
@@ -150,16 +150,16 @@ def run_on_links(
 def run_on_delays(
     hosts: int, rate: str, program: str, plan: Any, delays: Sequence[float], timeout: float = 3600.0
 ) -> Any:
-    """:func:`run_on_links` in a lab of its own, on links that have a delay each.
+    """:func:`run_on_links` in a new lab, for links with different delays.
 
     Args:
-        hosts: how many there are.
-        rate: of all links.
-        program, plan, timeout: as :func:`run_on_links` takes them; links are indices in ``delays``.
-        delays: of the links, each way, in seconds. Ranks warm up on links without one.
+        hosts: the number of hosts.
+        rate: the rate of all links.
+        program, plan, timeout: as in :func:`run_on_links`; links are indices in ``delays``.
+        delays: of the links, each way, in seconds. Ranks warm up on links without a delay.
 
     Returns:
-        As :func:`run_ranks`, with its errors.
+        As :func:`run_ranks`, with the same errors.
     """
     with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=0.0) as lab:
 
@@ -170,15 +170,15 @@ def run_on_delays(
 
 
 def finish(name: str, run: Callable[[], Found], then: Callable[[Found], int]) -> int:
-    """Run what needs links.
+    """Run a benchmark that needs links.
 
     Args:
-        name: of the benchmark.
-        run: does it.
-        then: what to do with its result; gives the exit status.
+        name: the benchmark's.
+        run: runs it.
+        then: called with its result; returns the exit status.
 
     Returns:
-        The exit status: that of ``then``, 1 where there can be no links here, or that of a signal.
+        The exit status: from ``then``, 1 if this machine cannot make links, or that of a signal.
     """
     try:
         with stopped_by_signals():
@@ -198,12 +198,12 @@ def finish_run(
     """Run a benchmark on links that makes a report.
 
     Args:
-        name: of the benchmark.
-        run: does it.
-        draw: draws a picture of it; None for none.
+        name: the benchmark's.
+        run: runs it.
+        draw: draws a picture of the report, or None.
 
     Returns:
-        As :func:`finish`, 0 where all went well.
+        As :func:`finish`; 0 after success.
     """
 
     def then(report: Report) -> int:

@@ -12,25 +12,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import torch_commhook
 from torch_commhook.hooks.expressions import parse_hook
 
-#: DDP makes its buckets anew after the first.
+#: DDP rebuilds its buckets after the first step.
 _FIRST_STEPS = 3
 
 
 def step_of(
     text: str, layers: int, width: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make a DDP model with a hook; a function that does a step, and one that removes the hook.
+    """Make a DDP model with a hook; returns functions that do a step and remove the hook.
 
-    A step is a forward and a backward. Three are done already.
+    A step is a forward and a backward. Three steps have been done.
 
     Args:
         text: a hook expression; ``NO_HOOK`` for DDP alone.
-        layers: how many the model has.
-        width: of each layer, whose bucket has ``width * width`` elements in float32.
-        group: of the model; None for the default one.
+        layers: the number of the model's layers.
+        width: of each layer; its bucket has ``width * width`` float32 elements.
+        group: the model's process group; None for the default one.
 
     Raises:
-        RuntimeError: the model has another number of buckets.
+        RuntimeError: the number of buckets differs from the number of layers.
     """
     made = [nn.Linear(width, width, bias=False) for _ in range(layers)]
     model = DDP(

@@ -1,6 +1,6 @@
 """One rank of bench_link: trains with one hook after another, and times each step.
 
-``bench_link`` starts it on each host, with the name of a file that says what to measure.
+``bench_link`` starts it on each host, with the name of a file that holds the plan.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch_commhook.cli.train_rank import Run, prepare, train_step
 from torch_commhook.cli.world import Mean, World
 from torch_commhook.hooks.expressions import NO_HOOK
 
-#: Each rank trains by itself, at the same time: what a step takes without a network.
+#: Each rank trains by itself, all at the same time: the time of a step without a network.
 ALONE = "no communication"
-#: Begins the line that asks for other links, by their number in the plan.
+#: Begins the line that requests other links, by their number in the plan.
 LINK = b"link "
-#: The number of links that are fast and near, while nothing is timed.
+#: The number of links that are fast and near, for untimed steps.
 WARM_UP = -1
 _INTERFACE = "eth0"
 _ONE_BUCKET_MB = 1024.0
 _WAIT_SECONDS = 60.0
 _COLLECTIVE_SECONDS = 300.0
-#: Before those that are timed: TCP learns the link.
+#: Untimed steps on a link before those that are timed: TCP learns the link.
 _STEPS_ON_LINK = 8
 
 
@@ -47,12 +47,12 @@ def _fp16(model: DDP) -> None:
 
 
 def _powersgd(model: DDP) -> None:
-    # Of all steps the first two are without it at least.
+    # At least the first two of all steps are without it.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-#: PyTorch's own hooks, by the names that they have here.
+#: PyTorch's own hooks, by the names used here.
 PYTORCH: Mapping[str, Callable[[DDP], None]] = {
     "pytorch-fp16": _fp16,
     "pytorch-powersgd": _powersgd,
@@ -61,14 +61,14 @@ PYTORCH: Mapping[str, Callable[[DDP], None]] = {
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often each job has its turn.
+    """The number of turns of each job, and their lengths.
 
     Attributes:
         batch: sequences of each rank in a step.
-        steps: that are timed in a turn.
+        steps: timed steps in a turn.
         rounds: in each, every job has a turn, on all links if there are several.
-        seconds: after which no round begins, once there were ``least_rounds``.
-        warm_up: steps of a turn before those.
+        seconds: after these, no further round begins, once there were ``least_rounds``.
+        warm_up: untimed steps before those.
     """
 
     batch: int
@@ -81,12 +81,12 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Plan(Rounds):
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
-        links: how many there are, of other rates or delays.
-        bucket_cap_mb: of DDP.
+        links: the number of links, which have different rates or delays.
+        bucket_cap_mb: as in DDP.
     """
 
     jobs: list[str]
@@ -96,12 +96,12 @@ class Plan(Rounds):
 
 @dataclass
 class Figures:
-    """What was measured of a job on a link, on rank 0.
+    """Measurements of a job on a link, on rank 0.
 
     Attributes:
         seconds: of each step.
-        link_bytes: that the link has carried away from this rank, in all of the steps.
-        hook_bytes: that ``handle.stats()`` says, for the same steps; None where there is no handle.
+        link_bytes: bytes that the link has carried away from this rank, in all steps.
+        hook_bytes: bytes in ``handle.stats()`` for the same steps; None without a handle.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -110,21 +110,21 @@ class Figures:
 
 
 class Alone(World):
-    """A world of ranks that do not talk."""
+    """A world of ranks that do not communicate."""
 
     def start_mean(self, value: Tensor, flag: bool = False) -> Callable[[], Mean]:
         return lambda: Mean(value.item(), flag)
 
 
 class _Subject:
-    """A model that trains in one of the ways that are compared."""
+    """A model that trains in one of the compared ways."""
 
     def __init__(self, job: str, config: TrainConfig, world: World, data: TextData) -> None:
         ours = job not in PYTORCH and job != ALONE
         self.config = replace(config, hook=job if ours else NO_HOOK)
         if job == "pytorch-powersgd":
-            # It issues collectives from callbacks: with several buckets its ranks may do so in
-            # different orders, which aborts them.
+            # This hook issues collectives from callbacks: with several buckets its ranks may do so
+            # in different orders, which aborts them.
             self.config = replace(self.config, bucket_cap_mb=(_ONE_BUCKET_MB,))
         self.data = data
         self.world = world
@@ -139,7 +139,7 @@ class _Subject:
         train_step(self.run, self.config, self.world, self.data)
 
     def close(self) -> None:
-        """End the hook's threads, which would wake up while others are timed."""
+        """End the hook's threads, which would wake up while other jobs are timed."""
         if self.run.handle is not None:
             self.run.handle.remove()
 
@@ -147,7 +147,7 @@ class _Subject:
         return None if self.run.handle is None else self.run.handle.stats().bytes_sent
 
     def measure(self, steps: int, figures: Figures) -> None:
-        """Time so many steps, and count their bytes."""
+        """Time some steps, and count their bytes."""
         dist.barrier()
         told, before = self.hook_bytes(), carried()
         for _ in range(steps):
@@ -161,7 +161,7 @@ class _Subject:
 
 
 def carried() -> int:
-    """Bytes that the link has carried away from this host."""
+    """The bytes that the link has carried away from this host."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == _INTERFACE:
@@ -170,7 +170,7 @@ def carried() -> int:
 
 
 def set_link(number: int, folder: Path) -> None:
-    """Ask the process that has made the links to change them, and wait until it has."""
+    """Ask the process that has made the links to change them, and wait until it has done so."""
     dist.barrier()
     if dist.get_rank() == 0:
         done = link_file(folder, number)
@@ -185,19 +185,19 @@ def set_link(number: int, folder: Path) -> None:
 
 
 def link_file(folder: Path, number: int) -> Path:
-    """The file that exists once the links are those of a number."""
+    """The file that exists once the links with that number are set."""
     return folder / f"link{number}"
 
 
 def goes_on(rank: int, answer: bool) -> bool:
-    """Rank 0's answer, on all ranks."""
+    """Sends rank 0's answer to all ranks."""
     shared = torch.tensor([rank == 0 and answer], dtype=torch.int64)
     dist.broadcast(shared, 0)
     return bool(shared.item())
 
 
 def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
-    """For each link, job to figures."""
+    """Figures by link and job."""
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
     caps = tuple(plan.bucket_cap_mb)
     config = TrainConfig(ranks=place.size, bucket_cap_mb=caps, batch=plan.batch)
@@ -249,4 +249,4 @@ if __name__ == "__main__":
     if found is None or len(sys.argv) != 2:
         sys.exit("link_rank: bench_link starts this program")
     main(Path(sys.argv[1]), found)
-    finish()  # past PyTorch's own threads, which may abort a process that ends
+    finish()  # skips PyTorch's own threads, which may abort a process that ends

@@ -1,4 +1,4 @@
-"""What figures depend on: the machine, the software and the moment."""
+"""Facts on which figures depend: the machine, the software and the moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with ``+`` where files differ from it."""
+    """The checked-out commit, with ``+`` if files differ from it."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(FOLDER), *args]
@@ -48,14 +48,14 @@ def commit() -> str:
 
 
 def processors() -> int:
-    """How many this process may run on."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor() -> str:
-    """What the system calls its processor."""
+    """The system's name of its processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -66,7 +66,7 @@ def processor() -> str:
 
 
 def memory(entry: str) -> int:
-    """Bytes of an entry of /proc/meminfo; 0 where there is none."""
+    """Bytes of an entry of /proc/meminfo; 0 if it does not exist."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith(entry + ":"):

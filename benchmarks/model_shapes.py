@@ -1,4 +1,4 @@
-"""Shapes of tensors to measure with: those of real models, and of lists that are hard."""
+"""Shapes of tensors for measurements: those of real models, and difficult lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from machine import FOLDER
 
 MANY_SMALL = "1000x64"
-#: As many tensors as ResNet-50 has, in one bucket of 25 MiB, which is DDP's default.
+#: As many tensors as ResNet-50 has, in one bucket of 25 MiB, DDP's default.
 ONE_BUCKET = "161x40704"
 #: A bucket of 14 MB, which a processor's last cache may hold together with its tensors. Every
 #: second tensor begins in the middle of a cache line of the bucket.
@@ -28,7 +28,7 @@ def read_shapes(name: str) -> list[tuple[int, ...]]:
 
 
 def leading(shapes: Sequence[tuple[int, ...]], elements: int) -> list[tuple[int, ...]]:
-    """As many of the shapes, from the first on, as together have at most so many elements."""
+    """The first shapes, as many as have at most so many elements together."""
     chosen: list[tuple[int, ...]] = []
     for shape in shapes:
         elements -= torch.Size(shape).numel()

@@ -1,6 +1,6 @@
-"""How pictures of results look, and those of stored ones.
+"""The style of pictures of results, and the pictures of stored results.
 
-``python benchmarks/pictures.py`` draws pictures again from what runs have stored.
+``python benchmarks/pictures.py`` redraws the pictures of stored runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PICTURES = FOLDER.parent / "docs" / "images"
 RESULTS = FOLDER / "results"
-#: The curves of the picture on the front page, from the slowest on.
+#: The curves on the front page, the slowest first.
 FRONT = {
     "DDP": "DDP",
     "cast()": "bfloat16",
@@ -29,25 +29,25 @@ FRONT = {
     "powersgd(rank=2)": "PowerSGD, rank 2",
     "no communication": "no communication",
 }
-#: Tell apart for most who do not see all colours, and in print by their dashes.
+#: Most people with colour blindness can distinguish them; in print the dashes help.
 _COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
 )
 _DASHES = ("-", "--", "-.", ":")
-#: Of what others are compared with: wide, below them.
+#: The baseline's line: wide, below the others.
 PLAIN_STYLE = {"color": "#9a9a9a", "linestyle": "-", "linewidth": 3.5, "zorder": 1.5}
-#: Of a legend, side by side.
+#: The most characters of a legend side by side.
 _CHARACTERS = 90
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes, for files alone: no display is needed."""
+    """A figure with one pair of axes, only for files: it needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    FigureCanvasAgg(figure)  # pyplot would look for a display
     axes: Axes = figure.subplots()
     axes.grid(alpha=0.3)
     for side in ("top", "right"):
@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def styles(count: int) -> list[dict[str, Any]]:
-    """Colours and dashes of so many lines, which no two share."""
+    """Colours and dashes of so many lines; no two lines share both."""
     dashes = cycle(_DASHES)
     found: list[dict[str, Any]] = []
     while len(found) < count:
@@ -84,12 +84,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def draw_rates(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
-    """The time of a step over the rate of links, a line for each job.
+    """Draws the time of a step over the rate of links, with a line for each job.
 
     Args:
-        times: of each job: seconds, for each rate.
-        rates: of the links, in bits per second.
-        path: of the picture.
+        times: for each job, the seconds for each rate.
+        rates: the links' rates, in bits per second.
+        path: the picture's.
     """
     figure, axes = new_figure(8, 7)
     order = sorted(range(len(rates)), key=lambda i: rates[i])
@@ -103,7 +103,7 @@ def draw_rates(times: Mapping[str, Sequence[float]], rates: Sequence[float], pat
 
 
 def draw_front(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
-    """:func:`draw_rates` for the front page: few lines, each with its name at its end."""
+    """:func:`draw_rates` for the front page: few lines, with their names at their ends."""
     figure, axes = new_figure(8, 4.5)
     order = sorted(range(len(rates)), key=lambda i: rates[i])
     ends = []
@@ -114,7 +114,7 @@ def draw_front(times: Mapping[str, Sequence[float]], rates: Sequence[float], pat
         ends.append((seconds[0], name, style["color"]))
     _rates_and_seconds(axes, [rates[i] / 1e6 for i in order])
     below = 0.0
-    for seconds, name, color in sorted(ends):  # none over another
+    for seconds, name, color in sorted(ends):  # so that no name covers another
         place = max(seconds, below * 1.14)
         below = place
         axes.annotate(
@@ -144,7 +144,7 @@ def _rates_and_seconds(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def times_of(rows: Sequence[Mapping[str, Any]], tables: int) -> dict[str, list[float]]:
-    """The seconds of each job of ``bench_link``, for each of so many links."""
+    """The seconds of each job of ``bench_link``, for the first ``tables`` links."""
     first: dict[str, list[float]] = {}
     for row in rows:
         seconds = first.setdefault(row["job"], [])

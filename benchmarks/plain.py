@@ -1,4 +1,4 @@
-"""What is written in plain PyTorch without the library, and what Inductor makes of it."""
+"""Plain PyTorch without the library, and compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from harness import Report
 from torch import Tensor
 
-#: Of the values in 8 bits with one scale for each block, as ``blockwise`` has it by default.
+#: For values in 8 bits with one scale for each block, as in ``blockwise``'s default.
 BLOCK, LEVELS = 256, 127
 
 
@@ -18,7 +18,7 @@ def flatten(tensors: Sequence[Tensor], scale: float, narrow: Tensor) -> None:
 
 
 def unflatten(narrow: Tensor, scale: float, tensors: Sequence[Tensor]) -> None:
-    """And back."""
+    """The inverse of :func:`flatten`."""
     pieces = narrow.split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor).float() * scale)
@@ -34,7 +34,7 @@ def quantize(tensors: Sequence[Tensor], codes: Tensor, steps: Tensor) -> None:
 
 
 def dequantize(codes: Tensor, steps: Tensor, tensors: Sequence[Tensor]) -> None:
-    """And back."""
+    """The inverse of :func:`quantize`."""
     flat = (codes * steps.unsqueeze(1)).view(-1)
     numels = [tensor.numel() for tensor in tensors]
     pieces = flat[: sum(numels)].split(numels)
@@ -45,7 +45,7 @@ def dequantize(codes: Tensor, steps: Tensor, tensors: Sequence[Tensor]) -> None:
 def compiled_or_none(
     report: Report, function: Callable[..., None], *arguments: object
 ) -> Callable[..., None] | None:
-    """The function, compiled for these arguments; a note says where Inductor cannot."""
+    """The function, compiled for these arguments; a note reports if Inductor cannot compile it."""
     compiled = torch.compile(function, dynamic=False)
     try:
         compiled(*arguments)

@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md`` from what the long runs have stored: ``make results`` after a run."""
+"""Writes ``docs/results.md`` from the stored results of long runs: ``make results`` after a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hook_name(job: str) -> str:
 
 
 def links(name: str) -> Iterator[str]:
-    """The table of one run of bench_link, and which of its targets hold."""
+    """The table of one run of bench_link, and the results for its targets."""
     found = load(RESULTS / name)
     groups: dict[str, dict[str, Any]] = {}
     for row in found["rows"]:
@@ -76,7 +76,7 @@ def spaced(rate: str) -> str:
 
 
 def shards(setting: str) -> Iterator[str]:
-    """The table of one setting of bench_sharded, and which of its targets hold."""
+    """The table of one setting of bench_sharded, and the results for its targets."""
     found = load(RESULTS / "bench_sharded.json")["rows"]
     beside: dict[str, dict[str, Any]] = {}
     for row in found:
@@ -137,7 +137,7 @@ def times_to_loss() -> Iterator[str]:
 
 
 def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows of a table of losses, whose first column is ``what``."""
+    """The rows of a table of losses, with ``what`` as the first column."""
     body = []
     for row in found:
         target = row["at_most"]

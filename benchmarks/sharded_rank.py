@@ -1,6 +1,6 @@
 """One rank of bench_sharded: trains with one way of sharding after another, and times each step.
 
-``bench_sharded`` starts it, with the name of a file that says what to measure.
+``bench_sharded`` starts it, with the name of a file that holds the plan.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from torch_commhook.hooks.expressions import parse_hook
 ALONE = "no communication"
 FLOAT32 = "fully_shard, float32"
 BFLOAT16 = "fully_shard, reduce_dtype=bfloat16"
-#: Between a job's hook and the codec of its weights.
+#: Separates a job's hook and the codec of its weights.
 WEIGHTS = ", weights="
 _COLLECTIVE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Plan(Rounds):
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
         jobs: ``ALONE``, ``FLOAT32``, ``BFLOAT16``, and hooks' expressions, some with ``WEIGHTS``.
-        replicas: of the model, each of equally many ranks.
-        seq: bytes of a sequence.
+        replicas: the number of the model's replicas, with equally many ranks each.
+        seq: bytes in a sequence.
     """
 
     jobs: list[str]
@@ -54,11 +54,11 @@ class Plan(Rounds):
 
 @dataclass
 class Figures:
-    """What was measured of a job.
+    """Measurements of a job.
 
     Attributes:
         seconds: of each step, on rank 0.
-        link_bytes: that the link has carried away from rank 0's host, in all of the steps.
+        link_bytes: bytes that the link has carried away from rank 0's host, in all steps.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Figures:
 
 
 def make_model(job: str, plan: Plan, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
-    """A model as a job has it, and what ends the job."""
+    """Makes a job's model; also returns a function that ends the job."""
     config = TrainConfig()
     torch.manual_seed(0)
     model = ByteTransformer(config.layers, config.dim, config.heads)
@@ -110,7 +110,7 @@ def _measure_turn(job: str, plan: Plan, mesh: DeviceMesh, figures: Figures) -> N
 
 
 def measure(plan: Plan) -> dict[str, Figures]:
-    """Job to figures."""
+    """Figures by job."""
     size = dist.get_world_size()
     if plan.replicas > 1:
         shape, names = (plan.replicas, size // plan.replicas), ("replicas", "shards")
@@ -150,4 +150,4 @@ if __name__ == "__main__":
     if "RANK" not in os.environ or len(sys.argv) != 2:
         sys.exit("sharded_rank: bench_sharded starts this program")
     main(Path(sys.argv[1]))
-    finish()  # past PyTorch's own threads, which may abort a process that ends
+    finish()  # skips PyTorch's own threads, which may abort a process that ends

@@ -1,6 +1,6 @@
-"""One rank of bench_wan: trains in one way from beginning to end, and says when it was how good.
+"""One rank of bench_wan: trains in one way to the end, and reports its losses with their times.
 
-``bench_wan`` starts it on each host, with the name of a file that says what to do.
+``bench_wan`` starts it on each host, with the name of a file that holds the plan.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from torch_commhook.hooks.expressions import NO_HOOK
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Settings of torchft's DiLoCo, whose names there are longer.
+    """Settings of torchft's DiLoCo, under shorter names.
 
     Attributes:
         sync_every: steps from one exchange to the next.
-        delay: steps during which an exchange goes on.
-        mix: weight of a rank's own parameters where it ends.
+        delay: steps during which an exchange runs.
+        mix: weight of a rank's own parameters at its end.
     """
 
     sync_every: int
@@ -70,7 +70,7 @@ class Plan:
     Attributes:
         way: a hook expression, ``NO_HOOK`` for DDP alone, or a name in ``PYTORCH`` or ``TORCHFT``.
         every: steps from one measurement to the next.
-        layers, dim, seq, batch, steps, seed: as ``train`` takes them.
+        layers, dim, seq, batch, steps, seed: as in ``train``.
     """
 
     way: str
@@ -85,13 +85,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Figures:
-    """What has become of a run.
+    """The results of a run.
 
     Attributes:
-        steps: done at each measurement.
+        steps: the steps done at each measurement.
         seconds: since the run began, on the slowest rank.
-        losses: on held-out text, the mean over the ranks' own models.
-        link_bytes: that left rank 0's host.
+        losses: on held-out text, as means over the ranks' own models.
+        link_bytes: bytes that left rank 0's host.
     """
 
     steps: list[int]
@@ -109,9 +109,9 @@ class _Way:
     """A model that trains.
 
     Attributes:
-        run: its parts.
+        run: the model, its optimizer and its hook.
         end: called after the last step, within the time.
-        check: called after the time; raises an error where the run does not count.
+        check: called after the time; raises an error if the run does not count.
     """
 
     run: Run
@@ -120,7 +120,7 @@ class _Way:
 
 
 def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
-    """DDP with a hook, or with none."""
+    """DDP with a hook or without."""
     run = prepare(config, world, None, main_run=True)
     if plan.way in PYTORCH:
         PYTORCH[plan.way](run.ddp)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
 
 
 def _own_address() -> str:
-    """That by which the other host reaches this one."""
+    """The address at which the other host reaches this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         address: str = probe.getsockname()[0]
@@ -139,7 +139,7 @@ def _own_address() -> str:
 def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) -> _Way:
     """torchft's DiLoCo with the paper's outer optimizer, each rank a replica."""
     own = _own_address()
-    # torchft tells others the host's name, and the hosts of a lab have none that others know.
+    # torchft tells others the host's name, and the hosts of a lab have no names that others know.
     socket.gethostname = lambda: own
     os.environ.setdefault("RUST_LOG", "error")
     logging.getLogger("torchft").setLevel(logging.ERROR)
@@ -157,7 +157,7 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
         stack.callback(server.shutdown)
     dist.barrier()
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
-    stack.callback(lambda: store)  # which lives until the end
+    stack.callback(lambda: store)  # keeps it alive until the end
     manager = Manager(
         pg=ProcessGroupGloo(timeout=_TIMEOUT),
         load_state_dict=None,
@@ -193,7 +193,7 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
     manager.start_quorum()  # connects the ranks before the time begins, as DDP does
 
     def check() -> None:
-        # torchft goes on after an exchange that has failed.
+        # torchft continues after a failed exchange.
         done, wanted = manager.current_step(), plan.steps // settings.sync_every
         if done != wanted:
             raise RuntimeError(f"wan_rank: torchft has exchanged {done} times, not {wanted}")
@@ -202,10 +202,10 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
 
 
 def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextData) -> Figures:
-    """Train to the last step; measure what the parameters were on the way once time is over."""
+    """Train to the last step; measures the parameters of earlier steps after the time is over."""
     parameters = list(way.run.model.parameters())
     steps, seconds, copies = [], [], []
-    alone = Alone(**vars(world))  # the mean of the losses would cost each step a round trip
+    alone = Alone(**vars(world))  # averaging the losses would cost each step a round trip
     dist.barrier()
     sent, started = carried(), time.perf_counter()
     for step in range(1, plan.steps + 1):
@@ -269,4 +269,4 @@ if __name__ == "__main__":
     if found is None or len(sys.argv) != 2:
         sys.exit("wan_rank: bench_wan starts this program")
     main(Path(sys.argv[1]), found)
-    finish()  # past PyTorch's own threads, which may abort a process that ends
+    finish()  # skips PyTorch's own threads, which may abort a process that ends

@@ -5,16 +5,16 @@
 
 Prints a line for each check and exits with 1 if one fails:
 
-* every operator that takes tensors has a kernel of its own for CUDA (not only the reference kernel,
+* every operator that takes tensors has its own kernel for CUDA (not only the reference kernel,
   which serves all devices);
-* the library holds machine code and PTX for the architectures asked for;
+* the library holds machine code and PTX for the requested architectures;
 * no kernel keeps registers on the stack or spills them;
-* every kernel that walks over values loads 16 bytes with one instruction, and one that writes
-  values stores as many, as the disassembly says;
+* in the disassembly, every kernel that loops over values loads 16 bytes with one instruction, and
+  every kernel that writes values stores 16 bytes with one;
 * the kernels in ``budgets.py`` stay within their budgets, and none of them divides integers of 64
   bits.
 
-With --objects, it looks at the machine code of single files that nvcc has compiled.
+With --objects, it checks the machine code of single files that nvcc has compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "commhook"
 
-#: Kernels with no walk over values: why they need no vectors.
+#: Kernels without a loop over values, and the reason that they need no vectors.
 WITHOUT_VECTORS = {
     "flatten_stats_sum_kernel": "adds up one number for each block of threads",
     "add_entries_kernel": "writes where a message's indices say",
@@ -44,7 +44,7 @@ WITHOUT_VECTORS = {
     "put_entries_kernel": "writes at random places",
     "barrier_kernel": "moves a number for each rank",
 }
-#: Kernels that write values or what codecs remember, and must do that 16 bytes at once, too.
+#: Kernels that write values or errors. These must also store 16 bytes at once.
 WRITING = (
     "flatten_kernel",
     "flatten_stats_kernel",
@@ -61,7 +61,7 @@ WRITING = (
     "reduce_shards_kernel",
     "gather_kernel",
 )
-#: Of these, what reads so little that it needs no vectors for it.
+#: Of these, kernels that read too little to need vectors.
 READING_LITTLE = {
     "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
@@ -72,7 +72,7 @@ READING_LITTLE = {
         for kernel in ("decode", "reduce", "reduce_shards", "register_decode", "register_reduce")
     },
 }
-#: Of these, those that write little, too.
+#: Of these, kernels that also write too little.
 WRITING_LITTLE = {
     f"register_{kernel}_kernel<BlockwiseBlock of 2 bits>": "writes two bits for each value"
     for kernel in ("encode", "reduce")
@@ -80,7 +80,7 @@ WRITING_LITTLE = {
 
 
 class Report:
-    """Prints the outcome of each check, and remembers whether one failed."""
+    """Prints the outcome of each check, and records whether one failed."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -90,13 +90,13 @@ class Report:
         print(f"{'ok  ' if passed else 'FAIL'}  {line}")
 
     def end(self) -> int:
-        """Prints the sum of it, and returns what the program exits with."""
+        """Prints a summary, and returns the program's exit status."""
         print(f"check_build: {self.failures} failures" if self.failures else "check_build: passed")
         return 1 if self.failures else 0
 
 
 def library_at(path: Path) -> Path:
-    """The library itself, or the one in a folder."""
+    """The library itself, or the library in a folder."""
     if path.is_dir():
         path = next(iter(sorted(path.glob("_ops*.so"))), path / "_ops*.so")
     if not path.exists():
@@ -128,8 +128,8 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
     )
     report.check(bool(names), f"{len(names)} operators take tensors")
     for name in names:
-        # Looks at the CUDA key alone: a kernel for an alias key, such as the reference kernels',
-        # does not count.
+        # Checks only the CUDA key: a kernel for an alias key, such as the reference kernels', does
+        # not count.
         registered = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
         if name.split("::")[1] in reference_only:
             report.check(not registered, f"{name}: served on CUDA by the reference kernel")
@@ -142,7 +142,7 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
 
 
 def candidates(tool: str) -> Iterator[Path]:
-    """Where a tool of the CUDA toolkit may stand: the toolkit itself does not always bring it."""
+    """Possible places of a tool of the CUDA toolkit: not every toolkit includes it."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if variable in os.environ:
             yield Path(os.environ[variable], "bin", tool)
@@ -161,7 +161,7 @@ def find_tool(tool: str) -> Path | None:
 
 
 def output_of(*command: str | Path) -> str:
-    # cuobjdump fails where there is nothing of the kind to list.
+    # cuobjdump fails if it has nothing to list.
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
@@ -173,7 +173,7 @@ def demangled(text: str) -> str:
 
 
 def asked_for(arch_list: str) -> tuple[set[str], set[str]]:
-    """``8.0;9.0+PTX`` as machine code for ``80`` and ``90``, and PTX for ``90``."""
+    """``8.0;9.0+PTX`` means machine code for ``80`` and ``90``, and PTX for ``90``."""
     machine, ptx = set(), set()
     for entry in re.split(r"[;\s]+", arch_list.strip()):
         digits = entry.removesuffix("+PTX").replace(".", "")
@@ -204,7 +204,7 @@ def check_architectures(report: Report, cuobjdump: Path, library: Path, arch_lis
 
 
 def kernel_of(function: str) -> str:
-    """Its name, with the codec where that is an argument of the template."""
+    """The function's name, with the codec if that is a template argument."""
     kernel = re.search(r"(\w+_kernel)\b", function)
     if kernel is None:
         return function
@@ -213,13 +213,13 @@ def kernel_of(function: str) -> str:
     )
     if codec is None:
         return kernel.group(1)
-    # Which have loads and stores of other widths.
+    # These have loads and stores of other widths.
     few = " of 2 bits" if re.search(r"BlockwiseBlock<(?:\(int\))?2,", function) else ""
     return f"{kernel.group(1)}<{codec.group(1)}{few}>"
 
 
 def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
-    """Checks that no kernel has a stack, and prints what each takes."""
+    """Checks that no kernel uses the stack, and prints the registers and shared memory of each."""
     listing = demangled(output_of(cuobjdump, "--dump-resource-usage", library))
     usage: dict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     arch, function = "", ""
@@ -254,7 +254,7 @@ def check_machine_code(
     for kernel in disassembled(cuobjdump, library):
         accesses = Counter(map(machine_code.access_of, kernel.code.values()))
         counts[kernel.name, kernel.arch] = accesses
-        # A cubin does not say its architecture here.
+        # A cubin's listing does not name its architecture.
         own = registers.get((kernel.name, kernel.arch)) or registers[kernel.name, ""]
         checks.add(kernel, own, accesses)
     check_vectors(report, counts)
@@ -286,7 +286,7 @@ def registers_of(cuobjdump: Path, library: Path) -> dict[tuple[str, str], int]:
 
 
 def check_vectors(report: Report, found: dict[tuple[str, str], Counter[str | None]]) -> None:
-    """Checks the numbers of global loads and stores of 16 bytes, and of what is spilled."""
+    """Checks the numbers of global loads and stores of 16 bytes, and of spills."""
     functions = list(found)
     names = demangled("\n".join(function for function, _ in functions)).splitlines()
     variants: dict[tuple[str, str], list[Counter[str | None]]] = defaultdict(list)
@@ -333,7 +333,7 @@ def main() -> int:
         nargs="*",
         default=[],
         metavar="OPERATOR",
-        help="operators that are meant to have no CUDA kernel, without the namespace",
+        help="operators without the namespace that have no CUDA kernel on purpose",
     )
     parser.add_argument(
         "--objects",
@@ -341,7 +341,7 @@ def main() -> int:
         type=Path,
         default=[],
         metavar="OBJECT",
-        help="look at the machine code of these files, and at nothing else",
+        help="check only the machine code of these files",
     )
     arguments = parser.parse_args()
     report = Report()

@@ -132,7 +132,7 @@ class OwnCandidates {
     }
   }
 
-  // The number of the warp's candidates whose rank and place meet a condition.
+  // The number of the warp's candidates with a rank and place that meet a condition.
   template <typename Condition>
   __device__ int32_t count(const Condition& condition) const {
     int32_t found = 0;
@@ -586,8 +586,8 @@ void write_sum_of_messages(const char* op, const at::Tensor& messages, at::Tenso
   destinations.finish();
 }
 
-// Skips entries whose place is beyond the values: to report them, the host would have to wait for
-// the device.
+// Skips entries with a place beyond the values: to report them, the host would have to wait for the
+// device.
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t k, int64_t chunk,
             int64_t bits) {

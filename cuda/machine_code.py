@@ -1,4 +1,4 @@
-"""Reads kernels' machine code, as ``cuobjdump --dump-sass`` prints it, and measures their loops."""
+"""Reads kernels' machine code from ``cuobjdump --dump-sass``, and measures their loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-WIDTH = 16  # bytes of an instruction
+WIDTH = 16  # bytes per instruction
 
 FUNCTION = re.compile(r"\s*Function : (\S+)")
 ARCH = re.compile(r"\s*code for (sm_\w+)")
@@ -21,7 +21,7 @@ MEMORY = re.compile(r"\b(LDG|STG|LDS|STS|LD|ST|LDL|STL)\b(\S*)")
 
 @dataclass
 class Kernel:
-    """A function's instructions by their addresses."""
+    """A function's instructions by address."""
 
     name: str  # mangled
     arch: str
@@ -29,7 +29,7 @@ class Kernel:
 
 
 def kernels_in(lines: Iterable[str]) -> Iterator[Kernel]:
-    """The kernels of a listing, one after the other."""
+    """The kernels of a listing, in order."""
     arch = ""
     kernel: Kernel | None = None
     for line in lines:
@@ -46,12 +46,12 @@ def kernels_in(lines: Iterable[str]) -> Iterator[Kernel]:
 
 
 def operation_of(text: str) -> str:
-    """``@!P0 LDG.E.128 R2, ...`` as ``LDG.E.128``."""
+    """``LDG.E.128`` for ``@!P0 LDG.E.128 R2, ...``."""
     return re.sub(r"^@\S+\s+", "", text).split(" ", 1)[0].rstrip(",")
 
 
 def access_of(text: str) -> str | None:
-    """``LDG.128`` for a load of 16 bytes, ``LDG`` for a narrower one; None for no access."""
+    """``LDG.128`` for a load of 16 bytes, ``LDG`` for a narrower one; None for other operations."""
     match = MEMORY.match(operation_of(text))
     if match is None:
         return None
@@ -64,7 +64,9 @@ def kind_of(text: str) -> str:
 
 
 def divides_64_bits(kernel: Kernel) -> bool:
-    """Whether it divides integers of 64 bits: each such division begins with this conversion."""
+    """Whether the kernel divides integers of 64 bits: each such division begins with this
+    conversion.
+    """
     return any(operation_of(text).startswith("I2F.U64.RP") for text in kernel.code.values())
 
 
@@ -91,19 +93,19 @@ def may_fall_through(text: str) -> bool:
     if operation.startswith(("EXIT", "RET", "BSYNC")):
         return False
     if operation.startswith("BRA"):
-        # A condition stands before the target, too: BRA.U !UP0, 0x100.
+        # A condition may also precede the target: BRA.U !UP0, 0x100.
         return "DIV" in operation or "CONV" in operation or "," in text
     return True
 
 
 def flow_of(code: dict[int, str]) -> dict[int, set[int]]:
-    """The instructions that may come after each one."""
+    """The instructions that may follow each one."""
     flow: dict[int, set[int]] = {}
     for address, text in code.items():
         following = set()
         if may_fall_through(text) and address + WIDTH in code:
             following.add(address + WIDTH)
-        # A call with a condition is a way out of a loop: sm_80 has it in the place of a branch.
+        # A call with a condition is an exit of a loop: sm_80 uses it in place of a branch.
         if operation_of(text).startswith("BRA") or re.match(r"@\S+\s+CALL\b", text):
             target = target_of(text)
             if target in code:
@@ -114,7 +116,7 @@ def flow_of(code: dict[int, str]) -> dict[int, set[int]]:
 
 
 def add_convergence(code: dict[int, str], flow: dict[int, set[int]]) -> None:
-    """Adds where a BSYNC goes on: at the address in the BSSY that names the same barrier."""
+    """Adds where a BSYNC continues: at the address in the BSSY that names the same barrier."""
     barriers = {
         address: re.findall(r"\bB\d+\b", text)
         for address, text in code.items()
@@ -145,7 +147,7 @@ def add_convergence(code: dict[int, str], flow: dict[int, set[int]]) -> None:
 
 
 def back_edges(flow: dict[int, set[int]], first: int) -> set[tuple[int, int]]:
-    """Edges to an instruction that is on the way from the first one."""
+    """Edges to an instruction that is on the path from the first one."""
     found = set()
     on_way = {first}
     seen = {first}
@@ -171,14 +173,14 @@ def back_edges(flow: dict[int, set[int]], first: int) -> set[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Path:
-    """The shortest way once around a loop that has the asked accesses of 16 bytes."""
+    """The shortest path once around a loop with the wanted accesses of 16 bytes."""
 
     instructions: int
     narrow: int  # accesses of global and shared memory with fewer bytes
 
 
 def in_order(flow: dict[int, set[int]], without: set[tuple[int, int]], first: int) -> list[int]:
-    """The instructions so that each comes before those that follow it."""
+    """The instructions, each before those that follow it."""
     order: list[int] = []
     seen = {first}
     stack = [(first, iter(flow[first]))]
@@ -198,7 +200,7 @@ def in_order(flow: dict[int, set[int]], without: set[tuple[int, int]], first: in
 def body_of(
     flow: dict[int, set[int]], without: set[tuple[int, int]], head: int, ends: set[int]
 ) -> set[int]:
-    """The instructions on ways from a loop's head to its ends."""
+    """The instructions on paths from a loop's head to its ends."""
     before = defaultdict(set)
     for address, following in flow.items():
         for other in following:
@@ -214,9 +216,9 @@ def body_of(
 
 
 def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
-    """The shortest way around any of a kernel's loops with at least the accesses in ``wanted``.
+    """The shortest path around any of a kernel's loops with at least the accesses in ``wanted``.
 
-    A loop within the loop is gone through once. What is called is not counted.
+    A loop inside the loop counts once. Called functions do not count.
 
     Args:
         wanted: numbers of accesses, such as ``{"LDG.128": 8}``, or of other operations, such as
@@ -232,7 +234,7 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
         within = Counter(kind_of(kernel.code[address]) for address in body)
         if any(within[kind] < least for kind, least in wanted.items()):
             continue
-        # From the loop's head: the lengths of the ways, by the accesses that they have.
+        # From the loop's head: the lengths of the paths, by their accesses.
         ways: dict[int, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
         ways[head][tuple(0 for _ in kinds)] = (0, 0)
         for address in in_order(flow, edges, head):

@@ -1,5 +1,5 @@
-// Values at random places, on CUDA: one pass over all values, which writes the error and searches
-// for values that are not finite; then a pass over the entries of the message.
+// Values at random places, on CUDA. One pass over all values writes the error and searches for
+// values that are not finite. A second pass goes over the entries of the message.
 #include <torch/library.h>
 
 #include "compensate.cuh"

@@ -60,7 +60,7 @@ void visit_tensors(const char* op, at::TensorList tensors, const Visit& visit) {
 }
 
 // Tensors to read. A tensor that is not contiguous is read through a contiguous copy, in one more
-// pass over memory: a kernel that follows strides would be slow for all tensors. In a bucket's own
+// pass over memory. A kernel that follows strides would be slow for all tensors. In a bucket's own
 // layout, parameters of permuted memory, such as channels_last, are contiguous views.
 class Sources {
  public:

@@ -28,8 +28,8 @@ struct RankState {
   int32_t wanted;
 };
 
-// Later passes skip groups whose largest rank is too small. For each group the upper bits of that
-// rank are kept.
+// Later passes skip groups if their largest rank is too small. They read the upper bits of each
+// group's largest rank.
 constexpr int kGroupValues = 16;
 constexpr int kGroupQuads = kGroupValues / kQuadValues;
 constexpr int kGroupShift = 15;

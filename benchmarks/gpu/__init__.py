@@ -1,1 +1,1 @@
-"""Runs on a GPU what only a GPU can show, and stores the results of each part at once."""
+"""Runs the checks that need a GPU, and stores the results of each part at once."""

@@ -1,11 +1,11 @@
-"""What only a GPU can show, in one run: smoke, times, tests, counters, sanitizers, benchmarks.
+"""Runs all checks that need a GPU: smoke, times, tests, counters, sanitizers, benchmarks.
 
     python -m benchmarks.gpu [--minutes 9] [--parts smoke times ...] [--resume] [--dry-run]
 
-Needs no network. Uses the Python, torch and nvcc that are there. Stores ``<card>-<date>.json`` and
-``.md`` in ``benchmarks/results/gpu``, and in the folder that the variable ``OUT`` names, after each
-step: a part that crashes or hangs, and a run that is killed, leave everything that was found
-before. Exits with 1 if something failed. Logs go to ``build/gpu``.
+Needs no network. Uses the installed Python, torch and nvcc. After each step it stores
+``<card>-<date>.json`` and ``.md`` in ``benchmarks/results/gpu`` and in the folder that the variable
+``OUT`` names. So a part that crashes or hangs, or a killed run, loses no earlier results. Exits
+with 1 if something failed. Logs go to ``build/gpu``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=9.0, help="for all (default: %(default)s)")
+    add("--minutes", type=float, default=9.0, help="time for the whole run (default: %(default)s)")
     add("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     add(
         "--resume",
@@ -46,20 +46,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=BUILD / "document.json",
         metavar="FILE",
-        help="go on with an earlier run's document (default: this machine's last one)",
+        help="continue an earlier run's document (default: this machine's last one)",
     )
     add(
         "--dry-run",
         nargs="?",
         const="cpu",
         choices=("cpu", "host"),
-        help="without a GPU; host: smoke plays the CUDA kernels on the CPU",
+        help="run without a GPU; host: smoke runs the CUDA kernels on the CPU",
     )
-    add("--commit", help="of this tree, where git cannot tell")
-    add("--results", type=Path, metavar="FOLDER", help="in the place of benchmarks/results/gpu")
-    add("--build", type=Path, default=BUILD, metavar="FOLDER", help="for logs and states")
-    add("--tests", type=Path, metavar="FOLDER", help="with test files in the place of ours")
-    add("--test-seconds", type=float, default=60.0, help="the most for a test")
+    add("--commit", help="the commit of this tree, if git cannot tell")
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for results in place of benchmarks/results/gpu",
+    )
+    add("--build", type=Path, default=BUILD, metavar="FOLDER", help="folder for logs and states")
+    add("--tests", type=Path, metavar="FOLDER", help="test files in place of this tree's")
+    add("--test-seconds", type=float, default=60.0, help="limit for one test")
     add("--patience", type=float, default=1.0, help="a factor for the time of parts and commands")
     return parser.parse_args(arguments)
 
@@ -82,7 +87,7 @@ def empty_document(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def resumed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The document to go on with: an earlier one of the same sources, or an empty one."""
+    """The document to continue: an earlier one of the same sources, or an empty one."""
     new = empty_document(arguments)
     if arguments.resume is None:
         return new
@@ -96,7 +101,7 @@ def resumed(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"begins anew: {arguments.resume} is of other {name}")
             return new
     if "build" in old["parts"] and "build" in arguments.parts:
-        # Libraries are of this machine: they are built and loaded again.
+        # Libraries belong to this machine: build and load them again.
         old["parts"]["build"] |= {"finished": False, "passed": None, "items": []}
     for part in old["parts"].values():
         if any(item.get("again") for item in part["items"]):
@@ -107,7 +112,8 @@ def resumed(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     begun = time.monotonic()
     parsed = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no command is left behind
+    # So that no command outlives this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     document = resumed(parsed)
     dry = parsed.dry_run is not None
     if parsed.resume is None:
@@ -143,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(run: Run, commit: str | None) -> bool:
-    """Stores what the machine is; false if it has no card that torch can use."""
+    """Stores facts of the machine; returns false if it has no card that torch can use."""
     how = run.one(run.module("facts", "facts", seconds=90))
     told: dict[str, Any] = {}
     for line in run.told("facts"):

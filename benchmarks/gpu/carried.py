@@ -1,4 +1,4 @@
-"""Builds the libraries for a machine with a GPU elsewhere, and tells whether they fit there.
+"""Builds the libraries for another machine with a GPU, and checks there whether they fit.
 
     python3.12 -m benchmarks.gpu.carried
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from .commands import ROOT, write_whole
 
 FOLDER = ROOT / "build" / "carried"
-#: Where the sources are copied to, so that the build in place stays.
+#: The sources are copied here, so that the build in place stays.
 TREE = ROOT / "build" / "carried-tree"
 STAMP = "stamp.json"
 ARCHITECTURES = "9.0"
@@ -36,7 +36,7 @@ _BUILD_FILES = ("setup.py", "build_support.py", "pyproject.toml")
 
 
 def sources_digest() -> str:
-    """Of all files that a build reads."""
+    """A digest of all files that a build reads."""
     digest = hashlib.sha256()
     paths = [
         path
@@ -61,7 +61,7 @@ def torch_version() -> str:
 
 
 def stamp() -> dict[str, str]:
-    """What libraries must have been built from and for, to be used here."""
+    """The properties that built libraries must share with this machine."""
     return {
         "sources": sources_digest(),
         "torch": torch_version(),
@@ -92,7 +92,7 @@ def digest_of(path: Path) -> str:
 
 
 def take(folder: Path = FOLDER) -> None:
-    """Puts the carried libraries where a build in place puts them."""
+    """Copies the carried libraries to the places of a build in place."""
     package = ROOT / "torch_commhook"
     for old in (*package.glob("_C*.so"), *(package / "lib").glob("_ops*.so")):
         old.unlink()
@@ -106,7 +106,7 @@ def main() -> int:
     for name in _BUILD_FILES:
         shutil.copy2(ROOT / name, TREE / name)
     for name in (*_SOURCES, "torch_commhook"):
-        # Other files of ninja's stay beside them, so that a second build is short.
+        # Other files of ninja stay next to these, so that a second build is short.
         shutil.rmtree(TREE / name, ignore_errors=True)
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, TREE / name, ignore=ignored)

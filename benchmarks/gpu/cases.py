@@ -1,7 +1,7 @@
-"""The operators that a GPU is tried and timed with, and their data.
+"""The operators for trials and timings on a GPU, and their data.
 
-All calls go through the public functions and codecs, so that kernels may change without a change
-here.
+All calls go through the public functions and codecs, so that this file need not change with the
+kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.native.check_ops import check_finite
 
-#: What a work must reach of the speed of the card's own copy.
+#: The least speed of a work, as a share of the card's own copy.
 LEAST, LEAST_WITH_ERROR = 0.9, 0.85
-#: The most seconds of the CPU for a call on one bucket of 25 MiB.
+#: The most CPU seconds of a call on one bucket of 25 MiB.
 MOST_HOST_SECONDS = 15e-6
 COPY = "copy"
 SCALE = 1 / 8
-#: Whose speed has a target.
+#: Their speed has a target.
 TARGETED = ("blockwise()", "blockwise(bits=4)")
 
 
@@ -33,9 +33,9 @@ class Data:
 
     Args:
         shapes: of the tensors, float32.
-        device: where they are.
+        device: the tensors' device.
         seed: the same seed gives the same values on all devices if ``exact`` is true.
-        exact: make the values on the CPU, which takes longer.
+        exact: whether to compute the values on the CPU, which takes longer.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Work:
     """A call to try or to time.
 
     Attributes:
-        call: does it.
-        results: what it writes.
+        call: runs the work.
+        results: the tensors that it writes.
         nbytes: the fewest bytes that it must read and write.
-        least: the target, of the copy's speed; None without one.
+        least: the target, as a share of the copy's speed; None without one.
         most_host_seconds: the target of the CPU's time.
     """
 
@@ -109,7 +109,7 @@ def flatten_stats(data: Data, shards: int) -> Work:
     results: list[Tensor] = []
 
     def call() -> None:
-        # The last call's results alone: a graph keeps its memory.
+        # Only the last call's results: a graph keeps its memory.
         results[:] = [each for each in ops.flatten_stats(data.tensors, scale=SCALE)]
 
     return Work(call, results, 8 * data.numel)
@@ -136,8 +136,8 @@ BUCKET: dict[str, Maker] = {
 class Coded:
     """A codec's calls on data.
 
-    Messages that are read come from the CPU where the data are exact: then a kernel that reads is
-    tried even if the one that writes is wrong.
+    If the data are exact, messages to read come from the CPU. So a test of a reading kernel does
+    not depend on the writing one.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -189,7 +189,7 @@ class Coded:
         return Work(call, data.into, 4 * data.numel + message.nbytes, self.least(LEAST))
 
     def reduce(self, data: Data, shards: int) -> Work:
-        """The messages that a rank gets from as many ranks as there are shards."""
+        """The messages that a rank receives from as many ranks as there are shards."""
         count = self.codec.shards(data.numel, shards)[0].numel
         sent = [self.message_of([data.random(count)], data, 1) for _ in range(shards)]
         messages, message = torch.stack(sent), data.bytes(sent[0].nbytes)
@@ -220,15 +220,15 @@ class Coded:
 
 
 def codecs() -> list[Codec]:
-    """Two examples of each, the default first."""
+    """Two examples of each codec, the default first."""
     return [codec for cls in CODECS.values() for codec in list(cls.examples())[:2]]
 
 
 def makers(chosen: str = "all") -> dict[str, Maker]:
-    """Makes each work by its name.
+    """Functions that make each work, by name.
 
     Args:
-        chosen: ``"targeted"``: works with a target, and what belongs to them; ``"rest"``: the
+        chosen: ``"targeted"``: works with a target, and those that belong to them; ``"rest"``: the
             others; ``"all"``.
     """
     coded = [Coded(codec) for codec in codecs()]
@@ -243,12 +243,12 @@ def makers(chosen: str = "all") -> dict[str, Maker]:
 
 
 def depends_on_shards(name: str) -> bool:
-    """Whether a work differs for several shards."""
+    """Whether a work depends on the number of shards."""
     return name not in BUCKET
 
 
 def small_shapes(seed: int) -> list[tuple[int, ...]]:
-    """Of tensors that show mistakes, for a try of seconds: odd lengths, and empty ones."""
+    """Shapes of tensors that reveal mistakes in a few seconds: odd lengths, and empty ones."""
     draw = random.Random(seed)
     lengths = [draw.choice([0, 1, 7, 255, 256, 257, 4096, 9001]) for _ in range(6)]
     return [(70_001,), (33, 100), *((length,) for length in lengths)]

@@ -1,4 +1,4 @@
-"""Runs commands with limits of time. A command that hangs or crashes harms nobody else."""
+"""Runs commands with time limits. A command that hangs or crashes does not affect others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Seconds that a killed command has to disappear. A process that waits for a kernel on the GPU can
-#: outlive SIGKILL; the run goes on without it.
+#: Seconds for a killed command to disappear. A process that waits for a kernel on the GPU can
+#: outlive SIGKILL; the run continues without it.
 SECONDS_TO_DIE = 10.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -31,8 +31,8 @@ class Task:
     Attributes:
         name: names its log.
         command: the program and its arguments.
-        seconds: the most that it may take.
-        variables: of its environment, beside those of this process.
+        seconds: its time limit.
+        variables: environment variables, in addition to this process's.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Ended:
     """How a command ended.
 
     Attributes:
-        status: its exit status; negative if a signal ended it, None if its time was over.
+        status: its exit status; negative for a signal, None after its time limit.
         seconds: how long it ran; 0 if there was no time to start it.
-        log: what it printed.
-        is_cut_off: the time for all commands was over before its own.
+        log: its output.
+        is_cut_off: whether the time for all commands ended before its own.
     """
 
     status: int | None
@@ -76,14 +76,14 @@ class Ended:
 
 
 def _begin_group() -> None:
-    """In the child: a process group of its own, which does not outlive this process."""
+    """In the child: makes a process group, which does not outlive this process."""
     os.setpgid(0, 0)
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Running:
-    """A command in a process group of its own, whose output goes to a log."""
+    """A command in its own process group, with its output in a log."""
 
     def __init__(self, task: Task, logs: Path, end: float) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Running:
             )
 
     def ended(self) -> Ended | None:
-        """How it ended; None while it runs. Nothing of its group is left."""
+        """How it ended; None while it runs. Also ends the rest of its group."""
         status = self.process.poll()
         if status is None and time.monotonic() < self.end:
             return None
@@ -147,9 +147,9 @@ def run_tasks(
 
     Args:
         logs: the folder for the logs.
-        end: of ``time.monotonic()``, when all are killed. Tasks that did not begin end without
-            having run.
-        ended: called with each task that ended; returns tasks that are to run next.
+        end: the ``time.monotonic()`` at which all are killed. Tasks that have not begun then do not
+            run.
+        ended: called with each task that has ended; returns the tasks to run next.
         tick: called a few times a second.
     """
     waiting, running = deque(tasks), list[Running]()
@@ -188,11 +188,11 @@ def run_task(task: Task, *, logs: Path, end: float) -> Ended:
     return result[0]
 
 
-# ---- what commands tell --------------------------------------------------------------------------
+# ---- results of commands -------------------------------------------------------------------------
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object a line. A line that was cut off is left out."""
+    """The objects of a file with one JSON object per line, without a line that was cut off."""
     lines = []
     try:
         text = path.read_text()
@@ -207,13 +207,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_line(path: Path, line: dict[str, Any]) -> None:
-    """Appends an object. It is in the file when this returns, even if the process then crashes."""
+    """Appends an object. It is in the file when this returns, even if the process crashes later."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader, or a crash, finds the old text or the new one."""
+    """Writes a file so that a reader, or a crash, finds either the old or the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)

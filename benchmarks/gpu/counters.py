@@ -2,7 +2,7 @@
 
     ncu --profile-from-start off ... python -m benchmarks.gpu.counters CASE --shards 8 --record FILE
 
-runs a call between the profiler's start and stop. All kernels of that call are counted, whatever
+runs a call between the profiler's start and stop. It counts all kernels of that call, whatever
 their names are.
 """
 
@@ -22,7 +22,7 @@ from .commands import write_line
 from .plant import strike
 
 SHAPES = "161x40704"
-#: The calls that are counted, and the shards of their messages.
+#: The counted calls, and the shards of their messages.
 COUNTED = (
     ("flatten", 1),
     ("blockwise(): encode", 8),
@@ -33,7 +33,7 @@ COUNTED = (
     ("fp8(): encode", 8),
     ("topk(): encode", 1),
 )
-#: Names of ours for metrics of ncu.
+#: Names for ncu's metrics.
 METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
     "dram__bytes_read.sum": "dram_read",
@@ -45,9 +45,9 @@ METRICS = {
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": "load_conflicts",
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum": "store_conflicts",
 }
-#: Of the metrics, those that every version and card has.
+#: The metrics that every version and card has.
 FEWEST = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum")
-#: What ncu says on a machine that lets it read no counters, whatever the program is.
+#: ncu prints this on a machine that does not let it read counters, for any program.
 REFUSED = re.compile(r"ERR_NVGPUCTRPERM|Failed to initialize the profiler")
 
 
@@ -63,7 +63,7 @@ def find_tool(name: str) -> str | None:
 
 
 def command(ncu: str, metrics: list[str]) -> list[str]:
-    """The profiler's part of the command line. It leaves the card's clocks alone."""
+    """The profiler's part of the command line. Does not change the card's clocks."""
     return [
         *(ncu, "--clock-control", "none", "--profile-from-start", "off"),
         *("--csv", "--page", "raw", "--print-units", "base"),
@@ -72,9 +72,9 @@ def command(ncu: str, metrics: list[str]) -> list[str]:
 
 
 def rows_of(log: str) -> Iterator[dict[str, Any]]:
-    """What ncu has printed of each kernel.
+    """ncu's values for each kernel.
 
-    A value is None where ncu has no number.
+    A value is None if ncu has no number.
     """
     lines = [line for line in log.splitlines() if line.startswith('"')]
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)

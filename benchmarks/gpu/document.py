@@ -1,4 +1,4 @@
-"""The document of a run: what is stored, which targets it meets, and the page made of it."""
+"""A run's document: the stored results, the targets, and the page made of them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 from .commands import ROOT, write_whole
 
 WORDS = {True: "ok", False: "**FAILED**", None: "not run"}
-#: The tensors that the targets of the host's time are for.
+#: The tensors for which the host's time has targets.
 ONE_BUCKET = "161x40704"
-#: Of all logs together, so many bytes are stored beside the document.
+#: The most bytes of all logs together that are stored with the document.
 LONGEST_LOGS = 12 << 20
 
 
 class Store:
-    """A document that is stored whenever it changes, in several folders.
+    """Stores a document in several folders, whenever it changes.
 
     Args:
-        document: can be written as JSON.
+        document: must be serialisable as JSON.
         folders: for ``<name>.json`` and ``<name>.md``.
-        state: a file for the document alone, from which a later run can go on.
+        state: a file for the document alone, which a later run can continue.
     """
 
     def __init__(self, document: dict[str, Any], folders: Sequence[Path], state: Path) -> None:
@@ -36,7 +36,7 @@ class Store:
         self._stored = ""
 
     def save(self) -> None:
-        """Writes the document and its page, each whole. A folder that fails is left out."""
+        """Writes the document and its page, each whole. Skips a folder that fails."""
         text = without_folders(json.dumps(self.document, indent=1) + "\n")
         if text == self._stored:
             return
@@ -55,7 +55,7 @@ class Store:
         self._stored = text
 
     def save_logs(self, logs: Path) -> None:
-        """Writes all logs into one file, the end of each, where results are taken away."""
+        """Writes the ends of all logs into one file, for transfer from this machine."""
         paths = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
         share = LONGEST_LOGS // max(len(paths), 1)
         text = "".join(
@@ -67,14 +67,14 @@ class Store:
 
 
 def without_folders(text: str) -> str:
-    """The text without this machine's folders: files are named from the tree, or from packages."""
+    """The text without this machine's folders: names of files begin at the tree, or at packages."""
     for folder in (str(ROOT), *site.getsitepackages()):
         text = text.replace(f"{folder}/", "")
     return text
 
 
 def name_of(document: dict[str, Any]) -> str:
-    """Of the files: the card and the day."""
+    """The name of the files: the card and the day."""
     card = "dry-run" if document["dry_run"] else document["machine"].get("card", "unknown-card")
     return f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}-{document['date'][:10]}"
 
@@ -83,7 +83,7 @@ def name_of(document: dict[str, Any]) -> str:
 
 
 def targets(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each target that a time was measured for: what, reached, wanted, and whether it is met.
+    """Each target with a measured time: its name, result and wanted value, and whether it is met.
 
     A dry run has none: its times are of small tensors on the CPU.
     """
@@ -130,7 +130,7 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document to read, in Markdown."""
+    """The document as a page in Markdown."""
     machine = document["machine"]
     title = "A dry run" if document["dry_run"] else machine.get("card", "unknown card")
     lines = [f"# {title}, {document['date'][:10]}", "", "Made by `make gpu`.", ""]
@@ -245,7 +245,7 @@ def counter_cells(row: dict[str, Any]) -> list[str]:
 
 
 def clock_lines(document: dict[str, Any]) -> Iterator[str]:
-    """The card's clocks and heat after each part: figures depend on them."""
+    """The card's clocks and temperature after each part, which affect the results."""
     told = [each for each in document["clocks"] if len(each) > 1]
     if told:
         names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")

@@ -1,8 +1,8 @@
-"""What figures depend on: the card, the software, and whether the library loads.
+"""Facts on which results depend: the card, the software, and whether the library loads.
 
     python -m benchmarks.gpu.facts --device cuda --record FILE
 
-Appends objects to the file, so that a library that crashes leaves what was found before.
+Appends objects to the file, so that earlier facts remain if the library crashes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from .commands import write_line
 from .plant import strike
 
-#: What ``nvidia-smi`` is asked for.
+#: The properties to request from ``nvidia-smi``.
 ASKED = (
     "name",
     "driver_version",
@@ -32,7 +32,7 @@ ASKED = (
 
 
 def smi() -> dict[str, str]:
-    """What ``nvidia-smi`` says of the first card; empty if it says nothing."""
+    """The properties of the first card from ``nvidia-smi``; empty if there are none."""
     query = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
@@ -66,7 +66,7 @@ def software() -> dict[str, Any]:
 
 
 def library(device: str) -> dict[str, Any]:
-    """The operators, and the cases that smoke tries."""
+    """The operators, and the cases of smoke."""
     import torch
 
     import torch_commhook.native.bucket_ops as ops
@@ -93,7 +93,7 @@ def library(device: str) -> dict[str, Any]:
 
 
 def called_by_smoke() -> set[str]:
-    """The operators that its cases reach, as the CPU's profile says."""
+    """The operators that smoke's cases call, according to the CPU's profile."""
     import torch
 
     from .cases import Data, makers
@@ -111,7 +111,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu", "host"), default="cuda")
     parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--library", action="store_true", help="only whether it loads")
+    parser.add_argument(
+        "--library", action="store_true", help="check only whether the library loads"
+    )
     arguments = parser.parse_args()
     if not arguments.library:
         write_line(arguments.record, software())

@@ -1,4 +1,4 @@
-"""The parts of a run, in their order: those that teach most come first."""
+"""The parts of a run, in order: the most informative first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .run import Part, Run
 
 
 def build(run: Run) -> None:
-    """Takes the libraries that were carried here, or builds in place; then loads them."""
+    """Uses the libraries that were carried here, or builds in place; then loads them."""
     obstacle = carried.obstacle()
     if run.dry:
         run.item("build", None, 0.0, "a dry run uses the build in place")
@@ -56,7 +56,7 @@ def library_loads(run: Run) -> bool:
 
 
 def smoke(run: Run) -> None:
-    """Each operator on small tensors, in a process of its own."""
+    """Each operator on small tensors, in its own process."""
     cases = [case for case in run.document["library"].get("cases", ()) if not run.has(case)]
     names = {f"smoke-{file_name(case)}": case for case in cases}
     tasks = [run.module(name, "smoke", case, seconds=30) for name, case in names.items()]
@@ -74,7 +74,7 @@ def file_name(text: str) -> str:
 
 # ---- 3: times ------------------------------------------------------------------------------------
 
-#: Buckets and shards, those first that most is asked of.
+#: Buckets and shards, the most demanding first.
 TIMED = (
     ("161x40704", 1),
     ("161x40704", 8),
@@ -86,17 +86,17 @@ TIMED = (
 )
 TIMED_REST = (("161x40704", 8), ("resnet50", 1))
 TIMED_DRY = (("7x1000", 1), ("7x1000", 8), ("7x1000", 2))
-#: Works that may crash a process before the rest of its group is given up.
+#: So many works may crash a process before the rest of their group is given up.
 MOST_RESTARTS = 3
 
 
 def times(run: Run) -> None:
-    """The card's own copy, and the works with targets beside it."""
+    """The card's own copy, and the works with targets for comparison."""
     time_groups(run, TIMED_DRY if run.dry else TIMED, "targeted")
 
 
 def time_groups(run: Run, groups: Iterable[tuple[str, int]], works: str) -> None:
-    """Each group in a process. If a work ends it, another one goes on without that work."""
+    """Each group in a process. If a work ends the process, another continues without that work."""
     groups = [group for group in groups if not run.has(group_name(works, *group))]
     names = {file_name(group_name(works, *group)): group for group in groups}
     without: dict[str, list[str]] = {name: [] for name in names}
@@ -149,17 +149,17 @@ def keep_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 
 # ---- 4 and 6: tests ------------------------------------------------------------------------------
 
-#: By their names, files of tests on streams, graphs and groups of ranks: a part of their own.
+#: Names of files with tests on streams, graphs and groups of ranks, which form their own part.
 STREAMS = re.compile(r"stream|captur|graph|collective|nccl|symm|step|group")
-#: What a file with tests for a GPU has.
+#: A file with tests for a GPU contains this.
 FOR_A_GPU = re.compile(r"mark\.cuda\b|\bkernel_device\b|\bcuda_kernels\b|\bON_GPU\b")
-#: Processes for the rest of a file whose tests crash.
+#: The most processes for a file with tests that crash.
 MOST_PROCESSES = 6
 FILE_SECONDS = 120.0
 
 
 def test_files(run: Run) -> list[Path]:
-    """The files with tests for a GPU. Those that only the host runs would take time to load."""
+    """The files with tests for a GPU. The host's tests would take time to load."""
     return [
         path
         for path in sorted((run.tests or ROOT / "tests").rglob("test_*.py"))
@@ -168,7 +168,7 @@ def test_files(run: Run) -> list[Path]:
 
 
 def tests(run: Run) -> None:
-    """Files of tests, each in a process of its own."""
+    """Files of tests, each in its own process."""
     run_tests(run, [path for path in test_files(run) if not STREAMS.search(path.stem)])
 
 
@@ -207,7 +207,7 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
                 crash = {"test": test, "outcome": "crashed", "text": crash_text(how.log)}
                 write_line(run.record(name), crash)
         outcomes, texts = outcomes_of(run.told(name))
-        # Another process does the tests that a crash has left.
+        # Another process runs the tests that a crash has left.
         is_left = not finished and bool(outcomes) and how.status is not None
         is_left = is_left and processes[name] < MOST_PROCESSES
         passed, text = verdict(outcomes, how, finished)
@@ -231,13 +231,13 @@ BAD = ("failed", "error", "crashed")
 
 
 def crash_text(log: str) -> str:
-    """Of a log, where Python's fault handler shows the stacks; the end if it shows none."""
+    """The stacks that Python's fault handler has written to a log; its end if there are none."""
     found = re.search(r"Fatal Python error|Timeout \(", log)
     return log[found.start() :][:3000] if found else log[-3000:]
 
 
 def outcomes_of(lines: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
-    """The last word on each test, and the text of it."""
+    """The last outcome of each test, with its text."""
     outcomes, texts = {}, {}
     for line in lines:
         if "test" in line:
@@ -247,7 +247,7 @@ def outcomes_of(lines: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, 
 
 
 def verdict(outcomes: dict[str, str], how: Ended, finished: bool) -> tuple[bool | None, str]:
-    """Whether a file passed, and a line on it. One whose tests were all skipped did not run."""
+    """Whether a file passed, with a line on it. A file with only skipped tests did not run."""
     words = list(outcomes.values())
     text = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
     if any(word in BAD for word in words):
@@ -311,14 +311,14 @@ def count_one(run: Run, ncu: str | None, case: str, shards: int, metrics: list[s
 
 # ---- 7: sanitizers -------------------------------------------------------------------------------
 
-#: What torch asks of the driver at its start may be missing, and that is no error.
+#: Functions that torch calls at its start may be missing in the driver, which is not an error.
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
     "racecheck": (),
 }
 
 
-#: The parts of the program, in processes beside each other.
+#: The parts of the program, in parallel processes.
 SANITIZED = ("codecs", "kernels", "buckets")
 
 
@@ -333,7 +333,7 @@ def sanitize(run: Run) -> None:
     def task_of(name: str) -> Task:
         tool, _, part = name.partition(", ")
         program = [sys.executable, "tests/long_runs/cuda_sanitized.py", part]
-        # Without the cache each tensor's bounds are those of its memory.
+        # Without the caching allocator, a tensor's bounds are the bounds of its memory.
         return Task(
             file_name(name),
             [sanitizer, "--tool", tool, *TOOLS[tool], *program],
@@ -351,7 +351,7 @@ def sanitize(run: Run) -> None:
 
 
 def sanitized(how: Ended) -> tuple[bool | None, float, str]:
-    """Passed only if the program ended, and the tool's own summary counts nothing."""
+    """Passed only if the program ended, and the tool's own summary counts no error."""
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", how.log)
     if re.search(r"Device not supported|not supported on this device", how.log):
         return None, how.seconds, "refuses this device"
@@ -378,7 +378,7 @@ def rest(run: Run) -> None:
         how = run.one(
             Task(f"bench_{name}", [sys.executable, script, *own, "--out", out], run.left() * 0.6)
         )
-        if out.exists():  # with the groups that there was time for
+        if out.exists():  # with the groups that had time
             run.document["benchmarks"][name] = json.loads(out.read_text())
         run.command_item(f"bench_{name}", how)
 

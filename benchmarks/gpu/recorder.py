@@ -2,12 +2,13 @@
 
     pytest -p benchmarks.gpu.recorder tests/cuda/test_cuda_check.py
 
-Environment variables: ``COMMHOOK_GPU_RECORD``, the file to append JSON objects to;
-``COMMHOOK_GPU_SKIP``, such a file of an earlier process, whose tests are left out;
-``COMMHOOK_GPU_TEST_SECONDS``, after which a test's process ends with the stacks of its threads.
+Environment variables: ``COMMHOOK_GPU_RECORD`` names the file to append JSON objects to.
+``COMMHOOK_GPU_SKIP`` names such a file of an earlier process; its tests are skipped.
+``COMMHOOK_GPU_TEST_SECONDS`` is a test's limit; after it, the process ends with the stacks of its
+threads.
 
-After an error that no later CUDA call survives, such as an illegal access, the process ends at
-once. The next one goes on with the tests that are left.
+After an error that makes all later CUDA calls fail, such as an illegal access, the process ends at
+once. The next one continues with the remaining tests.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .commands import read_lines, write_line
 RECORD = Path(os.environ["COMMHOOK_GPU_RECORD"])
 SKIP = os.environ.get("COMMHOOK_GPU_SKIP")
 SECONDS = float(os.environ.get("COMMHOOK_GPU_TEST_SECONDS", "60"))
-#: Exit status of a process whose CUDA context is lost.
+#: Exit status of a process that has lost its CUDA context.
 LOST = 86
-#: Of a failure's text, so many characters are kept.
+#: The most characters that are kept of a failure's text.
 LONGEST = 3000
 
-#: Before pytest redirects it.
+#: Saved before pytest redirects it.
 _stderr = os.dup(2)
 _failures: dict[str, str] = {}
 _outcomes: dict[str, str] = {}

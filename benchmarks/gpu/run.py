@@ -1,4 +1,4 @@
-"""One run: its parts, the time that each gets, and what each leaves in the document."""
+"""One run: its parts, the time for each, and their entries in the document."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Part:
     """A part of a run.
 
     Attributes:
-        function: does it, and adds items to the run.
-        most: seconds that it may take.
-        kept: seconds that parts before it leave for it.
-        needs_library: there is nothing to do if the library does not load.
+        function: runs the part, and adds items to the run.
+        most: its limit in seconds.
+        kept: seconds that earlier parts leave for it.
+        needs_library: skip the part if the library does not load.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Part:
 
 @dataclass
 class Run:
-    """What parts work with.
+    """The data that the parts share.
 
     Attributes:
-        device: ``"cuda"``; ``"cpu"`` or ``"host"`` in a dry run, where ``"host"`` plays the CUDA
-            kernels for CPU tensors in the smoke part.
-        folder: for logs and for what commands tell.
-        end: of ``time.monotonic()``, of the whole run.
+        device: ``"cuda"``; ``"cpu"`` or ``"host"`` in a dry run. With ``"host"``, the smoke part
+            runs the CUDA kernels on the host for CPU tensors.
+        folder: for logs and for the commands' results.
+        end: the ``time.monotonic()`` at which the run must end.
         cores: processes that may work at once.
-        tests: a folder with test files, in the place of the tree's own.
-        test_seconds: the most that one test may take.
-        patience: a factor for the time that parts and commands may take, for slow machines.
+        tests: a folder with test files, in place of the tree's own.
+        test_seconds: the limit of one test.
+        patience: a factor for the limits of parts and commands, for slow machines.
     """
 
     store: Store
@@ -79,10 +79,10 @@ class Run:
     # ---- items -----------------------------------------------------------------------------------
 
     def item(self, name: str, passed: bool | None, seconds: float, text: str, **more: Any) -> None:
-        """Adds an outcome to the part, or replaces the one of that name, and stores it.
+        """Adds an outcome to the part, or replaces the one with that name, and stores it.
 
         Args:
-            more: stored with it; ``again`` if a run that goes on with this one tries it again.
+            more: stored with it; ``again`` if a run that continues this one repeats it.
         """
         items = self.part["items"]
         items[:] = [item for item in items if item["name"] != name]
@@ -92,15 +92,15 @@ class Run:
         self.store.save()
 
     def command_item(self, name: str, how: Ended, **more: Any) -> None:
-        """The outcome of a command that says by its exit status whether it passed.
+        """Adds a command's outcome: its exit status says whether it passed.
 
-        One that there was no time to start is no failure: it did not run.
+        A command that had no time to start is not a failure: it did not run.
         """
         passed = None if how.status is None and how.seconds == 0 else how.status == 0
         self.item(name, passed, how.seconds, how.text, again=how.is_cut_off, **more)
 
     def has(self, name: str) -> bool:
-        """Whether an earlier run, which this one goes on with, has stored that item."""
+        """Whether the earlier run that this one continues has stored that item."""
         return any(
             item["name"] == name and item["passed"] is not None and not item.get("again")
             for item in self.part["items"]
@@ -111,7 +111,7 @@ class Run:
     def module(
         self, name: str, module: str, *arguments: str | Path, seconds: float, **variables: str
     ) -> Task:
-        """A task that runs a module of this package, and where it tells what it finds."""
+        """A task that runs a module of this package, and the file for its results."""
         record = self.record(name)
         record.unlink(missing_ok=True)
         own = ["--device", self.device, "--record", record]
@@ -140,7 +140,7 @@ class Run:
 
 
 def do_parts(run: Run, parts: Sequence[Part]) -> None:
-    """Does parts in their order. One that raises an error is a failure, and the next ones go on."""
+    """Runs parts in order. A part that raises an error is a failure, and the next ones run."""
     for i, part in enumerate(parts):
         own: dict[str, Any] = {"passed": None, "finished": False, "seconds": 0.0, "text": ""}
         run.part = run.document["parts"].setdefault(part.name, {**own, "items": []})
@@ -170,7 +170,7 @@ def do_parts(run: Run, parts: Sequence[Part]) -> None:
 
 
 def summary(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Whether a part passed, and a line on its items."""
+    """Whether a part passed, with a line on its items."""
     failed = [item for item in items if item["passed"] is False]
     passed = [item for item in items if item["passed"]]
     rest = [item for item in items if item["passed"] is None]

@@ -1,4 +1,4 @@
-"""Tries one operator on small tensors and compares with the CPU, bit by bit.
+"""Runs one operator on small tensors, and compares the results with the CPU's, bit by bit.
 
 python -m benchmarks.gpu.smoke "flatten" --device cuda --record FILE
 """
@@ -21,7 +21,7 @@ ROUNDS = 3
 
 
 def kernels(device: str) -> AbstractContextManager[None]:
-    """The CUDA kernels for tensors of the device; on the host they play for CPU tensors."""
+    """The CUDA kernels for tensors of the device; ``"host"`` runs them for CPU tensors."""
     if device != "host":
         return nullcontext()
     sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -35,7 +35,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def differences(maker: Maker, name: str, device: str, shards: int, seed: int) -> str | None:
-    """What differs from the CPU's results; None if nothing does."""
+    """A difference from the CPU's results; None if there is none."""
     on = "cpu" if device == "host" else device
     shapes = small_shapes(seed)
     right = maker(Data(shapes, "cpu", seed, exact=True), shards)
@@ -50,7 +50,7 @@ def differences(maker: Maker, name: str, device: str, shards: int, seed: int) ->
     for i, (got, want) in enumerate(zip(work.results, right.results, strict=True)):
         wrong = bits(got) != bits(want)
         if name == "flatten_stats" and want.numel() == 1 and want.is_floating_point():
-            # Blocks of threads add up in another order than the CPU.
+            # Blocks of threads add in another order than the CPU.
             if not torch.allclose(got.cpu(), want, rtol=1e-5):
                 return f"result {i}: {got.item()}, not {want.item()}"
         elif wrong.any():
@@ -63,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case")
     parser.add_argument("--device", choices=("cuda", "cpu", "host"), default="cuda")
-    parser.add_argument("--record", help="nothing is told beside the outcome")
+    parser.add_argument("--record", help="ignored: the outcome is the only result")
     arguments = parser.parse_args()
     name = arguments.case
     maker = makers()[name]

@@ -1,10 +1,10 @@
-"""Times works on one bucket: those of the device, and beside them those of the host.
+"""Measures works on one bucket: the device's time, and the host's.
 
     python -m benchmarks.gpu.times --shapes 161x40704 --shards 8 --device cuda --record FILE
 
-The device's time is that of a CUDA graph's replay, so that launches do not count. A work that no
-graph can capture is queued behind a kernel that waits (``how`` says so). The host's time is that of
-issuing the calls while such a kernel keeps the device busy.
+The device replays a CUDA graph, so that launches do not count. A work that no graph can capture is
+queued behind a kernel that waits (``how`` says so). The host's time is for issuing the calls while
+such a kernel keeps the device busy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .plant import strike
 SAMPLES = 30
 FEWEST_SAMPLES = 5
 HOST_SAMPLES = 9
-#: Seconds of a sample on the device, about.
+#: The approximate seconds of a sample on the device.
 SAMPLE_SECONDS = 1e-3
 MOST_CALLS = 48
-#: Calls that are issued while the device waits; their launches must fit into its queue.
+#: Calls to issue while the device waits; their launches must fit into its queue.
 HOST_CALLS = 20
-#: Cycles of a kernel that waits, for a millisecond: cards have 1.0 to 2.0 GHz.
+#: Cycles of a waiting kernel in a millisecond: cards run at 1.0 to 2.0 GHz.
 CYCLES_OF_A_MILLISECOND = 2_000_000
 
 
@@ -52,14 +52,14 @@ class Timed:
 
 
 def shapes_of(name: str) -> list[tuple[int, ...]]:
-    sys.path.insert(0, str(FOLDER))  # where benchmarks import each other from
+    sys.path.insert(0, str(FOLDER))  # benchmarks import each other from there
     from model_shapes import read_shapes
 
     return read_shapes(name)
 
 
 def copies_of(device: str, nbytes: int) -> int:
-    """How many copies are more than the device's cache holds."""
+    """The number of copies that exceed the device's cache."""
     if device != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(0).L2_cache_size
@@ -83,7 +83,7 @@ def time_events(run: Callable[[], None], wait_milliseconds: float = 0.0) -> floa
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> Callable[[], None] | None:
-    """A graph's replay; None if the calls cannot be captured."""
+    """The replay of a graph; None if the calls cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -117,7 +117,7 @@ def prepare_on_gpu(timed: Timed) -> None:
 
 
 def host_time(timed: Timed) -> float:
-    """Seconds of the CPU for a call, while the device is busy."""
+    """CPU seconds for a call, while the device is busy."""
     calls = (timed.calls * HOST_CALLS)[:HOST_CALLS]
     torch.cuda.synchronize()
     torch.cuda._sleep(20 * CYCLES_OF_A_MILLISECOND)
@@ -173,7 +173,7 @@ def row_of(arguments: argparse.Namespace, timed: Timed, copy_speed: float) -> di
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Appends a row for each work, of samples that took turns with those of the copy."""
+    """Appends a row for each work. Its samples alternate with those of the copy."""
     device = "cuda" if arguments.device == "cuda" else "cpu"
     shapes = shapes_of(arguments.shapes)
     numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -220,9 +220,9 @@ def main() -> int:
     parser.add_argument("--shapes", required=True)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--works", choices=("targeted", "rest", "all"), default="targeted")
-    parser.add_argument("--without", action="append", default=[], help="a work to leave out")
+    parser.add_argument("--without", action="append", default=[], help="a work to skip")
     parser.add_argument("--device", choices=("cuda", "cpu", "host"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the samples")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time for the samples")
     parser.add_argument("--record", type=Path, required=True)
     arguments = parser.parse_args()
     measure(arguments)

@@ -1,4 +1,4 @@
-"""The command line: hosts and links for as long as one command runs on them."""
+"""The command line: makes hosts and links while one command runs on them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     add = parser.add_argument
-    add("--hosts", type=int, default=2, help="2 to 250 (default: 2)")
+    add("--hosts", type=int, default=2, help="number of hosts, 2 to 250 (default: 2)")
     add(
         "--rate",
         type=_rate,
         default="200mbit",
-        help="of each link, each way, such as 200mbit or 1gbit (default: 200mbit)",
+        help="rate of each link, each way, such as 200mbit or 1gbit (default: 200mbit)",
     )
     add(
         "--burst",
         type=int,
         metavar="BYTES",
-        help="that may pass at once after a pause (default: 5 ms', 128 KiB at least)",
+        help="bytes that may pass at once after a pause (default: those of 5 ms, at least 128 KiB)",
     )
     add(
         "--queue-ms",
@@ -52,22 +52,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--delay",
         type=float,
         metavar="MS",
-        help="of each frame, each way: a round trip takes twice that (default: none)",
+        help="delay of each frame, each way: a round trip takes twice that (default: none)",
     )
     add(
         "--loss",
         type=float,
         default=0.0,
         metavar="PERCENT",
-        help="of the frames are dropped, each by chance (default: 0)",
+        help="share of frames to drop at random (default: 0)",
     )
-    add("--congestion", metavar="NAME", help="TCP's algorithm, such as reno (the system's)")
+    add(
+        "--congestion",
+        metavar="NAME",
+        help="TCP's congestion control, such as reno (default: the system's)",
+    )
     add(
         "--timeout",
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="end all ranks after so long (default: 3600)",
+        help="limit after which all ranks are ended (default: 3600)",
     )
     add(
         "--grace",
@@ -76,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"end the others so long after a rank has failed (default: {GRACE_SECONDS:g})",
     )
-    add("command", nargs="+", metavar="COMMAND", help="run on each host, after --")
+    add("command", nargs="+", metavar="COMMAND", help="command to run on each host, after --")
     return parser
 
 
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe_links(rate: int, links: Sequence[Link]) -> str:
-    """A line for each host: the bytes that its link has carried."""
+    """A line for each host, with the bytes that its link has carried."""
     lines = [f"links of {format_rate(rate)} each way:"]
     for host, link in enumerate(links):
         lines.append(f"  host {host}: sent {link.sent:,} bytes, received {link.received:,}")

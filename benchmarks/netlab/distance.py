@@ -1,4 +1,4 @@
-"""A switch whose ports are far from one another: a process of its own carries the frames."""
+"""A switch with distant ports: a separate process forwards the frames."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .tools import LabError, call
 _SOURCE = Path(__file__).with_name("forwarder.c")
 _ANSWER_SECONDS = 10.0
 _END_SECONDS = 2.0
-#: Of a frame, each way.
+#: Seconds for a frame, each way.
 MOST_DELAY = 10.0
 
 
 class Forwarder:
-    """A process in a namespace that carries frames from each of its ports to the others.
+    """A process in a namespace that forwards frames from each of its ports to the others.
 
-    It ends with :meth:`close`, and with this process, however that ends.
+    It ends with :meth:`close`, or when this process ends in any way.
 
     Args:
-        namespace: in which the ports are.
-        ports: interfaces, and the Ethernet address of the host behind each.
+        namespace: the namespace with the ports.
+        ports: interfaces, with the Ethernet address of the host behind each.
         delay: from a frame's arrival at a port to its departure at another, in seconds.
-        loss: share of the frames that are dropped, each by chance, from 0 to 1.
+        loss: share of frames to drop at random, from 0 to 1.
 
     Raises:
         LabError: there is no C compiler, or the process does not start.
@@ -48,16 +48,16 @@ class Forwarder:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches the lab alone, which ends it in order
+                start_new_session=True,  # only the lab gets Ctrl-C, and ends this process in order
             )
             try:
-                self.set(delay, loss)  # it has begun when it answers: the file may go
+                self.set(delay, loss)  # its answer shows that it has started, so the file may go
             except BaseException:
                 self.close()
                 raise
 
     def set(self, delay: float, loss: float) -> None:
-        """Change the delay and the loss, for frames that arrive from now on.
+        """Change the delay and the loss of frames that arrive from now on.
 
         Raises:
             LabError: the process has ended.
@@ -113,7 +113,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(folder: Path) -> str:
-    """The path of the program, made in a folder."""
+    """Compiles the program in a folder; returns its path."""
     check_compiler()
     program = str(folder / "forwarder")
     call(*_compiler(), "-O2", "-o", program, str(_SOURCE))
@@ -121,7 +121,7 @@ def _compile(folder: Path) -> str:
 
 
 def check_distance(delay: float | None, loss: float) -> None:
-    """Raise ValueError where a delay in seconds or a share of lost frames is out of range."""
+    """Raise ValueError if a delay in seconds or a share of lost frames is out of range."""
     if delay is not None and not 0 <= delay <= MOST_DELAY:
         raise ValueError(f"Lab: delay must be 0 to {MOST_DELAY:g} seconds, got {delay:g}")
     if not 0 <= loss < 1:
@@ -132,24 +132,24 @@ def check_distance(delay: float | None, loss: float) -> None:
 
 _BUFFERS = ("tcp_rmem", "tcp_wmem")
 _MOST_BUFFER = 1 << 28
-#: A connection's buffers hold what is under way, once more what is sent again after a loss, and the
-#: kernel's own records, which it counts as half of a receiver's.
+#: A connection's buffers hold the data in flight, the data that is sent again after a loss, and the
+#: kernel's own records. The last count as half of a receiver's buffer.
 _BUFFERED_ROUND_TRIPS = 4
 
 
 def buffer_limit(bits_per_second: float, round_trip: float) -> int:
-    """Bytes that a connection's buffers must be able to hold.
+    """The bytes that a connection's buffers must be able to hold.
 
     Args:
         bits_per_second: of the link.
-        round_trip: in seconds, with the time that packets wait in queues.
+        round_trip: in seconds, including the wait of packets in queues.
     """
     needed = math.ceil(_BUFFERED_ROUND_TRIPS * bits_per_second / 8 * round_trip)
     return min(needed, _MOST_BUFFER)
 
 
 def raise_buffers(namespace: str, limit: int) -> None:
-    """Let buffers of TCP in a namespace grow to ``limit`` bytes, unless they may grow beyond."""
+    """Raise the limit of TCP's buffers in a namespace to ``limit`` bytes, unless it is higher."""
     for name in _BUFFERS:
         path = f"/proc/sys/net/ipv4/{name}"
         least, default, most = call("ip", "netns", "exec", namespace, "cat", path).split()

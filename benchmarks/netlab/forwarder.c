@@ -1,8 +1,8 @@
-/* Carries frames between the ports of a switch, each a given time after it has come.
+/* Forwards frames between the ports of a switch, each a given time after its arrival.
  *
  * forwarder PORT MAC [PORT MAC ...]: the interfaces, and the address of the host behind each.
- * Standard input has a line "DELAY_NS LOSS" for each change: the delay, and the share of frames to
- * drop, from 0 to 1. The program answers each line with "ok", and ends with its input.
+ * Each line "DELAY_NS LOSS" of standard input sets the delay and the share of frames to drop, from
+ * 0 to 1. The program answers each line with "ok", and exits at the end of its input.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -24,8 +24,8 @@
 enum { MOST_PORTS = 256, MOST_BYTES = 1 << 18, MOST_AT_ONCE = 64, BUFFER_BYTES = 256 << 20 };
 
 /* The size of struct virtio_net_hdr (linux/virtio_net.h, which some systems lack). With
- * PACKET_VNET_HDR each frame follows this header, in both directions. So bundles of packets pass
- * unsplit, and without the checksums that the kernel has left for later. */
+ * PACKET_VNET_HDR this header precedes each frame, in both directions. So bundles of packets pass
+ * unsplit, and without the checksums that the kernel would compute later. */
 enum { BUNDLE_HEADER_BYTES = 10 };
 
 typedef struct {
@@ -37,7 +37,7 @@ typedef struct Frame {
   struct Frame* next;
   int64_t due;
   int from;
-  int size; /* with the header of bundles */
+  int size; /* including the header of bundles */
   unsigned char bytes[];
 } Frame;
 
@@ -100,7 +100,7 @@ static void open_port(const char* name, const char* host) {
   if (bind(port->socket, (struct sockaddr*)&address, sizeof address) != 0) fail(name);
 }
 
-/* When the kernel got a frame, on the clock of due times: this process may have run late. */
+/* The time at which the kernel received a frame, on the clock of due times: this process may lag. */
 static int64_t arrival(struct msghdr* message) {
   for (struct cmsghdr* c = CMSG_FIRSTHDR(message); c != NULL; c = CMSG_NXTHDR(message, c)) {
     if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_TIMESTAMPNS) continue;
@@ -113,7 +113,7 @@ static int64_t arrival(struct msghdr* message) {
   return now(CLOCK_MONOTONIC);
 }
 
-/* Queues frames that have come to a port: some of them, so that other ports have their turn. */
+/* Queues some of the frames that a port has received, so that other ports get their turn. */
 static void receive(int from) {
   static unsigned char buffer[MOST_BYTES];
   for (int i = 0; i < MOST_AT_ONCE; i++) {
@@ -140,7 +140,7 @@ static void receive(int from) {
     frame->size = (int)size;
     frame->due = arrival(&message) + delay;
     memcpy(frame->bytes, buffer, (size_t)size);
-    /* In order, also where ports are read late or the delay has become shorter. */
+    /* Keeps the order, even if a port is read late or the delay has become shorter. */
     if (first == NULL)
       first = frame;
     else {
@@ -151,7 +151,7 @@ static void receive(int from) {
   }
 }
 
-/* A link whose queue is full drops frames, which is no error. */
+/* A link with a full queue drops frames, which is not an error. */
 static void send_to(int to, const Frame* frame) {
   if (send(ports[to].socket, frame->bytes, (size_t)frame->size, 0) < 0 && errno != ENOBUFS &&
       errno != EAGAIN && errno != ENETDOWN && errno != EINTR)
@@ -209,7 +209,7 @@ int main(int argc, char** argv) {
   }
   for (int i = 1; i < argc; i += 2) open_port(argv[i], argv[i + 1]);
   random_state = (uint64_t)now(CLOCK_REALTIME) ^ (uint64_t)getpid() << 32;
-  /* Ranks that compute must not hold frames up; without the right to this, they may. */
+  /* So that ranks that compute do not delay frames; ignored without the privilege. */
   struct sched_param priority = {.sched_priority = 1};
   sched_setscheduler(0, SCHED_RR, &priority);
   prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* ns */

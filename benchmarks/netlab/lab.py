@@ -1,9 +1,9 @@
-"""Hosts as network namespaces, joined by links that carry no more than a given rate.
+"""Hosts as network namespaces, joined by links with a limited rate.
 
-Two hosts have one link between them; more hang on a bridge in a namespace of its own, each by a
-link. A token bucket stands at both ends of each link, so that either direction has the rate for
-itself, as on Ethernet. If links have a delay or lose frames, even two hosts are on a switch, and a
-process forwards its frames (``distance.py``).
+Two hosts share one link. With more, each host has a link to a bridge in a separate namespace. Each
+end of a link has a token bucket, so that each direction has the full rate, as on Ethernet. If links
+have a delay or lose frames, even two hosts are on a switch, and a process forwards its frames
+(``distance.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .signals import undisturbed
 from .tools import LabError, call, check_prerequisites
 from .units import format_rate, parse_rate
 
-#: Where ``ip netns`` keeps the names.
+#: ``ip netns`` keeps the names here.
 _NAMES = Path("/run/netns")
 #: Each host's end of its link.
 INTERFACE = "eth0"
@@ -35,16 +35,17 @@ _NEAR_INTERFACE = "eth1"
 _PREFIX = "netlab"
 _BRIDGE, _SWITCH = "br0", "switch"
 _MOST_HOSTS = 250
-_NOBODY = "02:00:00:00:00:00"  # no host's network card: their addresses are drawn by chance
-_PORT = 29500  # of the rendezvous: hosts have their ports for themselves
+_NOBODY = "02:00:00:00:00:00"  # no network card has this address: theirs are random
+_PORT = 29500  # for the rendezvous: each host has its own ports
 _END_SECONDS = 10.0
 _UP_SECONDS = 10.0
-# A kernel hands packets over in bundles of up to 64 KiB, which smaller bursts would take apart, at
-# the expense of the processors that the ranks compute on; network cards do that for real links.
+# A kernel passes packets on in bundles of up to 64 KiB. A smaller burst would make it split them,
+# and the ranks would lose the processors' time for that; network cards split them on real links.
 _LEAST_BURST = 128 * 1024
-_BURST_SECONDS = 0.005  # by which a busy kernel may be late; what it missed would be lost
+_BURST_SECONDS = 0.005  # a busy kernel may be late by this; what it missed would be lost
 
-# More hosts do not ask for each other's addresses: the kernel keeps 1,024, of all namespaces.
+# With more hosts, they do not ask for each other's addresses: the kernel keeps 1,024 for all
+# namespaces.
 _MOST_ASKING = 16
 
 _numbers = itertools.count()
@@ -52,11 +53,11 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Link:
-    """What has passed a host's link, in bytes, as the counters of its interface tell.
+    """The bytes that have passed a host's link, from the counters of its interface.
 
-    TCP's and IP's headers and acknowledgements are in it. A bundle of packets that the kernel hands
-    over as one counts one header, though the token bucket takes them for all: a link carries up to
-    7% more than the payload, of which the counters may see less than 1%.
+    They include TCP's and IP's headers and acknowledgements. A bundle of packets counts one header,
+    although the token bucket counts all: a link carries up to 7% more than the payload, of which
+    the counters may see less than 1%.
     """
 
     sent: int
@@ -64,28 +65,28 @@ class Link:
 
 
 class Lab:
-    """Hosts and links, in a ``with`` block; they are gone after it, and so is what ran on them.
+    """Hosts and links, for a ``with`` block. Its end removes them and ends their processes.
 
     Args:
         hosts: 2 to 250.
         rate: of each link, each way: ``"200mbit"``, or bits per second.
-        burst: bytes that may follow one another at once after a pause. By default those of five
-            milliseconds, 128 KiB at least. With less a link does not reach its rate while the
-            ranks keep all processors busy.
-        queue_seconds: how long a packet waits for its turn before it is dropped instead.
-        congestion: TCP's algorithm on the hosts, ``"reno"`` for example; the system's by default.
+        burst: bytes that may pass at once after a pause. By default those of five milliseconds, at
+            least 128 KiB. With less, a link does not reach its rate while the ranks keep all
+            processors busy.
+        queue_seconds: the longest wait of a packet; after that it is dropped.
+        congestion: TCP's congestion control on the hosts, such as ``"reno"``; by default the
+            system's.
         delay: of each frame between two hosts, in seconds, each way: a round trip takes twice that.
-            None for no delay, which :meth:`set_delay` cannot change then.
-        loss: share of the frames between hosts that are dropped, each by chance: 0.01 for 1%. Each
-            packet is then a frame of its own: otherwise the kernel hands over bundles of up to 64
-            KiB, which would be lost as a whole.
+            None for no delay; :meth:`set_delay` cannot change this.
+        loss: share of frames between hosts to drop at random: 0.01 for 1%. Each packet is then a
+            separate frame: otherwise whole bundles of up to 64 KiB would be lost.
 
-    With a delay, or a loss, TCP's buffers on the hosts may grow to four times what the link carries
-    in a round trip.
+    With a delay or a loss, TCP's buffers on the hosts may grow to four times the bytes that the
+    link carries in a round trip.
 
     Raises:
-        ValueError: a number that is out of range.
-        LabError: when entered: namespaces or links can't be made, and why.
+        ValueError: a number is out of range.
+        LabError: on entry, if namespaces or links cannot be made, with the reason.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Lab:
         self.queue_seconds = queue_seconds
         self.congestion = congestion
         self._forwarder: Forwarder | None = None
-        self._buffer_limit = 0  # that all hosts have
+        self._buffer_limit = 0  # the limit on all hosts
         self._name = ""
 
     @property
@@ -153,7 +154,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End what runs on the hosts, and remove them and their links."""
+        """End the hosts' processes, and remove the hosts and their links."""
         if self._name:
             with undisturbed():
                 name, self._name = self._name, ""
@@ -188,7 +189,7 @@ class Lab:
             self._tell_addresses()
 
     def _tell_addresses(self) -> None:
-        """Let each host know the others' network cards, so that it need not ask for them."""
+        """Tell each host the others' addresses, so that it need not ask for them."""
         cards = [str(self._shown(host)["address"]) for host in range(self.hosts)]
         entries = [
             f"neigh replace {self.address(host)} lladdr {card} dev {INTERFACE} nud permanent\n"
@@ -199,7 +200,7 @@ class Lab:
             call("ip", "-n", self.namespace(host), "-batch", "-", stdin=others)
 
     def _make_switch(self, switch: str, device: str, *, has_bridge: bool) -> None:
-        """Make a namespace to which each host's interface ``device`` has a link."""
+        """Make a namespace with a link to each host's interface ``device``."""
         call("ip", "netns", "add", switch)
         if has_bridge:
             call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
@@ -210,9 +211,9 @@ class Lab:
             call("ip", "-n", switch, "link", "set", _port(host), *master, "up")
 
     def add_near_network(self) -> str:
-        """Join all hosts by a second network, as fast as this machine; its interface on each.
+        """Join all hosts by a second network, as fast as this machine; returns its interface.
 
-        For ranks that compare: they name the interface before they make a process group over it.
+        For comparisons: ranks select the interface before they make a process group over it.
         """
         switch = f"{self.namespace(0).rpartition('-')[0]}-near"
         self._make_switch(switch, _NEAR_INTERFACE, has_bridge=True)
@@ -223,7 +224,7 @@ class Lab:
         return _NEAR_INTERFACE
 
     def _wait_until_up(self) -> None:
-        # The kernel lets packets through up to a second after both ends are there.
+        # The kernel lets packets through up to a second after both ends exist.
         deadline = time.monotonic() + _UP_SECONDS
         down = list(range(self.hosts))
         while down:
@@ -232,7 +233,7 @@ class Lab:
                 raise LabError(f"Lab: the link of host {down[0]} does not come up")
 
     def _shown(self, host: int) -> dict[str, Any]:
-        """What ``ip`` says of a host's end of its link."""
+        """The output of ``ip`` for a host's end of its link."""
         command = ["ip", "-n", self.namespace(host), "-s", "-j", "link", "show", INTERFACE]
         (shown,) = json.loads(call(*command))
         return shown
@@ -242,7 +243,7 @@ class Lab:
         return f"{self._name}-{_SWITCH}"
 
     def namespace(self, host: int) -> str:
-        """The name of a host's namespace, as ``ip netns`` knows it."""
+        """The name of a host's namespace in ``ip netns``."""
         if not self._name:
             raise LabError("Lab: has no hosts outside of its with block")
         if not 0 <= host < self.hosts:
@@ -256,7 +257,7 @@ class Lab:
     # ---- links -----------------------------------------------------------------------------------
 
     def set_rate(self, rate: str | float) -> None:
-        """Let all links carry ``rate`` each way from now on."""
+        """Set the rate of all links, each way."""
         bits = parse_rate(rate)
         burst = self.burst_at(bits)
         ends = [(self.namespace(host), INTERFACE) for host in range(self.hosts)]
@@ -270,15 +271,15 @@ class Lab:
         self._raise_buffers()
 
     def burst_at(self, rate: str | float) -> int:
-        """Bytes that may follow one another at once after a pause, on links of a rate."""
+        """The bytes that may pass at once after a pause, on links with a rate."""
         return self.burst or max(_LEAST_BURST, int(parse_rate(rate) / 8 * _BURST_SECONDS))
 
     def set_delay(self, seconds: float) -> None:
-        """Let frames take ``seconds`` from a host to another from now on.
+        """Set the delay of frames between hosts, in seconds.
 
         Raises:
-            ValueError: a number that is out of range.
-            LabError: outside of the ``with`` block, or the lab was made without a delay.
+            ValueError: a number is out of range.
+            LabError: outside of the ``with`` block, or if the lab was made without a delay.
         """
         check_distance(seconds, self.loss)
         if self._forwarder is None or self.delay is None:
@@ -288,7 +289,7 @@ class Lab:
         self._forwarder.set(seconds, self.loss)
 
     def _raise_buffers(self) -> None:
-        """Let TCP have as much under way as the links hold."""
+        """Let TCP have as much data in flight as the links hold."""
         if self._is_far:
             limit = buffer_limit(self.rate, 2 * (self.delay or 0.0) + self.queue_seconds)
             if limit <= self._buffer_limit:
@@ -298,11 +299,11 @@ class Lab:
             self._buffer_limit = limit
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Cut a host off, as if its cable were pulled at the switch, or let it back.
+        """Cut a host off, as if someone pulled its cable at the switch, or reconnect it.
 
         Raises:
             ValueError: there is no such host.
-            LabError: outside of the ``with`` block, or the lab has no switch: it has two hosts.
+            LabError: outside of the ``with`` block, or if the lab has no switch: it has two hosts.
         """
         self.namespace(host)
         self._check_switch("Lab.set_link")
@@ -310,15 +311,15 @@ class Lab:
 
     @contextmanager
     def apart(self, first: int, second: int) -> Iterator[None]:
-        """Let two hosts not reach each other in a ``with`` block, though both reach all others.
+        """Keep two hosts from reaching each other in a ``with`` block; both reach all others.
 
         Raises:
             ValueError: there is no such host.
-            LabError: outside of the lab's ``with`` block, or it has no switch: it has two hosts.
+            LabError: outside of the lab's ``with`` block, or if it has no switch: it has two hosts.
         """
         self._check_switch("Lab.apart")
         for host, other in ((first, second), (second, first)):
-            # Frames to a network card that there is none of.
+            # Sends the frames to a network card that does not exist.
             place = [self.address(other), "dev", INTERFACE]
             entry = ["lladdr", _NOBODY, "nud", "permanent"]
             call("ip", "-n", self.namespace(host), "neigh", "replace", *place, *entry)
@@ -334,7 +335,7 @@ class Lab:
             raise LabError(f"{what}: needs a lab with more than two hosts, which are on a switch")
 
     def link_bytes(self) -> list[Link]:
-        """What has passed each host's link since it was made."""
+        """The bytes that have passed each host's link since it was made."""
         links = []
         for host in range(self.hosts):
             counters = self._shown(host)["stats64"]
@@ -353,21 +354,21 @@ class Lab:
         environment: Mapping[str, str] | None = None,
         output: Callable[[int, bool, bytes], None] | None = None,
     ) -> int:
-        """Run ``command`` on each host, the ranks of one world, to the end of all.
+        """Run ``command`` on each host as the ranks of one world, until all have ended.
 
         Args:
-            command: the program and its arguments. It gets its place by RANK, WORLD_SIZE,
-                LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
-            ranks_per_host: how often on each host. Those of the first host are the first.
-            timeout: after so many seconds all ranks are ended.
-            grace: so many seconds after a rank has failed the others are ended.
-            environment: of the ranks, besides these; that of this process by default.
-            output: takes ``(rank, whether it is stderr, line)``, from several threads; by default
-                lines go to stdout and stderr with the rank before them.
+            command: the program and its arguments. The variables RANK, WORLD_SIZE, LOCAL_RANK,
+                LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME tell it its place.
+            ranks_per_host: ranks on each host. The first host has the first ranks.
+            timeout: seconds after which all ranks are ended.
+            grace: seconds after a rank's failure until the others are ended.
+            environment: the ranks' environment, besides these variables; by default this process's.
+            output: called with ``(rank, whether it is stderr, line)``, from several threads. By
+                default lines go to stdout and stderr, with the rank before them.
 
         Returns:
-            0 where all ranks' exit status is; that of the first rank that failed, 128 + n where
-            signal n has killed it; ``TIMED_OUT`` (124) after the timeout.
+            0 if all ranks' exit status is 0; otherwise that of the first rank that failed, 128 + n
+            if signal n has killed it; ``TIMED_OUT`` (124) after the timeout.
         """
         places = []
         for rank in range(self.hosts * ranks_per_host):
@@ -385,7 +386,7 @@ class Lab:
             places.append((self.namespace(host), variables))
         try:
             return run_ranks(command, places, timeout=timeout, grace=grace, output=output)
-        finally:  # what ranks have left behind would meet the next run's
+        finally:  # remaining processes of the ranks would disturb the next run
             with undisturbed():
                 for namespace, _ in places:
                     _end_processes(namespace)
@@ -399,7 +400,7 @@ class Lab:
 
 
 def why_impossible() -> str | None:
-    """Why no hosts can be made here, found by making two; None where they can."""
+    """Why hosts cannot be made here, found by making two; None if they can."""
     try:
         with Lab(hosts=2, rate="1gbit"):
             return None
@@ -413,12 +414,12 @@ def _port(host: int) -> str:
 
 
 def _add_link(first: str, first_device: str, second: str, second_device: str) -> None:
-    # Both ends are made where they belong: their names meet no other lab's.
+    # Both ends are made in their namespaces, so that names of several labs do not collide.
     ends = [first_device, "netns", first, "type", "veth"]
     peer = ["peer", "name", second_device, "netns", second]
     call("ip", "link", "add", *ends, *peer)
     for namespace, device in ((first, first_device), (second, second_device)):
-        # Without IPv6 addresses the counters count what the ranks send.
+        # Without IPv6 addresses the counters count only the ranks' bytes.
         call("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")
 
 
@@ -433,17 +434,17 @@ def _set_congestion(namespace: str, name: str) -> None:
         ) from error
 
 
-# ---- what earlier runs have left -----------------------------------------------------------------
+# ---- leftovers of earlier runs -------------------------------------------------------------------
 
 
 def _owner(pid: int) -> str:
-    """A name for a process that no other one has, or will have while the system runs."""
-    space = os.stat("/proc/self/ns/pid").st_ino  # numbers count within a container
+    """A name for a process, unique while the system runs."""
+    space = os.stat("/proc/self/ns/pid").st_ino  # process ids are unique only within a container
     return f"{_PREFIX}-{space}-{pid}-{_started(pid)}"
 
 
 def _started(pid: int) -> int | None:
-    """When a process has started, in ticks since the system did; None where there is none."""
+    """The start of a process, in ticks since the system's start; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -452,7 +453,7 @@ def _started(pid: int) -> int | None:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the hosts of processes that were killed, with what runs on them; their names."""
+    """Remove the hosts of killed processes, and end their processes; returns their names."""
     own_space = os.stat("/proc/self/ns/pid").st_ino
     left = []
     for name in _namespaces(_PREFIX):
@@ -470,12 +471,12 @@ def remove_leftovers() -> list[str]:
 def _namespaces(prefix: str) -> list[str]:
     try:
         return sorted(name for name in os.listdir(_NAMES) if name.startswith(prefix))
-    except FileNotFoundError:  # there was none since the system started
+    except FileNotFoundError:  # no namespace was made since the system started
         return []
 
 
 def _remove(prefix: str) -> None:
-    """Remove all namespaces whose names begin so, and end the processes in them."""
+    """Remove all namespaces with names that begin so, and end the processes in them."""
     for name in _namespaces(prefix):
         _end_processes(name)
         with suppress(LabError):  # another lab has removed the same leftover
@@ -486,17 +487,17 @@ def _remove(prefix: str) -> None:
 
 
 def _end_processes(namespace: str) -> None:
-    """Kill what runs in a namespace, until nothing does."""
+    """Kill the processes in a namespace, until there are none."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         try:
             pids = [int(pid) for pid in call("ip", "netns", "pids", namespace).split()]
-        except LabError:  # there is no such namespace
+        except LabError:  # the namespace does not exist
             return
         if not pids:
             return
         for pid in pids:
-            if pid == os.getpid():  # whoever has entered a host itself
+            if pid == os.getpid():  # this process may have entered a host itself
                 return
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The ranks' processes, one in each namespace: their output, their end."""
+"""The ranks' processes, one in each namespace: their output and their end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import IO
 from .signals import undisturbed
 from .tools import LabError
 
-#: The exit status after a timeout, as that of timeout(1).
+#: The exit status after a timeout, as in timeout(1).
 TIMED_OUT = 124
-#: From a rank's failure to the end of the others, which may have more to say about it.
+#: From a rank's failure to the end of the others, which may print more about it.
 GRACE_SECONDS = 5.0
 _TERMINATE_SECONDS = 2.0  # from SIGTERM to SIGKILL
 _POLL_SECONDS = 0.02
 _OUTPUT_SECONDS = 5.0
 
-#: Takes (rank, whether it is stderr, line).
+#: Called with (rank, whether it is stderr, line).
 Output = Callable[[int, bool, bytes], None]
 
 
@@ -58,7 +58,7 @@ def run_ranks(
         with undisturbed():
             _end(ranks)
     for rank in ranks:
-        for reader in rank.readers:  # a process that has outlived its rank may hold the pipe
+        for reader in rank.readers:  # a process that outlives its rank may hold the pipe
             reader.join(_OUTPUT_SECONDS)
     return status
 
@@ -71,7 +71,7 @@ def _start(
     output: Output,
 ) -> _Rank:
     entered = ["ip", "netns", "exec", namespace, *command]
-    if shutil.which("setpriv") is not None:  # no rank outlives a lab that is killed
+    if shutil.which("setpriv") is not None:  # so that no rank outlives a killed lab
         entered = ["setpriv", "--pdeathsig", "KILL", *entered]
     process = subprocess.Popen(
         entered,
@@ -79,7 +79,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the lab alone, which ends the ranks in order
+        start_new_session=True,  # only the lab gets Ctrl-C, and ends the ranks in order
     )
     readers = []
     for stream, is_error in ((process.stdout, False), (process.stderr, True)):
@@ -108,7 +108,7 @@ def print_line(rank: int, is_error: bool, line: bytes) -> None:
 
 
 def _wait(ranks: Sequence[_Rank], timeout: float | None, grace: float) -> int:
-    """Until all have ended, or the grace after the first failure, or the timeout."""
+    """Wait until all have ended, or the grace after the first failure or the timeout is over."""
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: int | None = None
     while True:
@@ -129,7 +129,7 @@ def _wait(ranks: Sequence[_Rank], timeout: float | None, grace: float) -> int:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """End the ranks that still run, and what they have started: SIGTERM, then SIGKILL."""
+    """End the remaining ranks, and the processes that they have started: SIGTERM, then SIGKILL."""
     running = [rank for rank in ranks if rank.process.poll() is None]
     for rank in running:
         _signal(rank, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Signals that end a program: as one exception, and not in the middle of tidying up."""
+"""Turns signals that end a program into one exception, never in the middle of the clean-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stopped(KeyboardInterrupt):
     """A signal has asked the program to end.
 
     Attributes:
-        number: of the signal.
+        number: the signal's.
     """
 
     def __init__(self, number: int) -> None:
@@ -25,10 +25,10 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise :class:`Stopped` inside of a ``with`` block, once.
+    """Let SIGINT, SIGTERM and SIGHUP raise :class:`Stopped` inside a ``with`` block, once.
 
-    Those that follow the first are ignored, so that an impatient second Ctrl-C does not break what
-    the first has started. For the main thread of a program.
+    Later signals are ignored, so that a second Ctrl-C does not interrupt the clean-up. For the main
+    thread of a program.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -38,7 +38,7 @@ def stopped_by_signals() -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in _ENDING}
     for number in _ENDING:
-        # A script's background jobs ignore SIGINT: one that is sent to them still counts.
+        # A script's background jobs ignore SIGINT, but an explicit one should still end them.
         if before[number] is not signal.SIG_IGN or number != signal.SIGHUP:
             signal.signal(number, stop)
     try:
@@ -50,9 +50,9 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put off signals that would raise an exception in a ``with`` block until its end."""
+    """Delay signals that would raise an exception in a ``with`` block until its end."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs handlers in the main thread alone
+        yield  # Python runs handlers only in the main thread
         return
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Calls of ``ip`` and ``tc``, whose failures are told in plain words."""
+"""Calls ``ip`` and ``tc``, and explains their failures in plain words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: A call takes milliseconds; one that does not come back must not hang a program that tidies up.
+#: A call takes milliseconds; one that hangs must not block the clean-up.
 _SECONDS = 30.0
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
-# What the tools say, and what that means.
+# Messages of the tools, and their meanings.
 _MEANINGS = (
     ("qdisc kind is unknown", "the kernel has no token bucket: it needs CONFIG_NET_SCH_TBF"),
     ("unknown device type", "the kernel lacks a type of link: it needs CONFIG_VETH, CONFIG_BRIDGE"),
@@ -20,11 +20,11 @@ _MEANINGS = (
 
 
 class LabError(RuntimeError):
-    """Hosts or links can't be made or asked, in one sentence that says what is needed."""
+    """Hosts or links cannot be made or read; the message says what is needed."""
 
 
 def check_prerequisites() -> None:
-    """Raise LabError where this process can't make hosts: it says what is missing."""
+    """Raise LabError if this process cannot make hosts; the message says what is missing."""
     if sys.platform != "linux":
         raise LabError(f"netlab needs Linux's network namespaces, and this is {sys.platform}")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -50,10 +50,10 @@ def _effective_capabilities() -> int:
 
 
 def call(*command: str, stdin: str | None = None) -> str:
-    """What ``command`` prints.
+    """Run ``command``; returns its output.
 
     Raises:
-        LabError: it failed, or did not end.
+        LabError: it failed, or did not end in time.
     """
     try:
         done = subprocess.run(

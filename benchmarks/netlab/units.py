@@ -1,4 +1,4 @@
-"""Rates as people and ``tc`` write them."""
+"""Rates in the notation of people and ``tc``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST, _MOST = 10**4, 10**12
 
 
 def parse_rate(rate: str | float) -> int:
-    """Bits per second of ``200mbit``, ``1.5gbit``, ``200 Mbit/s``, or of a plain number of them.
+    """Bits per second for ``200mbit``, ``1.5gbit``, ``200 Mbit/s``, or a plain number of them.
 
     Raises:
         ValueError: it is not of this form, or not between 10 kbit and 1 tbit.
@@ -24,13 +24,13 @@ def parse_rate(rate: str | float) -> int:
             bits = float(match[1]) * _BITS[match[2].lower()]
     elif not isinstance(rate, bool) and isinstance(rate, (int, float)):
         bits = float(rate)
-    if not _LEAST <= bits <= _MOST:  # NaN is not, either
+    if not _LEAST <= bits <= _MOST:  # also refuses NaN
         raise ValueError(f"rate must be 10kbit to 1tbit, written as 200mbit or 1gbit, got {rate!r}")
     return round(bits)
 
 
 def format_rate(bits: int) -> str:
-    """The shortest way to write a rate: ``200mbit``."""
+    """The shortest notation of a rate, such as ``200mbit``."""
     for unit, size in reversed(_BITS.items()):
         if bits >= size:
             return f"{bits / size:.6g}{unit}"

@@ -25,7 +25,7 @@ Extent extent_of(const at::Tensor& tensor, int64_t index);
 // Whether two extents have a byte in common.
 bool overlap(const Extent& a, const Extent& b);
 
-// Whether two indices of the tensor may reach one element.
+// Whether two different indices of the tensor may refer to one element.
 bool overlaps_itself(const at::Tensor& tensor);
 
 // The indices of two tensors that share an element, the smaller first; none if no two do, even if

@@ -1,4 +1,4 @@
-"""Registering autograd hooks with PyTorch and with us, and backward in eager and compiled."""
+"""Registers autograd hooks with PyTorch and with this library; backward in eager and compiled."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def leaf(*values: float) -> Tensor:
 
 
 def accumulator(tensor: Tensor) -> Any:
-    """The node that accumulates a leaf's gradient. The leaf does not keep it: hold on to it."""
+    """The node that accumulates a leaf's gradient. The caller must keep it: the leaf does not."""
     return tensor.view_as(tensor).grad_fn.next_functions[0][0]
 
 
 class NoGradient(Function):
-    """A copy, whose backward returns None."""
+    """Copies a tensor; its backward returns None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class NoGradient(Function):
 
 
 def note(events: list[str], event: str) -> Callable[..., None]:
-    """A hook of any kind that says that it ran."""
+    """A hook of any kind that records its call."""
     return lambda *values: events.append(event)
 
 
@@ -74,7 +74,7 @@ in_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def ours_differs(reason: str) -> Any:
-    """As `both`, where ours does not do yet what PyTorch does."""
+    """Like `both`, for cases in which this library does not yet do what PyTorch does."""
     fails = (AssertionError, pytest.fail.Exception)
     differs = pytest.param(
         Ours, marks=pytest.mark.xfail(strict=True, raises=fails, reason=reason), id=Ours.name

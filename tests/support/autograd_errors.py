@@ -1,4 +1,4 @@
-"""What hooks must not return, and who says so in which mode."""
+"""Wrong results of hooks, with the mode and the library that report them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TENSOR_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 
 def runs(api: Any, mode: str) -> bool:
-    """Whether results are checked: PyTorch does not under compiled autograd."""
+    """Whether results are checked: PyTorch does not check them under compiled autograd."""
     return api is Ours or mode == "eager"
 
 

@@ -1,4 +1,4 @@
-"""Messages of ``blockwise``: tensors through them, and the steps of their blocks."""
+"""Messages of ``blockwise``: encodes and decodes tensors, and reads the steps of their blocks."""
 
 from __future__ import annotations
 

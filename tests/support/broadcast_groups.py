@@ -13,7 +13,7 @@ from torch_commhook.process_group import WrapperProcessGroup
 
 
 class Counting(WrapperProcessGroup):
-    """Around another group: what is broadcast, and how many are in flight."""
+    """Wraps another group; records its broadcasts, and how many are in flight."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         super().__init__(parent)
@@ -51,7 +51,7 @@ class _CountedWork(Work):
 
 
 class Alone(ProcessGroup):
-    """A broadcast does nothing, except that the numbers in `failing` fail: at once, or in wait."""
+    """Broadcasts do nothing; those with numbers in `failing` fail: at once, or in wait."""
 
     def __init__(self, size: int = 1, failing: dict[int, str] | None = None) -> None:
         super().__init__(0, size)

@@ -1,4 +1,4 @@
-"""Tensors of all dtypes and strides, whose bits follow from the rank."""
+"""Tensors of all dtypes and strides, with bits that depend on the rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = sorted(
 
 
 def base_of(dtype: torch.dtype, rank: int) -> Tensor:
-    """Random bits, among them NaN of all kinds where the dtype has them."""
+    """Random bits, including all kinds of NaN if the dtype has them."""
     generator = torch.Generator().manual_seed(100 * DTYPES.index(dtype) + rank)
     count = 2 if dtype is torch.bool else 256
     shape = (ELEMENTS * dtype.itemsize,)
@@ -41,7 +41,7 @@ def base_of(dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """As integers, in logical order."""
+    """A tensor's bits as integers, in logical order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]

@@ -1,4 +1,4 @@
-"""Training that a CUDA graph captures: the hooks, the model, and its batches."""
+"""Training in a CUDA graph: the hooks, the model, and its batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPTURED: dict[str, Callable[[], Any]] = {
 
 
 class Training:
-    """A model that is trained with a hook, from batches that are copied into one place."""
+    """Trains a model with a hook. Copies each batch into the same memory."""
 
     def __init__(self, road: str, hook: Any, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(0)

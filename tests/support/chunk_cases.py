@@ -1,4 +1,4 @@
-"""Chunks of ranks, codecs, and what a rank has in a call."""
+"""Chunks of ranks, codecs, and a rank's data in a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 FIRST = [cls.examples()[0] for cls in CODECS.values()]
 of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 
-#: Elements of all chunks, or of each chunk for a number of ranks.
+#: Elements of all chunks, or a function that returns each chunk's for a number of ranks.
 Sizes = int | Callable[[int], list[int]]
 CASES: dict[str, Sizes] = {
     **{f"{n} values": n for n in (0, 1, 2, 7, 257, 4000, 9001)},
@@ -28,7 +28,7 @@ CASES: dict[str, Sizes] = {
     "the last has all": lambda ranks: [1000 if rank == ranks - 1 else 0 for rank in range(ranks)],
 }
 
-#: Those that go point to point over Gloo, among 2 and 3 ranks.
+#: Messages that go point to point over Gloo, with 2 and 3 ranks.
 LONG: dict[str, Sizes] = {"long messages": 600_000}
 
 
@@ -56,7 +56,7 @@ def error_of(codec: Codec, rank: int, numel: int, seed: int) -> Tensor | None:
 
 
 def most_lost(codec: Codec, x: Tensor) -> float:
-    """The norm of what an encoding of a chunk may lose, in float64."""
+    """The most that an encoding of a chunk may lose, as a norm in float64."""
     x = x.double()
     norm, count = float(x.norm()), x.numel()
     if isinstance(codec, SparseCodec):

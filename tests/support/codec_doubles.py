@@ -1,4 +1,4 @@
-"""Codecs around another one, for tests."""
+"""Codecs that wrap another one, for tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_commhook.codecs import Codec, Shard
 
 
 class Around(Codec):
-    """Another codec, with something done before each of its methods.
+    """Wraps a codec, and calls a function before each of its methods.
 
     Args:
-        inner: does the work.
+        inner: the wrapped codec.
         before: called with the method's name.
     """
 

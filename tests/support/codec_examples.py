@@ -1,4 +1,4 @@
-"""All codecs in all their examples, what they are tried on, and all that they write."""
+"""All examples of all codecs, their test data, and all their outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rounding_for(codec: Codec, step: int = 0, device: torch.device | str = "cpu"
 def rounding_of_error(
     codec: Codec, error: Tensor | None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """What :func:`rounding_for` gives, where the error alone is rounded at random, too."""
+    """Returns :func:`rounding_for`, also for codecs that round only the error at random."""
     if codec.rounds_error_at_random(error):
         return torch.tensor([1, 0], device=device)
     return rounding_for(codec, device=device)
@@ -40,7 +40,7 @@ def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
 
 
 def some_tensors(rng: random.Random) -> list[Tensor]:
-    """Of any forms and magnitudes, with some values of all kinds."""
+    """Tensors of all forms and magnitudes, with some special values of all kinds."""
     tensors = []
     for _ in range(rng.randint(1, 5)):
         shape = [rng.choice([0, 1, 3, 7, 16, 33, 100]) for _ in range(rng.randint(1, 2))]
@@ -59,7 +59,7 @@ def some_tensors(rng: random.Random) -> list[Tensor]:
 def everything(
     codec: Codec, tensors: list[Tensor], shards: int, scale: float, error: Tensor | None
 ) -> list[Tensor]:
-    """What all methods write."""
+    """The outputs of all methods."""
     is_sharded = codec.exchange == "all_to_all"
     shards = shards if is_sharded else 1
     error = error if codec.takes_error else None
@@ -81,7 +81,7 @@ def everything(
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point():  # a NaN is a NaN
+    if a.is_floating_point():  # all NaNs count as equal
         return torch.equal(a.isnan(), b.isnan()) and torch.equal(
             a.nan_to_num(1.0), b.nan_to_num(1.0)
         )

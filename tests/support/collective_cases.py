@@ -1,4 +1,4 @@
-"""Collectives on tensors that follow from the rank, by all ways of calling them.
+"""Collectives on tensors that depend on the rank, by all ways of calling them.
 
 Each case is called as ``case(rank, world_size, group)`` and returns tensors. The group is None for
 the default one.
@@ -18,7 +18,7 @@ from torch_commhook.codecs import CODECS
 
 Case = Callable[[int, int, Any], list[Tensor]]
 
-#: What each says of a group that is none.
+#: The error of each for an argument that is no group.
 NO_GROUP = TypeError, "process_group must be a ProcessGroup, got int"
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -29,19 +29,19 @@ REDUCED_BY_GLOO = (
     (("SUM", "AVG"), (torch.complex64,)),
 )
 
-#: How calls with a codec are compiled, and with which.
+#: Settings for compilation of calls with a codec, with the codec.
 COMPILED_CODECS = [
     *(("aot_eager", cls.examples()[-1]) for cls in CODECS.values()),
     *(("inductor", CODECS[name]()) for name in ("blockwise", "topk")),
 ]
 
-# Their names change with torch; the old ones warn.
+# Their names depend on torch; the old ones warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Other ones on each rank."""
+    """Values that differ on each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -170,7 +170,7 @@ def _ring(rank: int, size: int, group: Any) -> list[Tensor]:
 
 
 def _tags(rank: int, size: int, group: Any) -> list[Tensor]:
-    """What is sent first is received last."""
+    """Receives messages in the reverse order of their sending."""
     first, second = torch.empty(4), torch.empty(4)
     other = rank ^ 1
     if other >= size:
@@ -243,7 +243,7 @@ def _barriers(rank: int, size: int, group: Any) -> list[Tensor]:
     return []
 
 
-#: By name. Gloo has all of these.
+#: By name. Gloo supports all of these.
 CASES: dict[str, Case] = {
     "all_reduce_coalesced": _all_reduce_coalesced,
     "all_reduce_sparse": _all_reduce_sparse,
@@ -298,7 +298,7 @@ FUNCTIONAL: dict[str, Callable[[Tensor, str], Tensor]] = {
 
 
 def assert_the_bits_of_eager(results: list[tuple[list[Tensor], list[Tensor], int]]) -> None:
-    """What each rank gave in eager, and compiled, and the graphs of that: one for all calls."""
+    """Compares each rank's results in eager and compiled mode; all calls share one graph."""
     for eager, compiled, graphs in results:
         assert all(map(torch.equal, eager, compiled))
         assert graphs == 1

@@ -1,4 +1,4 @@
-"""Sums through a process group that compresses them, called by the group's own methods."""
+"""Compressed sums of a process group, called by the group's own methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group_of(*arguments: Any, **settings: Any) -> CompressedProcessGroup:
     return CompressedProcessGroup(dist.group.WORLD, *arguments, **{"min_numel": 0, **settings})
 
 
-#: The group's sums, and how many tensors each gets in tests.
+#: The group's sums, with the number of tensors that each gets in tests.
 SUMS = {
     "allreduce": 1,
     "allreduce_coalesced": 2,
@@ -37,7 +37,7 @@ SUMS = {
 
 
 def issue_sum(group: Any, name: str, op: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The Work of a sum, and where its results come."""
+    """The Work of a sum, and the tensors for its results."""
     ranks = group.size()
     if name == "allreduce":
         return group.allreduce(tensors, options(dist.AllreduceOptions, op)), tensors

@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine, for what tests build themselves."""
+"""The C++ compiler of this machine, for tests that build something."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BUILD = ROOT / "build"
 
 
 class NoCompilerError(Exception):
-    """None was found."""
+    """This machine has no compiler."""
 
 
 def cpp_compiler() -> list[str]:
-    """The variable CXX, which may hold arguments too, or else ``c++``."""
+    """The value of the variable CXX, which may include arguments, or else ``c++``."""
     given = shlex.split(os.environ.get("CXX", ""))
     if not given and shutil.which("c++") is None:
         raise NoCompilerError("no C++ compiler was found (c++, or the variable CXX)")
@@ -28,11 +28,11 @@ def cpp_compiler() -> list[str]:
 
 
 def build_once(name: str, command: list[str], sources: Iterable[Path]) -> Path:
-    """What ``command`` makes of sources, in the folder ``build``; compiled where it is not there.
+    """Compiles sources, unless the folder ``build`` has the result; returns its path.
 
     Args:
-        command: without ``-o``; raises RuntimeError with the compiler's words where it fails.
-        sources: all that the result depends on, beside the command.
+        command: without ``-o``. If it fails, RuntimeError shows the compiler's output.
+        sources: everything that the result depends on, except the command.
     """
     digest = hashlib.sha256(repr(command).encode())
     for source in sorted(sources):
@@ -41,7 +41,7 @@ def build_once(name: str, command: list[str], sources: Iterable[Path]) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(exist_ok=True)
-    made = path.with_name(f"{path.name}.{os.getpid()}")  # several may build at the same time
+    made = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may build at once
     try:
         built = subprocess.run(
             [*command, "-o", str(made)], capture_output=True, text=True, timeout=600

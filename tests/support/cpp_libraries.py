@@ -1,4 +1,4 @@
-"""Builds libraries of C++ hooks, once for a torch; later runs compile what has changed."""
+"""Builds libraries of C++ hooks, once for each torch; later runs compile only changes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from repository import ROOT
 
 @lru_cache
 def built(project: str) -> Path:
-    """The folder of the libraries that the ``setup.py`` in a folder of this repository builds."""
+    """The folder of the libraries that a folder's ``setup.py`` builds."""
     folder = ROOT / project
     into = ROOT / "build" / f"torch-{torch.__version__}-{folder.name}"
     into.mkdir(parents=True, exist_ok=True)
-    # Test runs side by side load the same files, which must not be linked anew under them.
+    # Parallel test runs load the same files; these must not be linked again while they are loaded.
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of process {os.getpid()}")
     with open(into / "built_by", "a+") as built_by:
         fcntl.flock(built_by, fcntl.LOCK_EX)
@@ -42,10 +42,10 @@ def _build(project: str, folder: Path, into: Path) -> None:
         "--build-temp",
         str(into / "objects"),
     ]
-    # torch looks for ninja on the PATH, where that of this Python need not be.
+    # torch searches the PATH for ninja; this Python's ninja may be elsewhere.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
-    # In half the time; Python's own flags are those of a release.
+    # Takes half the time; Python's own flags are those of a release.
     environment["CFLAGS"] = f"{os.environ.get('CFLAGS', '')} -O0 -g0"
     done = subprocess.run(
         [sys.executable, "setup.py", "--quiet", *command],

@@ -1,8 +1,8 @@
-"""The CUDA kernels as a library for the host, launches and all; no CUDA toolkit is needed.
+"""Builds the CUDA kernels and their launches as a library for the host, without a CUDA toolkit.
 
-The sources of ``cuda/`` are compiled as C++, with headers in the place of CUDA's that run a block's
-threads as coroutines (``on_host/include/on_host.h``). What they register for CUDA is there for CPU
-tensors, in a namespace of its own: ``torch.ops.commhook_on_host``.
+It compiles the sources of ``cuda/`` as C++. Other headers take the place of CUDA's, and run a
+block's threads as coroutines (``on_host/include/on_host.h``). The kernels are registered for CPU
+tensors in a separate namespace: ``torch.ops.commhook_on_host``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HERE = Path(__file__).with_name("on_host")
 BUILD = ROOT / "build" / "cuda_on_host"
 NAMESPACE = "commhook_on_host"
 
-#: What is compiled, and the headers that it needs: what it calls is in the library of operators.
+#: Compiled files, and the headers that they need: the library of operators has everything else.
 KINDS = {
     "cuda": (".cu", ".cuh", ".cpp", ".h"),
     "csrc/ops": (".h",),
@@ -40,7 +40,7 @@ KINDS = {
 }
 #: These include headers of kernels.
 SOURCES = (*(f"{folder}/" for folder in KINDS), "look_back.cpp")
-#: And the host's own kernels, and what the tests ask. The rest observes, and is not observed.
+#: Also the host's own kernels, and the interface for tests. The other files observe these.
 OBSERVED = (*SOURCES, "broken_kernels.cpp", "operators.cpp")
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 FLAGS = [
@@ -50,20 +50,20 @@ FLAGS = [
     "-Wno-unknown-pragmas",
     "-ffp-contract=off",
     "-fPIC",
-    "-g1",  # for the lines of accesses
+    "-g1",  # for the line numbers of accesses
     "-fvisibility=hidden",
-    "-U_FORTIFY_SOURCE",  # it takes a change of stack for a mistake
-    # A vector at an address that is not aligned for it ends the program.
+    "-U_FORTIFY_SOURCE",  # it takes a change of stacks for an error
+    # A vector at a misaligned address ends the program.
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow",
     "-fsanitize-undefined-trap-on-error",
 ]
-#: Of a program that runs under AddressSanitizer (see tests/long_runs/sanitizers).
+#: Whether the program runs under AddressSanitizer (see tests/long_runs/sanitizers).
 UNDER_ASAN = "libasan" in os.environ.get("LD_PRELOAD", "")
 if UNDER_ASAN:
     FLAGS += ["-fsanitize=address"]
-#: Each access of memory and each basic block calls the functions of on_host/callbacks.cpp, as the
-#: source has it: a vector of 16 bytes is not taken apart, no path is doubled, and blocks of code
-#: stand in the order of the source, by which lanes are put together again.
+#: Each access of memory and each basic block calls the functions of on_host/callbacks.cpp, in the
+#: order of the source: the compiler splits no vector of 16 bytes, duplicates no path, and keeps the
+#: order of blocks of code. Lanes are combined again by that order.
 OBSERVING = (
     []
     if UNDER_ASAN
@@ -79,14 +79,14 @@ OBSERVING = (
 
 
 def launched(match: re.Match[str]) -> str:
-    """A launch as a call, on as many lines."""
+    """A launch as a call, with the same number of lines."""
     kernel, shape, arguments = match.groups()
     lines = "\n" * (match[0].count("\n") - shape.count("\n") - arguments.count("\n"))
     return f'on_host::launch("{kernel}", {shape}, {kernel}, {arguments});{lines}'
 
 
 def for_the_host(text: str) -> str:
-    """A source of CUDA's as one of C++."""
+    """Converts a CUDA source to C++."""
     text = LAUNCH.sub(launched, text)
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",
@@ -103,7 +103,7 @@ def for_the_host(text: str) -> str:
 
 
 def sources() -> dict[str, str]:
-    """All files that are compiled, headers among them, by their paths in the tree."""
+    """All compiled files, including headers, by their paths in the tree."""
     files = {}
     for folder, kinds in KINDS.items():
         for path in sorted((ROOT / folder).rglob("*")):
@@ -143,7 +143,7 @@ def compile_library(
             raise RuntimeError(f"{shlex.join(command)}\n{built.stderr[-5000:]}")
 
     def compile_once(output: Path, texts: object, *arguments: str) -> None:
-        """Compile, or take what an earlier build has compiled of the same texts."""
+        """Compiles, or uses the result of an earlier build with the same texts."""
         digest = digest_of(texts, FLAGS, OBSERVING, compiler, torch.__version__)
         kept = BUILD / "objects" / f"{digest}{output.suffix}"
         if not kept.exists():
@@ -177,14 +177,14 @@ def compile_library(
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compile_one, names))
     libraries = [str(operators), f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,-z,defs"]
-    # Under its name at the end alone: a build that was cut off leaves none.
+    # Gets its name only at the end, so that an interrupted build leaves no library.
     run("-shared", *objects, *libraries, "-o", str(folder / "half"))
     (folder / "half").rename(folder / "library.so")
 
 
 @cache
 def failure_to_load() -> Exception | None:
-    """Load the library; one that does not build is not built again for every test."""
+    """Loads the library, and returns the error; a failed build is not repeated for every test."""
     try:
         load()
     except (NoCompilerError, OSError, RuntimeError) as error:
@@ -193,7 +193,7 @@ def failure_to_load() -> Exception | None:
 
 
 def load_cuda_on_host() -> None:
-    """Build the library, unless it is there, and load it; skips without a compiler."""
+    """Builds the library unless it exists, and loads it; skips the test without a compiler."""
     failure = failure_to_load()
     if isinstance(failure, NoCompilerError):
         pytest.skip(str(failure))
@@ -204,7 +204,7 @@ def load_cuda_on_host() -> None:
 def load() -> None:
     compiler = cpp_compiler()
     files = sources()
-    # By its path, it is the library that is loaded already.
+    # Opening it by its path gives the library that is loaded already.
     operators = next((Path(torch_commhook.__file__).parent / "lib").glob("_ops*.so"))
     what = repr((sorted(files.items()), operators, FLAGS, OBSERVING, compiler, torch.__version__))
     folder = BUILD / hashlib.sha256(what.encode()).hexdigest()[:16]
@@ -220,12 +220,12 @@ def load() -> None:
     _libraries.append(library)
 
 
-#: What a library has defined ends with it.
+#: Operators of a library are removed with the object.
 _libraries: list[torch.library.Library] = []
 
 
 def overloads() -> list[str]:
-    """Of the operators that have a CUDA kernel, without the namespace."""
+    """The overloads of operators with a CUDA kernel, without the namespace."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     return sorted(name.split("::")[1] for name in names if name.startswith(f"{NAMESPACE}::"))
 
@@ -241,7 +241,7 @@ def overload_of(namespace: str, name: str) -> torch._ops.OpOverload:
 def cuda_kernels_on_host(warps: int) -> Iterator[None]:
     """``torch.ops.commhook`` with the CUDA kernels for CPU tensors.
 
-    The device has room for so many warps at once: fewer than 64, or a multiple of that.
+    ``warps`` is the number of warps that fit on the device: fewer than 64, or a multiple of 64.
     """
     load_cuda_on_host()
     getattr(torch.ops, NAMESPACE).set_warps(warps)
@@ -255,14 +255,14 @@ def cuda_kernels_on_host(warps: int) -> Iterator[None]:
 
 
 def take_launched() -> list[str]:
-    """The names of the kernels that the host has played since the last call."""
+    """The names of the kernels that have run on the host since the last call."""
     names: list[str] = getattr(torch.ops, NAMESPACE).take_launched()
     return names
 
 
 @contextmanager
 def omitted(barrier: str) -> Iterator[None]:
-    """One barrier, by its file and line, orders nothing; the threads still wait there."""
+    """Makes one barrier, given by file and line, order nothing; threads still wait there."""
     host = getattr(torch.ops, NAMESPACE)
     host.omit_barrier(barrier)
     try:
@@ -273,13 +273,13 @@ def omitted(barrier: str) -> Iterator[None]:
 
 @dataclass
 class Requests:
-    """What the accesses of one kernel cost, of global or of shared memory."""
+    """The cost of one kernel's accesses to global or shared memory."""
 
     count: int = 0
     parts: int = 0  # sectors of 32 bytes, or passes over the banks
     fewest: int = 0
     bytes: int = 0
-    #: By line of the source, what is more than the fewest parts.
+    #: The parts beyond the fewest possible, by line of the source.
     waste: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -287,12 +287,12 @@ class Requests:
         return self.parts / max(self.fewest, 1)
 
 
-#: Of global memory loads, stores and atomics, then the same of shared memory, in the host's order.
+#: Loads, stores and atomics of global memory, then of shared memory, in the host's order.
 SPACES = ("global",) * 3 + ("shared",) * 3
 
 
 def requests_of(run: Callable[[], object]) -> dict[tuple[str, str], Requests]:
-    """What the accesses of each kernel cost, by its name and the memory: global or shared."""
+    """The cost of each kernel's accesses, by its name and the memory: global or shared."""
     host = getattr(torch.ops, NAMESPACE)
     host.take_requests()
     host.watch_requests(True)

@@ -1,4 +1,4 @@
-"""A small model of several buckets under DDP, and a step of it."""
+"""A small model with several buckets under DDP, and its step."""
 
 from __future__ import annotations
 

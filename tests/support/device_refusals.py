@@ -1,4 +1,4 @@
-"""What the bucket operators say of tensors on several devices."""
+"""Errors of the bucket operators for tensors on several devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch_commhook.native.bucket_ops as ops
 
 
 def check_that_devices_must_agree(device: str, other: str) -> None:
-    """Each operator, with tensors[0] and the buffer on ``device`` and tensors[1] on ``other``."""
+    """Calls operators with tensors[0] and the buffer on ``device``, tensors[1] on ``other``."""
     tensors = [torch.ones(2, device=device), torch.ones(2, device=other)]
     buffer = torch.empty(4, device=device)
     home, away = tensors[0].device, tensors[1].device

@@ -1,4 +1,4 @@
-"""Reports of ``doctor``, as it prints them with ``--json``."""
+"""Reports of ``doctor`` from ``--json``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch_commhook.cli.main import main
 def report(
     capsys: pytest.CaptureFixture[str], checks: str, *options: str, code: int = 0
 ) -> dict[str, Any]:
-    """Run checks of doctor in this process.
+    """Runs checks of doctor in this process.
 
     Args:
         checks: for ``--only``.
         options: more of doctor's.
-        code: the exit code that is expected.
+        code: the expected exit code.
     """
     capsys.readouterr()
     got = main(["doctor", "--json", "--only", checks, *options])
@@ -29,6 +29,6 @@ def report(
 
 
 def finding(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """The finding of a name."""
+    """The finding with a name."""
     (found,) = [each for each in report["findings"] if each["name"] == name]
     return dict(found)

@@ -1,7 +1,7 @@
-"""A group of two ranks, of which the second sends what the first one does, on any device.
+"""A group of two ranks on any device; the second sends the same as the first.
 
-It needs one process. Its collectives run on a stream of their own behind a pause, as NCCL's do:
-Futures are complete at once, name the device, and memory holds NaN until the stream has written it.
+It needs one process. Like NCCL, it runs its collectives on a separate stream, after a pause.
+Futures are complete at once and name the device. Memory holds NaN until the stream has written it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch_commhook.process_group import ProcessGroup
 
 
 class EchoGroup(ProcessGroup):
-    """See the module.
+    """The group of this module.
 
     Args:
-        device: of the tensors, with its index.
-        pause: has the current stream wait for a while.
-        is_late: whether who waits for a Future alone gets its values; otherwise the host waits in
+        device: the tensors' device, with its index.
+        pause: makes the current stream wait for a while.
+        is_late: if true, only a wait for the Future gives its values; otherwise the host waits in
             each collective.
     """
 
@@ -73,7 +73,7 @@ class EchoGroup(ProcessGroup):
         def write() -> None:
             output.view(2, -1).copy_(own.view(-1))
 
-        own = input.clone()  # which may lie in the output
+        own = input.clone()  # the input may be a part of the output
         return self._run(output, [output], write)
 
     def alltoall_base(

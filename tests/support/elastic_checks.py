@@ -1,4 +1,4 @@
-"""What must hold after a history of a training whose ranks come and go."""
+"""Checks of a training with ranks that come and go, after its history."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from virtual_training import Counted, StepError, Trainer, TrainingPlan
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError, View
 from torch_commhook.step.step_group import PeerError
 
-#: A history that takes longer, in virtual seconds, hangs.
+#: A history that takes longer, in virtual seconds, counts as a hang.
 LONGEST = 90.0
 
 
 @dataclass
 class Outcome:
-    """What there is to check.
+    """The facts to check.
 
     Attributes:
-        training: what the ranks were given.
-        trainers: all that have started.
-        views: that they have agreed on, in order.
+        training: the settings of the ranks.
+        trainers: all trainers that have started.
+        views: the agreed views, in order.
         seconds: of virtual time.
         splits: whether a network was split.
         loses_store: whether a rank was cut off from the store.
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def problems(run: Outcome) -> Iterator[str]:
-    """What must not be, in words."""
+    """The violations, in words."""
     yield from _hangs(run)
     yield from _strange_errors(run)
     yield from _order_of_views(run.views)
@@ -93,7 +93,7 @@ def _own_steps(trainer: Trainer) -> Iterator[str]:
 
 
 def _trainings(views: Sequence[View]) -> list[list[View]]:
-    """The views of each training: one that begins anew has no member of the last one."""
+    """The views of each training: a new training has no member of the last view."""
     found: list[list[View]] = []
     for view in views:
         if not found or not set(view.members) & set(found[-1][-1].members):
@@ -106,11 +106,11 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
     """The steps of a training: each has one result, among the members of one view."""
     by_own = {each.own: each for each in run.trainers}
     partial: list[tuple[int, Counted]] = []
-    # The view with which each rank's part has ended.
+    # The view in which each rank's part has ended.
     last = {own: view for view in run.views for own in view.members}
     results: dict[int, dict[tuple[str, frozenset[int], frozenset[int]], list[int]]] = {}
     for own, view in last.items():
-        # It ended before it knew its number; or it has not seen this training, but another one.
+        # It ended before it knew its number, or it has only seen another training.
         if own not in by_own or view not in views:
             continue
         after = views[view.number - views[0].number + 1 :][:1]
@@ -121,7 +121,7 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
                 continue
             if after and each.step > after[0].steps + 1:
                 yield f"rank {own} has counted step {each.step} after {after[0]} without it"
-            if own in each.joining:  # it does not hold all yet
+            if own in each.joining:  # it does not have all parameters yet
                 partial.append((own, each))
                 continue
             key = each.digest, each.senders, each.joining
@@ -147,7 +147,7 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
 
 
 def _end(run: Outcome) -> Iterator[str]:
-    """Ranks that nothing has happened to train to the end, where they are enough."""
+    """Ranks without faults train to the end, if there are enough of them."""
     untouched = [each for each in run.trainers if not each.plan.is_touched]
     enough = 2 * len(untouched) > len(run.trainers) and len(untouched) >= run.training.min_ranks
     if run.splits or not enough:
@@ -156,7 +156,7 @@ def _end(run: Outcome) -> Iterator[str]:
     for each in untouched:
         steps = each.counted[-1].step if each.counted else 0
         if is_over and isinstance(each.said, TooFewRanksError) and steps == run.training.steps - 1:
-            continue  # in the last step, after which others have left, it has lost a further one
+            continue  # in the last step it has lost another rank, after others had left
         if each.said != "done":
             yield (
                 f"process {each.process.number}, to which nothing has happened, has counted "

@@ -1,7 +1,7 @@
-"""Random histories of a training whose ranks come and go, in virtual time.
+"""Random histories of a training with ranks that come and go, in virtual time.
 
-:func:`run_histories` draws faults by seeds, lets the ranks train, and checks what they have done.
-``virtual_elastic.py`` says which code is the library's own.
+:func:`run_histories` draws faults from seeds, lets the ranks train, and checks their results.
+``virtual_elastic.py`` lists the parts that are the library's own code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from virtual_world import Process, World, worlds
 
 from torch_commhook.elastic.membership import View
 
-#: Where a process may end, and what happens there.
+#: Points at which a process may end, with descriptions.
 POINTS = {
     "connect": "while it connects",
     "bucket": "while it sends a bucket",
@@ -41,16 +41,16 @@ POINTS = {
 
 @dataclass
 class History:
-    """What has come of a history.
+    """The outcome of a history.
 
     Attributes:
         seed: of the history.
-        problems: what must not be; empty where all is well.
-        faults: how often each kind has happened.
-        views: how many the ranks have agreed on.
-        steps: that ranks have counted, over all ranks.
-        repeated: steps, over all ranks.
-        ended: how processes have ended, by kind.
+        problems: the violations; empty for a good history.
+        faults: the number of faults of each kind.
+        views: the number of agreed views.
+        steps: counted steps, over all ranks.
+        repeated: repeated steps, over all ranks.
+        ended: the ends of processes, by kind.
         reached_end: whether a rank has trained to the end.
         seconds: of virtual time.
     """
@@ -67,7 +67,7 @@ class History:
 
 
 class Run:
-    """A history under way."""
+    """A running history."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -118,7 +118,7 @@ class Run:
         return self.chance.random() * self._length
 
     def _do(self, number: int, fault: str, act: Callable[[Process], object]) -> None:
-        """Let something happen to a process at some time, if it is still there."""
+        """Applies a fault to a process at some time, if the process still exists."""
 
         def happen() -> None:
             trainer = self._started.get(number)
@@ -226,7 +226,7 @@ class Run:
 
     @property
     def trainers(self) -> list[Trainer]:
-        """Those of all processes that have started."""
+        """The trainers of all processes that have started."""
         return list(self._started.values())
 
     # ---- running -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Run:
             self.views.append(View.from_text(value.decode()))
 
     def history(self) -> History:
-        """Let it happen, and check it."""
+        """Runs the history, and checks it."""
         self.world.run(LONGEST)
         if self.world.failure is not None:
             raise self.world.failure
@@ -284,7 +284,7 @@ _KINDS: dict[str, Callable[[Run], None]] = {
 
 @contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Threads hand over to each other several times faster where they share a core."""
+    """Keeps all threads on one core, where they hand over several times faster."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -299,7 +299,7 @@ def _on_one_core() -> Iterator[None]:
 
 
 def run_histories(seeds: Iterable[int]) -> Iterator[History]:
-    """The histories of some seeds. The same seed is the same history."""
+    """Runs the histories of some seeds. The same seed gives the same history."""
     with _on_one_core(), virtual_time():
         for seed in seeds:
             run = Run(seed)

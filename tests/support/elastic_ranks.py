@@ -1,20 +1,21 @@
-"""Trains on ranks that come and go, and prints what each has seen: a line of JSON for each case.
+"""Trains on ranks that come and go, and prints their observations: a line of JSON for each case.
 
-The arguments are a folder, and cases as JSON. The ranks of a case are processes that are forked
-from this one, which has imported what takes time. It must have no threads: a rank that is forked
-while one holds a lock, such as that of the C library's look-ups of hosts, waits for it forever. So
-the store has a process of its own. A case has:
+The arguments are a folder, and cases as JSON. The ranks of a case are forks of this process, which
+has done the slow imports. This process must have no threads: if a thread holds a lock during a
+fork, such as the C library's lock for look-ups of hosts, the forked rank waits for it forever. So
+the store runs in a separate process. A case has:
 
-``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
-``events``: what happens to a rank, by its number in the order of starting, in the step of a
-number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
-much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state,
-``kill in a piece``: the first that sends a third piece.
-``slow``, from that step on. ``replace``: the hook, by the one that late ranks attach.
-``in_pieces``: new ranks get their state in pieces, of which the first has so many bytes.
+``ranks``: the number at the beginning. ``steps``: in all. ``hook``: a key of ``HOOKS``.
+``events``: faults of ranks, by a rank's number in the order of starting and by the step: ``kill``,
+``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and continue much later),
+``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state, ``kill in a
+piece``: the first that sends a third piece, ``slow``: from that step on, ``replace``: the hook, by
+the one that late ranks attach.
+``in_pieces``: new ranks get their state in pieces; the first one has so many bytes.
 ``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
 nothing else; these are logged. ``straggler``: settings for slow ranks.
-``together``: ranks call ``synchronize()`` before each step whose number less one is a multiple.
+``together``: ranks call ``synchronize()`` before each step with a number that is 1 more than a
+multiple of this.
 ``late``: ranks that start when the first one has done so many steps; with ``late_hook`` if given.
 """
 
@@ -81,12 +82,12 @@ def _digest(model: nn.Module) -> str:
 
 
 def _model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)  # others on each rank: new ones get those of the training
+    torch.manual_seed(seed)  # differs on each rank; new ranks receive the training's
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 
 
 class _Counter(nn.Module):
-    """Moves two numbers by as much in each step of SGD with a learning rate of 1."""
+    """Moves two numbers by the same amount in each step of SGD with a learning rate of 1."""
 
     def __init__(self, count: float) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ def _send_piece_or_die(mark: Path, send: Any, donor: joining.Donor) -> None:
 def _happens(
     event: dict[str, Any], handle: commhook.HookHandle, model: nn.Module, folder: Path
 ) -> None:
-    """What an event makes of the step that begins."""
+    """Applies an event to the step that begins."""
     if event["do"] == "kill":
         next(model.parameters()).register_hook(lambda gradient: _die())
     elif event["do"] == "kill at the end":
@@ -154,7 +155,7 @@ def _is_together(handle: commhook.HookHandle) -> bool:
 
 
 def _began(handle: commhook.HookHandle, model: nn.Module) -> dict[str, bool]:
-    """Whether the buckets have the hook's memory, and the parameters are where rounds begin."""
+    """Whether buckets have the hook's memory, and parameters are at the beginning of a round."""
     state = handle.state_dict()
     anchors = state.get("shared", {}).get("local_sgd_anchor", {})
     return {
@@ -212,11 +213,11 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             loss = model(inputs)
             joins = handle.is_joining  # in this step
             (loss.sum() if counts else loss.square().mean()).backward()
-            assert handle.is_joining or not joins  # the rest comes before the next forward
+            assert handle.is_joining or not joins  # the other parts come before the next forward
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]
-            # Else each rank has parameters of its own.
+            # Otherwise each rank has its own parameters.
             is_together = _is_together(handle)
             digest = _digest(model) if is_together else None
             if counts and is_together:
@@ -287,7 +288,7 @@ def _run(case: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
 
 
 def _start_store() -> tuple[int, int]:
-    """Fork a process that runs a store until this one has ended; its process id, and the port."""
+    """Forks a process that runs a store until this one ends; returns its process id and port."""
     port, told = os.pipe()
     process = os.fork()
     if process == 0:

@@ -1,6 +1,6 @@
-"""A rank of an elastic training under torchrun, which dies once where its folder says so.
+"""A rank of an elastic training under torchrun; it dies once, if its folder says so.
 
-The arguments are the store's port, the rank's name, a folder for what it has seen, and the steps.
+The arguments are the store's port, the rank's name, a folder for its observations, and the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 import torch_commhook as commhook
 from torch_commhook import hooks
 
-#: In whose step, of those that it has seen itself, a process dies.
+#: A process dies in this step, counted among the steps that it has seen itself.
 DIES_AFTER = 10
 
 

@@ -12,14 +12,14 @@ from torch_commhook import PeerError, attach
 
 
 def fails_between(rank: int, hook: Any) -> list[str]:
-    """A step in which rank 2 can't add up what comes from other nodes, and the next one.
+    """Runs a step in which rank 2 cannot add the other nodes' messages, and the next step.
 
     Args:
         rank: this process's.
         hook: a ``hierarchical``.
 
     Returns:
-        For each step ``right``, or the name of the error.
+        For each step, ``right`` or the name of the error.
     """
     model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(5)))
     handle = attach(model, hook, bucket_cap_mb=40 * 40 * 4 / (1 << 20))

@@ -1,4 +1,4 @@
-"""Counts for check_finite, and tensors with values that are not finite."""
+"""Counts for check_finite, and tensors with infinite and NaN values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def new_count() -> Tensor:
 
 
 def spoil(tensor: Tensor) -> Tensor:
-    """Some elements become NaN and infinite, in memory shared with others of its elements too."""
+    """Sets some elements to NaN and infinity, also in tensors with elements that share memory."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     storage[::5], storage[1::7], storage[3::11] = NAN, INF, -INF
     return tensor

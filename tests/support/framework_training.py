@@ -1,4 +1,4 @@
-"""Training that frameworks do, and the same in a plain loop."""
+"""Training in frameworks, and the same in a plain loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 4
 
 
 class Net(nn.Module):
-    """Takes and gives what the Trainer of transformers asks for, too."""
+    """Also accepts and returns the values that the Trainer of transformers needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class Data(torch.utils.data.Dataset):
 
 @dataclass
 class How:
-    """How to train.
+    """The settings of a training.
 
     Attributes:
-        accumulate: batches of a step.
-        bf16: whether autocast has bfloat16.
+        accumulate: batches in a step.
+        bf16: whether autocast uses bfloat16.
         clip: the largest norm of gradients.
     """
 
@@ -87,7 +87,7 @@ WAYS = {
 
 @dataclass
 class Trained:
-    """What training has come to: parameters, and bytes that the hook sent."""
+    """The results of a training: parameters, and bytes that the hook sent."""
 
     parameters: list[Tensor]
     bytes_sent: int | None
@@ -98,7 +98,7 @@ class Trained:
         return cls([_whole(parameter.detach()) for parameter in model.parameters()], sent)
 
     def is_same(self, other: Trained) -> bool:
-        """Whether all bits are."""
+        """Whether all bits are equal."""
         pairs = zip(self.parameters, other.parameters, strict=True)
         return all(torch.equal(one, two) for one, two in pairs)
 
@@ -113,7 +113,7 @@ def loop(
     hook: str | None = HOOK,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Trained:
-    """The same in a plain loop over the default process group."""
+    """The same training in a plain loop over the default process group."""
     model = Net()
     wrapped = DDP(model, **how.ddp) if wrap is None else wrap(model)
     handle = None if hook is None else attach(wrapped, parse_hook(hook))
@@ -139,10 +139,10 @@ def loop(
 
 
 def shard_on_cpu() -> None:
-    """Have Accelerate shard models with FSDP2, which it offers on accelerators only.
+    """Makes Accelerate shard models with FSDP2, which it supports only on accelerators.
 
-    Called once its ``Accelerator`` stands, before ``prepare()``: what is left out is its look at
-    the device.
+    Call it after making the ``Accelerator`` and before ``prepare()``: it skips the check of the
+    device.
     """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -152,6 +152,6 @@ def shard_on_cpu() -> None:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """A model with ``fully_shard`` applied to the whole of it."""
+    """A model with ``fully_shard`` applied as a whole."""
     fully_shard(model)
     return model

@@ -1,11 +1,11 @@
-// Counts how often threads take the GIL, and which loaded object asked for it.
+// Counts how often threads take the GIL, and which loaded object requested it.
 //
-// A loaded object calls a function of another one through an address that the dynamic linker has
-// written into the object. Here the addresses of the functions that hand out the GIL are replaced
-// by those of wrappers, in every object but the one that holds the interpreter: what that one does
-// inside of itself depends on how it was linked, and would count a call twice.
+// A loaded object calls another object's function through an address that the dynamic linker has
+// written into the caller. This library replaces the addresses of the functions that give the GIL
+// by addresses of wrappers. It leaves out the interpreter's object: the calls inside it depend on
+// how it was linked, and would count twice.
 //
-// Needs neither Python's headers nor torch: Python's functions are looked up by name.
+// Needs neither Python's headers nor torch: it looks Python's functions up by name.
 
 #include <dlfcn.h>
 #include <elf.h>
@@ -42,20 +42,20 @@ namespace {
 // Function, whether the thread had the GIL already, thread, return address of the call.
 using Key = std::tuple<int, bool, int64_t, uintptr_t>;
 
-std::mutex counts_mutex;  // for builds of Python without a GIL; else whoever is here holds it
+std::mutex counts_mutex;  // for Python without a GIL; otherwise callers hold the GIL
 // Never destroyed: other threads may still take the GIL while the process ends.
 std::map<Key, int64_t>& counts = *new std::map<Key, int64_t>;
 std::atomic<int> users{0};
 
-// Called after the thread got the GIL, so that one that waits for it in vain is not counted.
+// Called after the thread got the GIL, so that a request that never ends is not counted.
 void count(int function, bool already_held, void* caller) {
   if (users.load(std::memory_order_relaxed) == 0) {
-    return;  // a copy of a wrapper's address has outlived the counting
+    return;  // a copy of a wrapper's address was used after the last user left
   }
-  const int error = errno;  // the functions wrapped here preserve it
+  const int error = errno;  // the wrapped functions preserve it
   {
     std::lock_guard<std::mutex> lock(counts_mutex);
-    // Asked of the system each time: a number that was kept would be wrong after a fork.
+    // Asks the system each time: a stored number would be wrong after a fork.
     const int64_t thread = syscall(SYS_gettid);
     ++counts[{function, already_held, thread, reinterpret_cast<uintptr_t>(caller)}];
   }
@@ -66,14 +66,14 @@ void count(int function, bool already_held, void* caller) {
 
 enum Function { kEnsure, kAcquireThread, kRestoreThread, kAcquireLock, kSwap, kFunctions };
 
-// Null for a function that this Python does not have, or that hands out no GIL there.
+// Null for a function that this Python does not have, or that gives no GIL in this version.
 void* real[kFunctions];
 
 int ensure() {
   void* caller = __builtin_return_address(0);
   const int state = reinterpret_cast<int (*)()>(real[kEnsure])();
-  // PyGILState_LOCKED says that this thread had the GIL before. Unlike PyGILState_Check, which is
-  // always true once there are subinterpreters, it is what PyGILState_Ensure acted upon.
+  // PyGILState_LOCKED means that this thread had the GIL before. PyGILState_Ensure relies on the
+  // same; PyGILState_Check is always true once there are subinterpreters.
   constexpr int kLocked = 0;
   count(kEnsure, state == kLocked, caller);
   return state;
@@ -100,7 +100,7 @@ void acquire_lock() {
 void* swap(void* thread_state) {
   void* caller = __builtin_return_address(0);
   void* before = reinterpret_cast<void* (*)(void*)>(real[kSwap])(thread_state);
-  if (thread_state != nullptr) {  // a swap to null gives the GIL away
+  if (thread_state != nullptr) {  // a swap to null releases the GIL
     count(kSwap, false, caller);
   }
   return before;
@@ -133,7 +133,7 @@ bool find_real_functions() {
 
 // ---- the loaded objects -------------------------------------------------------------------------
 
-// A loaded object, as far as its addresses of other objects' functions go.
+// A loaded object's tables with addresses of other objects' functions.
 struct Object {
   explicit Object(const dl_phdr_info& info) : info(info) {
     const ElfW(Dyn)* entry = nullptr;
@@ -144,7 +144,7 @@ struct Object {
       if (header.p_type == PT_DYNAMIC) {
         entry = reinterpret_cast<const ElfW(Dyn)*>(begin);
       } else if (header.p_type == PT_GNU_RELRO) {
-        // Whole pages, as the dynamic linker protects them.
+        // Whole pages, since the dynamic linker protects whole pages.
         relro_begin = begin & ~(page - 1);
         relro_end = (begin + header.p_memsz) & ~(page - 1);
       }
@@ -175,7 +175,7 @@ struct Object {
     }
   }
 
-  // glibc has made these absolute when it loaded the object, other C libraries leave them.
+  // glibc makes these addresses absolute when it loads the object; other C libraries do not.
   template <typename T>
   const T* at(uintptr_t address) const {
     return reinterpret_cast<const T*>(address < info.dlpi_addr ? info.dlpi_addr + address
@@ -221,7 +221,7 @@ struct Object {
     }
   }
 
-  // Other threads may call through the slot at any time. False with errno set where it failed.
+  // Other threads may call through the slot at any time. Returns false and sets errno on failure.
   bool write(void** slot, void* value) const {
     const auto address = reinterpret_cast<uintptr_t>(slot);
     const bool read_only = address >= relro_begin && address < relro_end;
@@ -248,32 +248,33 @@ std::string named(const Object& object, int function, const std::string& problem
          (path != nullptr && *path != '\0' ? path : "the program") + "' " + problem;
 }
 
-// Points the slots of one object to the wrappers. Says in `data` what went wrong.
+// Points the slots of one object to the wrappers. Writes an error into `data`.
 int install(dl_phdr_info* info, size_t /*size*/, void* data) {
   auto& error = *static_cast<std::string*>(data);
   const Object object(*info);
   if (object.contains(real[kEnsure])) {
-    return 0;  // the interpreter
+    return 0;  // skips the interpreter
   }
   object.for_each_slot([&](int function, uint32_t type, void** slot) {
     void* value = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
     if (value == kWrapped[function].wrapper) {
       return;
     }
-    // Before the first call, a slot may lead to code of the object itself that looks it up.
+    // Before the first call, a slot may point to the object's own code, which looks the function
+    // up.
     const bool to_be_looked_up = type == kJumpSlot && object.contains(value);
     if (value == real[function] || to_be_looked_up) {
       if (!object.write(slot, kWrapped[function].wrapper)) {
         error = named(object, function, std::string("can't be replaced: ") + std::strerror(errno));
       }
-    } else if (type != kPointer) {  // a variable may have been given another value
+    } else if (type != kPointer) {  // a variable may have another value by now
       error = named(object, function, "is not the interpreter's: its calls can't be counted");
     }
   });
   return 0;
 }
 
-// Points them to the real functions. Nothing was kept: an object may be gone by now.
+// Points slots to the real functions. Keeps no list of slots, since an object may be gone by now.
 int uninstall(dl_phdr_info* info, size_t /*size*/, void* data) {
   auto& error = *static_cast<std::string*>(data);
   const Object object(*info);
@@ -303,11 +304,11 @@ const char* message_or_null(const std::string& error) {
 
 }  // namespace
 
-// ---- what Python calls, always with the GIL held ------------------------------------------------
+// ---- the interface for Python, always called with the GIL held ---------------------------------
 
 extern "C" {
 
-// One more user counts; also finds the objects that were loaded since. Returns an error or null.
+// Adds a user; also handles objects that were loaded since. Returns an error or null.
 const char* gil_calls_start() {
   std::string error;
   if (!find_real_functions()) {
@@ -323,7 +324,7 @@ const char* gil_calls_start() {
   return message_or_null(error);
 }
 
-// One user less; the last one puts everything back. Returns an error or null.
+// Removes a user; the last one restores everything. Returns an error or null.
 const char* gil_calls_stop() {
   std::string error;
   if (users.fetch_sub(1) == 1) {
@@ -334,14 +335,14 @@ const char* gil_calls_stop() {
   return message_or_null(error);
 }
 
-// How many addresses lead to wrappers now: none unless something counts.
+// The number of addresses that point to wrappers now: 0 without users.
 int64_t gil_calls_installed() {
   int64_t installed = 0;
   dl_iterate_phdr(count_installed, &installed);
   return installed;
 }
 
-// How many objects this process has loaded so far.
+// The number of objects that this process has loaded so far.
 uint64_t gil_calls_objects_loaded() {
   uint64_t loaded = 0;
   dl_iterate_phdr(
@@ -355,13 +356,13 @@ uint64_t gil_calls_objects_loaded() {
 
 struct GilCallsRow {
   const char* function;
-  const char* library;  // the path of the object that called; null if it is gone
+  const char* library;  // the path of the calling object; null if it is gone
   int64_t thread;       // the system's number
   int64_t already_held;
   int64_t count;
 };
 
-// Fills in up to `capacity` rows and returns how many there are.
+// Writes up to `capacity` rows and returns the number of all rows.
 int64_t gil_calls_read(GilCallsRow* rows, int64_t capacity) {
   std::lock_guard<std::mutex> lock(counts_mutex);
   int64_t number = 0;
@@ -369,7 +370,8 @@ int64_t gil_calls_read(GilCallsRow* rows, int64_t capacity) {
     if (number < capacity) {
       const auto& [function, already_held, thread, caller] = key;
       Dl_info found = {};
-      // One byte back: a call that ends its function would return to the next one.
+      // One byte back: the return address of a call at a function's end belongs to the next
+      // function.
       const bool known = dladdr(reinterpret_cast<void*>(caller - 1), &found) != 0;
       rows[number] = {kWrapped[function].name, known ? found.dli_fname : nullptr, thread,
                       already_held, calls};

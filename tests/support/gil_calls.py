@@ -4,17 +4,17 @@
         loss.backward()
     print(calls.acquired, calls.by_library)
 
-Counted are the calls of `PyGILState_Ensure`, `PyEval_RestoreThread` (the end of
+It counts all libraries' calls of `PyGILState_Ensure`, `PyEval_RestoreThread` (the end of
 `Py_BEGIN_ALLOW_THREADS`), `PyEval_AcquireThread` (pybind11's `gil_scoped_acquire`),
-`PyEval_AcquireLock` and, from Python 3.12 on, `PyThreadState_Swap`, that any library makes. A
-thread outside of the interpreter has no other way to get the GIL. Not counted:
+`PyEval_AcquireLock` and, from Python 3.12 on, `PyThreadState_Swap`. A thread outside of the
+interpreter has no other way to get the GIL. Not counted:
 
-- what the interpreter does inside of itself: `time.sleep`, a lock, the switch between two threads
-  that both run Python. Only a thread that had the GIL before takes it again so;
+- calls inside the interpreter: `time.sleep`, a lock, the switch between two threads that both run
+  Python. Only a thread that had the GIL before takes it again in these ways;
 - calls of a function that was looked up by name (`dlsym`, `ctypes.pythonapi`);
-- calls of a library that is loaded while counting. That is an error at the end.
+- calls of a library that is loaded while counting. This is an error at the end.
 
-A tail call is put down to the library of the caller's caller.
+A tail call counts for the library of the caller's caller.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class CannotCountError(RuntimeError):
-    """This machine lacks what counting needs; tests may skip then."""
+    """This machine lacks something that counting needs; tests may skip then."""
 
 
 class Call(NamedTuple):
-    """Who called what."""
+    """A kind of call: its function, library and thread."""
 
     function: str
-    library: str  # the path of the library, or "unknown" where it has been unloaded
+    library: str  # the path of the library, or "unknown" if it has been unloaded
     thread: int  # as of threading.get_native_id()
-    already_held: bool  # the thread had the GIL: this call didn't take it
+    already_held: bool  # the thread had the GIL: this call did not take it
 
 
 class GilCalls:
-    """What was counted, to be read once the counting has ended.
+    """The counts; read them after the counting has ended.
 
     Attributes:
-        calls: how often each call was made, those that found the GIL held among them.
+        calls: the number of each call, including calls of threads that had the GIL.
     """
 
     def __init__(self) -> None:
@@ -65,22 +65,22 @@ class GilCalls:
 
     @property
     def acquired(self) -> int:
-        """How often a thread took the GIL that it did not have."""
+        """How often a thread without the GIL took it."""
         return self._sum(lambda call: "").total()
 
     @property
     def already_held(self) -> int:
-        """How often `PyGILState_Ensure` was called by a thread that had the GIL."""
+        """How often a thread that had the GIL called `PyGILState_Ensure`."""
         return sum(count for call, count in self.calls.items() if call.already_held)
 
     @property
     def by_function(self) -> dict[str, int]:
-        """`acquired`, by the name of the function that was called."""
+        """`acquired`, by the name of the called function."""
         return dict(self._sum(lambda call: call.function))
 
     @property
     def by_library(self) -> dict[str, int]:
-        """`acquired`, by the file of the library that called, with the folder it lies in."""
+        """`acquired`, by the file of the calling library, with its folder."""
         return dict(self._sum(lambda call: "/".join(Path(call.library).parts[-2:])))
 
     @property
@@ -101,8 +101,8 @@ def count_gil_calls() -> Iterator[GilCalls]:
     """Counts in all threads of this process. May be nested, and used by several threads.
 
     Raises:
-        CannotCountError: there is no compiler, or this is no Linux on x86_64 or aarch64.
-        RuntimeError: something can't be counted; its message says what.
+        CannotCountError: there is no compiler, or this is not Linux on x86_64 or aarch64.
+        RuntimeError: something cannot be counted; its message says what.
     """
     library = _library()
     result = GilCalls()
@@ -125,7 +125,7 @@ def count_gil_calls() -> Iterator[GilCalls]:
 
 
 def installed() -> int:
-    """How many addresses in loaded libraries lead to the counter now: 0 unless something counts."""
+    """The number of addresses in loaded libraries that lead to the counter: 0 without a user."""
     return _library().gil_calls_installed()
 
 
@@ -156,7 +156,7 @@ class _Row(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
-    library = ctypes.PyDLL(str(build()))  # unlike those of a CDLL, its calls keep the GIL
+    library = ctypes.PyDLL(str(build()))  # unlike a CDLL's, its calls keep the GIL
     library.gil_calls_start.restype = ctypes.c_char_p
     library.gil_calls_stop.restype = ctypes.c_char_p
     library.gil_calls_installed.restype = ctypes.c_int64

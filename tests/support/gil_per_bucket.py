@@ -1,9 +1,9 @@
-"""How often a communication hook takes the GIL for each bucket of a step.
+"""Measures how often a communication hook takes the GIL for each bucket of a step.
 
-The same model is trained with few buckets and with many, and what one backward takes is compared.
-What DDP, autograd and Python take once for a backward or once for a parameter is in both figures
-and cancels in their difference. What DDP takes for a bucket remains; it is measured by a model
-without a hook. To be called on every rank at once::
+It trains the same model with few buckets and with many, and compares the counts of a backward. DDP,
+autograd and Python take the GIL once for a backward or once for a parameter in both figures, which
+cancels in the difference. DDP's own count for a bucket remains; a model without a hook gives it.
+Call it on every rank at once::
 
     def hooked(net: nn.Module, bucket_cap_mb: float) -> DDP:
         model = DDP(net, bucket_cap_mb=bucket_cap_mb)
@@ -27,32 +27,33 @@ from gil_calls import count_gil_calls
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-LAYERS = 32  # one parameter each
+LAYERS = 32  # with one parameter each
 WIDTH = 32
-FEW, MANY = 8, 32  # buckets
-WARM_UP = 3  # DDP forms its buckets anew before the second step
+FEW, MANY = 8, 32  # numbers of buckets
+WARM_UP = 3  # DDP rebuilds its buckets before the second step
 STEPS = 5
 
-#: By how much two figures of the same ``per_bucket`` may differ. Every work of Gloo keeps the local
-#: state of the thread, and in it one Python object of the backward (its `contextvars`). A thread of
-#: Gloo that is the last to drop it takes the GIL: at most once a backward, whatever its buckets.
+#: The possible difference between two figures of the same ``per_bucket``. Every Work of Gloo keeps
+#: the local state of the thread, with one Python object of the backward (its `contextvars`). A
+#: thread of Gloo that drops it last takes the GIL: at most once for a backward, for any number of
+#: buckets.
 NOISE = 2 / (MANY - FEW) + 1e-9
 
-#: Makes a model with a hook out of a plain one, with the given size of a bucket in MiB.
+#: Makes a model with a hook from a plain one, with the given size of a bucket in MiB.
 MakeHookedDdp = Callable[[nn.Module, float], nn.Module]
 
 
 def ddp_alone(net: nn.Module, bucket_cap_mb: float) -> DDP:
-    """DDP without a hook, to compare with."""
+    """DDP without a hook, for comparison."""
     return DDP(net, bucket_cap_mb=bucket_cap_mb)
 
 
 @dataclass(frozen=True)
 class GilCallsPerBucket:
-    """What this rank's threads took.
+    """The counts of this rank's threads.
 
     Attributes:
-        few: how often the GIL was taken in ``STEPS`` backwards with ``FEW`` buckets, by library.
+        few: how often threads took the GIL in ``STEPS`` backwards with ``FEW`` buckets, by library.
         many: the same with ``MANY`` buckets.
     """
 
@@ -61,12 +62,12 @@ class GilCallsPerBucket:
 
     @property
     def per_bucket(self) -> float:
-        """How often one bucket more takes the GIL, give or take half of ``NOISE``."""
+        """How often one more bucket takes the GIL, give or take half of ``NOISE``."""
         return (sum(self.many.values()) - sum(self.few.values())) / (MANY - FEW) / STEPS
 
     @property
     def per_bucket_by_library(self) -> dict[str, float]:
-        """``per_bucket``, by the library that asked for the GIL; those of 0 are left out."""
+        """``per_bucket``, by the library that requested the GIL, without zeros."""
         libraries = {*self.few, *self.many}
         slopes = {
             library: (self.many.get(library, 0) - self.few.get(library, 0)) / (MANY - FEW) / STEPS
@@ -79,11 +80,11 @@ def gil_calls_per_bucket(make_hooked_ddp: MakeHookedDdp) -> GilCallsPerBucket:
     """Measures a hook; every rank of the group must call it.
 
     Args:
-        make_hooked_ddp: gets a model and ``bucket_cap_mb``, and returns what is to be trained.
+        make_hooked_ddp: called with a model and ``bucket_cap_mb``; returns the model to train.
 
     Raises:
         CannotCountError: see `gil_calls`.
-        AssertionError: DDP has formed another number of buckets than it was asked to.
+        AssertionError: DDP has formed an unexpected number of buckets.
     """
     return GilCallsPerBucket(_count(make_hooked_ddp, FEW), _count(make_hooked_ddp, MANY))
 
@@ -100,16 +101,17 @@ def _count(make_hooked_ddp: MakeHookedDdp, buckets: int) -> dict[str, int]:
         return model(batch).square().sum()
 
     for _ in range(WARM_UP):
-        loss = loss_of_a_step()  # kept as below: when it goes decides who drops what it holds
+        # Kept, as below: the time of its end decides which thread drops its objects.
+        loss = loss_of_a_step()
         loss.backward()
     if isinstance(model, DDP):
         sizes = str(model._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
         if len(sizes) != buckets:
             raise AssertionError(f"the model must have {buckets} buckets, got {len(sizes)}")
 
-    # This thread counts within backward alone, where the hook runs. Others count all the time: a
-    # thread that completes a bucket's work may drop the hook's objects after the backward. Those
-    # of the last step may come too late, as those of the warm-up are counted here.
+    # This thread counts only within backward, where the hook runs. Others count all the time: a
+    # thread that completes a bucket's work may drop the hook's objects after the backward. Counts
+    # of the last step may come too late, just as counts of the warm-up may be included.
     here = threading.get_native_id()
     taken: Counter[str] = Counter()
     with count_gil_calls() as everywhere:

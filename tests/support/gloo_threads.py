@@ -1,4 +1,4 @@
-"""Gloo among threads of this process: as many ranks as one likes, in a tenth of a second."""
+"""Gloo among threads of this process: any number of ranks, in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SECONDS = 60
 
 
 def gloo_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``function(rank, group, *args)`` on each rank, at the same time; what each has returned.
+    """Runs ``function(rank, group, *args)`` on each rank at the same time; returns all results.
 
-    The group is none of ``torch.distributed``'s until it is registered, and not the default one.
+    ``torch.distributed`` does not know the group until it is registered; it is not the default one.
     """
     store = dist.HashStore()
     results: list[Any] = [None] * world_size

@@ -1,4 +1,4 @@
-"""A dry run of benchmarks/gpu for tests, what it has stored, and what it leaves running."""
+"""A dry run of benchmarks/gpu for tests, its stored results, and its remaining processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A dry run with two cases and one group to time."""
     monkeypatch.delenv("OUT", raising=False)
     monkeypatch.setattr(parts, "TIMED_DRY", (("7x1000", 8),))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # planted tests need none
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # planted tests need no plugins
     store = Store(
         document(library={"cases": ["flatten", "unflatten"]}),
         [tmp_path / "results"],
@@ -47,7 +47,7 @@ def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def stored(run: Run) -> dict[str, Any]:
-    """What a reader of the results finds."""
+    """The stored results of a run."""
     result: dict[str, Any] = json.loads(run.store.state.read_text())
     [path] = run.store.folders[0].glob("*.json")
     assert json.loads(path.read_text()) == result
@@ -65,7 +65,7 @@ def part_of(name: str, **changes: float) -> Part:
 
 
 def running(pattern: str) -> list[str]:
-    """The processes of this machine whose command matches a pattern."""
+    """The processes of this machine with commands that match a pattern."""
     found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True)
     return found.stdout.split()
 

@@ -1,8 +1,8 @@
-"""CUDA graphs and streams, played with tensors on the CPU.
+"""Simulates CUDA graphs and streams with tensors on the CPU.
 
-A graph is the list of the operators that a step calls, with the tensors that it calls them on. A
-replay calls these again, on the same tensors, and runs no Python of the step: what that has read
-on the host while the graph was captured stays as it was. A capture itself changes no tensor.
+A graph is the list of the operators that a step calls, with their tensors. A replay calls these
+again on the same tensors, and runs no Python of the step: values that the step has read on the host
+during the capture do not change. The capture itself changes no tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_commhook.collectives import streams
 
 _aten = torch.ops.aten
 
-#: Operators that wait for a device, to tell the host what is there.
+#: Operators that wait for a device in order to return a value to the host.
 _WAITING = {
     _aten._local_scalar_dense.default,
     _aten.item.default,
@@ -39,7 +39,7 @@ class WaitsError(AssertionError):
 
 
 class StreamOnHost:
-    """A stream. Work on it is done when it is issued."""
+    """A stream. Its work is done when it is issued."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         self.waited_for: list[StreamOnHost] = []
@@ -49,12 +49,12 @@ class StreamOnHost:
 
 
 class DeviceOnHost:
-    """What the library asks of a device with streams.
+    """The interface of a device with streams that the library uses.
 
     Attributes:
         is_capturing: whether a graph captures the current stream.
-        current: the stream that is current.
-        recorded: the streams that the allocator was told of, with the tensors that they use.
+        current: the current stream.
+        recorded: the streams reported to the allocator, with the tensors that they use.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class DeviceOnHost:
 
 @pytest.fixture
 def device_on_host(monkeypatch: pytest.MonkeyPatch) -> DeviceOnHost:
-    """Let the library take the CPU for a device with streams."""
+    """Makes the library treat the CPU as a device with streams."""
     device = DeviceOnHost()
     monkeypatch.setattr(streams, "_WITH_STREAMS", {"cpu"})
     monkeypatch.setattr(streams, "_of_device", {})
@@ -89,7 +89,7 @@ def device_on_host(monkeypatch: pytest.MonkeyPatch) -> DeviceOnHost:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Refuses ``tolist()``, which calls no operator, on what may be on a device.
+    """Refuses ``tolist()``, which calls no operator, on tensors that may be on a device.
 
     Flags of the parameters, and the order of these, are tensors of the host.
     """
@@ -124,20 +124,20 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def no_waiting(parameters: int) -> Iterator[None]:
-    """Within it nothing may wait for the device.
+    """Within this block nothing may wait for the device.
 
     Args:
-        parameters: of the model.
+        parameters: the model's.
     """
     with NoWaiting(parameters), _Operators():
         yield
 
 
 class GraphOnHost:
-    """What a CUDA graph does.
+    """Does the work of a CUDA graph.
 
     Args:
-        device: on which a step is captured.
+        device: the device of the captured steps.
     """
 
     def __init__(self, device: DeviceOnHost) -> None:
@@ -147,7 +147,7 @@ class GraphOnHost:
 
     @contextmanager
     def capture(self, parameters: int) -> Iterator[None]:
-        """Capture what is called inside, which then has changed nothing."""
+        """Captures the calls inside; these leave no changes."""
         self._device.is_capturing = True
         try:
             with NoWaiting(parameters), _Operators(self._note):

@@ -1,7 +1,7 @@
-"""Each virtual method of a process group and of a Work: how C++ is made to call it.
+"""Makes C++ call each virtual method of a process group and of a Work.
 
-The methods are called as C++ does it, through the bindings of ``torch.distributed``, which go to
-the virtual methods whatever class the object has.
+The calls go through the bindings of ``torch.distributed``, which call the virtual methods of any
+class, as C++ does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _deprecated(name: str, *arguments: Any) -> Call:
     return lambda group: getattr(base, name)(group, *arguments)
 
 
-#: By a name that a class may give the method: how C++ is made to call it, and what it may return.
+#: By a name that a class may give the method: a call that reaches C++, and a possible result.
 CALLS: dict[str, tuple[Call, Any]] = {
     "rank": (lambda group: base.rank(group), 1),
     "getRank": (lambda group: base.rank(group), 1),
@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Call, Any]] = {
     "splitGroup": (lambda group: base.split_group(group, [0]), ProcessGroup),
 }
 
-#: The same for what some versions of torch have.
+#: The same for methods that only some versions of torch have.
 _NEWER: dict[str, tuple[str, Call, Any]] = {
     "_set_sequence_number_for_group": (
         "_set_sequence_number_for_group",
@@ -205,7 +205,7 @@ def good(name: str) -> Any:
     return ProcessGroup(0, 1) if result is ProcessGroup else result
 
 
-#: What C++ may ask a Work for, and something that it may get.
+#: The questions that C++ may ask a Work, each with a possible answer.
 ANSWERS: dict[str, Any] = {
     "is_completed": True,
     "is_success": False,
@@ -228,5 +228,5 @@ if "getCompletionKey" in _C.work_methods():
 
 
 def ask(work: Any, name: str) -> Any:
-    """Ask a Work as C++ does."""
+    """Asks a Work as C++ does."""
     return _C.ask_work(work, name)

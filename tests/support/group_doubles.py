@@ -1,4 +1,4 @@
-"""Process groups in Python that need no other rank, and ways to make them known for a while."""
+"""Process groups in Python that need no other rank, and ways to register them for a while."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def completed(value: Any) -> torch.futures.Future:
 
 
 class _Counted:
-    """Counts in its group how often it is waited for, and asked for its Future."""
+    """Counts, in its group, the calls of wait() and get_future()."""
 
     def __init__(self, value: Any, group: LonelyGroup) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class _Counted:
 
 
 class CountedWork(_Counted, Work):
-    """A Work of ours that counts."""
+    """A counting Work of this library's class."""
 
 
 class CountedTorchWork(_Counted, dist.Work):
-    """A Work of PyTorch's that counts."""
+    """A counting Work of PyTorch's class."""
 
 
-#: What a collective of a lonely group may return, by a name for it.
+#: Possible results of a lonely group's collective, by name.
 RESULTS: dict[str, Callable[[Any, Any], Any]] = {
     "our Work": CountedWork,
     "torch's Work": CountedTorchWork,
@@ -67,7 +67,7 @@ COUNTED = ("our Work", "torch's Work")
 
 
 class LonelyGroup(ProcessGroup):
-    """One rank, whose collectives have nothing to do.
+    """A group of one rank, with collectives that do nothing.
 
     Args:
         result: a key of ``RESULTS``.
@@ -97,17 +97,17 @@ class LonelyGroup(ProcessGroup):
 
 
 class DoneWork(Work):
-    """Was done at once."""
+    """A Work that is complete from the beginning."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 class MarkingGroup(ProcessGroup):
-    """Leaves another mark on the tensors of each collective, and communicates with nobody.
+    """Leaves a different mark on the tensors of each collective, and does not communicate.
 
     Attributes:
-        called: the names of the collectives that were called, in their order.
+        called: the names of the called collectives, in order.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -201,7 +201,7 @@ class CoalescingGroup(MarkingGroup):
 
 
 def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
-    """A wrapper around a group of Gloo."""
+    """Wraps a group of Gloo."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
     backend._set_sequence_number_for_group()
@@ -210,7 +210,7 @@ def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
     return WrapperProcessGroup(group)
 
 
-#: Where torch.distributed keeps what it knows of backends.
+#: Places where torch.distributed registers backends.
 _REGISTRY = (
     "_plugins",
     "backend_list",
@@ -222,7 +222,7 @@ _REGISTRY = (
 
 @contextmanager
 def registered(make: Any, name: str, **options: Any) -> Iterator[None]:
-    """A backend that is known inside the block."""
+    """Registers a backend for a ``with`` block."""
     before = {part: getattr(dist.Backend, part).copy() for part in _REGISTRY}
     try:
         register(make, name, **options)
@@ -236,7 +236,7 @@ def registered(make: Any, name: str, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def default_group(make: Any, name: str = "own_backend", *, size: int = 2) -> Iterator[Any]:
-    """A default group of a class in Python, of which this process is the first rank."""
+    """Makes a default group of a Python class; this process is its first rank."""
     with registered(make, name):
         dist.init_process_group(name, rank=0, world_size=size, store=dist.HashStore())
         try:
@@ -247,7 +247,7 @@ def default_group(make: Any, name: str = "own_backend", *, size: int = 2) -> Ite
 
 
 class Later(ProcessGroup):
-    """Completes what the test says, when it says so."""
+    """Completes values when the test asks for it."""
 
     def __init__(self, rank: int = 0, size: int = 4) -> None:
         super().__init__(rank, size)

@@ -1,5 +1,5 @@
-// What the programs share that play index arithmetic of CUDA kernels on the host: random cases, and
-// an end at the first difference. tests/support/host_programs.py compiles and runs them.
+// Shared by the programs that run the index arithmetic of CUDA kernels on the host: random cases,
+// and an exit at the first difference. tests/support/host_programs.py compiles and runs them.
 #pragma once
 
 #include <cstdint>

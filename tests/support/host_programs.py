@@ -1,4 +1,4 @@
-"""C++ programs that play a part of the CUDA kernels on the host: no GPU, no CUDA toolkit.
+"""C++ programs that run a part of the CUDA kernels on the host, without a GPU or a CUDA toolkit.
 
 Each includes ``host_program.h``, prints the first difference that it finds and exits with 1, or
 prints ``passed``.
@@ -18,12 +18,12 @@ FOLDERS = (ROOT / "cuda", ROOT / "csrc", SUPPORT)
 
 
 def run_program(source: Path, *flags: str, arguments: tuple[str, ...] = ()) -> None:
-    """Compiles a program, unless an earlier test has, and asserts that it passes.
+    """Compiles a program, unless an earlier test has done so, and asserts that it passes.
 
-    Skips the test where there is no compiler.
+    Skips the test without a compiler.
 
     Args:
-        flags: the compiler's, for the level of optimisation and for sanitizers.
+        flags: the compiler's, for optimisation and sanitizers.
         arguments: the program's.
     """
     try:

@@ -1,7 +1,8 @@
-"""A program for torchrun: trains through a hook, as a rank, and writes what came of it.
+"""A program for torchrun: trains with a hook, as a rank, and writes its results.
 
-``host_training.py FOLDER`` writes ``rankN.pt`` there: the parameters, the bytes sent, the host's
-name, what another step raised in which rank 1's hook fails, and the gradients of the one after it.
+``host_training.py FOLDER`` writes ``rankN.pt`` there: the parameters, the bytes sent, and the
+host's name. It also has the error of another step, in which rank 1's hook fails, and the gradients
+of the step after that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch_commhook import PeerError, attach, hooks, run_hook
 
 
 def _recovered(rank: int) -> tuple[str, list[torch.Tensor]]:
-    """A step that fails makes all connections of the library anew."""
+    """After a failed step the library makes all of its connections anew."""
     compressing = hooks.blockwise()
     steps = iter(range(3))
 

@@ -1,4 +1,4 @@
-"""States of hooks with something wrong in them: each value in turn, or an entry that is gone."""
+"""States of hooks with one error in them: each value in turn is wrong, or missing."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: A way to an entry of a state: the keys, from the outermost on.
+#: The path to an entry of a state: its keys, from the outermost on.
 Path = tuple[Any, ...]
 
 
 class Subclass(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A tensor of a subclass."""
 
 
 class Text(str):
-    """A str of a class of its own."""
+    """A subclass of str."""
 
 
 class Number(int):
-    """An int of a class of its own."""
+    """A subclass of int."""
 
 
 def without_memory(*shape: int) -> Tensor:
-    """A tensor whose storage has been freed."""
+    """A tensor with a freed storage."""
     tensor = torch.ones(shape)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def as_dtype(name: str) -> Callable[[Any], Any]:
-    """What makes a tensor of another dtype, and leaves other values alone."""
+    """A function that converts tensors to another dtype, and returns other values unchanged."""
 
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -45,11 +45,11 @@ def as_dtype(name: str) -> Callable[[Any], Any]:
 
 
 def of_tensor(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
-    """A change of tensors; other values get one of a tensor of two numbers."""
+    """A change for tensors; other values become a changed tensor of two numbers."""
     return lambda value: change(value if isinstance(value, Tensor) else torch.ones(2))
 
 
-#: What becomes of a value, by name.
+#: Changes of a value, by name.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     **{
         name: as_dtype(name)
@@ -119,16 +119,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 
-#: The entry is taken out.
+#: The entry is removed.
 GONE = "gone"
 
 
 def paths_of(value: Any, here: Path = ()) -> list[Path]:
-    """The ways to all entries of a state, itself included."""
+    """The paths to all entries of a state, including the state itself."""
     found = [here]
     keys: Any = ()
     if isinstance(value, dict):
-        keys = sorted(value, key=str)  # not all ranks have them in one order
+        keys = sorted(value, key=str)  # ranks may have them in different orders
     elif isinstance(value, list):
         keys = range(len(value))
     for key in keys:
@@ -137,7 +137,7 @@ def paths_of(value: Any, here: Path = ()) -> list[Path]:
 
 
 def changed(value: Any, path: Path, change: str) -> Any:
-    """A copy of a state in which one entry is another."""
+    """A copy of a state with one changed entry."""
     if not path:
         return CHANGES[change](value)
     key, *rest = path
@@ -150,7 +150,7 @@ def changed(value: Any, path: Path, change: str) -> Any:
 
 
 def some_changes(state: dict[str, Any], seed: int, count: int) -> list[tuple[Path, str]]:
-    """Entries and what becomes of them, drawn at random, each of the state's keys as often."""
+    """Random pairs of an entry and a change, with equally many for each of the state's keys."""
     generator = random.Random(seed)
     by_key: dict[Any, list[Path]] = {}
     for path in paths_of(state):
@@ -166,7 +166,7 @@ def some_changes(state: dict[str, Any], seed: int, count: int) -> list[tuple[Pat
 
 
 def is_named(path: Path, message: str) -> bool:
-    """Whether an error tells which entry it is about: by its keys, or those inside of it."""
+    """Whether an error names its entry: by its keys, or by keys inside it."""
     if not path:
         return "state" in message
     if len(path) > 2 and path[0] not in ("buckets", "local_steps"):

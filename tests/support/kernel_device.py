@@ -1,4 +1,4 @@
-"""Where the CUDA kernels run in a test: on a GPU, or played on the host."""
+"""The place of the CUDA kernels in a test: on a GPU, or simulated on the host."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
 
 class KernelDevice:
-    """The device of tensors that the CUDA kernels take: ``cuda``, or ``cpu`` within kernels()."""
+    """The device of tensors for the CUDA kernels: ``cuda``, or ``cpu`` within kernels()."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
-        """Within it, ``torch.ops.commhook`` has the CUDA kernels for tensors of this device.
+        """Within this block, ``torch.ops.commhook`` has the CUDA kernels for this device's tensors.
 
-        On the host the device has room for so many warps at once.
+        On the host, ``warps`` warps fit on the device at once.
         """
         return nullcontext() if self.name == "cuda" else cuda_kernels_on_host(warps)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on it, with the same strides and offsets in storages of the same size."""
+        """Copies on this device, with the same strides and offsets in storages of the same size."""
         copies = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -44,7 +44,7 @@ class KernelDevice:
         return copies
 
     def misaligned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Foreign memory, zeros of float32 or int64, that begins a byte past an aligned address."""
+        """Foreign memory, zeros of float32 or int64, one byte after an aligned address."""
         memory = torch.zeros(count * dtype.itemsize + 1, dtype=torch.uint8, device=self.name)
         if self.name == "cpu":
             return torch.frombuffer(memory.numpy(), dtype=dtype, offset=1, count=count)
@@ -61,7 +61,7 @@ class KernelDevice:
         return torch.as_tensor(Foreign(), device=self.name)
 
     def kernels_of(self, function: Callable[[], object]) -> list[str]:
-        """The names of the kernels that it launches; skips the test where a GPU tells of none."""
+        """The kernels that the function launches; skips the test if a GPU reports none."""
         if self.name != "cuda":
             take_launched()
             function()
@@ -79,7 +79,7 @@ class KernelDevice:
         return names
 
 
-#: The one of the test that runs.
+#: The device of the running test.
 DEVICE = KernelDevice("cuda")
 
 
@@ -92,6 +92,6 @@ def kernel_device(request: pytest.FixtureRequest) -> Iterator[KernelDevice]:
 
 @pytest.fixture
 def cuda_kernels(kernel_device: KernelDevice) -> Iterator[None]:
-    """All of the test is within kernels()."""
+    """Runs the whole test within kernels()."""
     with kernel_device.kernels():
         yield

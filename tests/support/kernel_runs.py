@@ -1,4 +1,4 @@
-"""Calls that run each CUDA kernel on the host, for tests that watch its accesses."""
+"""Calls that run each CUDA kernel on the host, for tests that watch memory accesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_commhook.native import bucket_ops
 
 Runs = dict[str, Callable[[], object]]
 
-#: The operators of a form of block codec, and what they take.
+#: The operators of a form of block codec, and their arguments.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("blockwise", {"bits": 8, "symmetric": True}),
     "int8 min-max": ("blockwise", {"bits": 8, "symmetric": False}),
@@ -30,10 +30,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "e5m2": ("fp8", {"format": "e5m2"}),
     "sign": ("sign", {}),
 }
-#: Beside the block codecs.
+#: Kernels other than the block codecs'.
 OTHERS = ("flatten", "narrow error", "topk", "randomk", "chunk_topk", "symmetric")
 ROUNDING = (1, 2)
-#: A signal past the barriers of all runs.
+#: A signal beyond the barriers of all runs.
 ARRIVED = 1 << 40
 
 
@@ -42,7 +42,7 @@ def least_block(form: str) -> int:
 
 
 def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -> Runs:
-    """Encode, decode and reduce, by name.
+    """Runs of encode, decode and reduce, by name.
 
     Args:
         tensors: of any floating dtype. ``reduce`` and ``reduce_shards`` add ``shards`` messages of
@@ -85,10 +85,10 @@ def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -
 
 
 def symmetric_runs(sizes: list[int]) -> Runs:
-    """Of one rank that shares memory with two others. Their signals are there before it waits.
+    """Runs of one rank that shares memory with two others. Their signals come before it waits.
 
     Args:
-        sizes: bytes of the shards that it gathers, each a multiple of 4.
+        sizes: bytes of the gathered shards, each a multiple of 4.
     """
     shards = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     message = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -124,10 +124,10 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
             "check_finite": lambda: torch.ops.commhook.check_finite(tensors, count),
             "check_finite, infinite": lambda: torch.ops.commhook.check_finite(infinite, count),
         }
-    if kind == "narrow error":  # of a codec of blocks
+    if kind == "narrow error":  # the error of a block codec
         codec = codecs.CODECS["blockwise"]()
     else:
-        # Of chunk_topk, groups of 16 values and the largest chunks.
+        # For chunk_topk: groups of 16 values, and the largest chunks.
         codec = codecs.CODECS[kind](*([] if kind == "chunk_topk" else [0.1]))
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
     error, narrow = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
@@ -157,9 +157,9 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
 
 
 def _some_tensors(kind: str) -> list[Tensor]:
-    """Of several dtypes and lengths, so that pieces begin at all addresses.
+    """Tensors of several dtypes and lengths, so that pieces begin at all addresses.
 
-    They are an odd number, and so many that a small device's warps have two tiles each.
+    Their number is odd, and large enough to give each warp of a small device two tiles.
     """
     torch.manual_seed(0)
     most = torch.randn(25_001 if kind == "sign" else 5001)
@@ -168,10 +168,10 @@ def _some_tensors(kind: str) -> list[Tensor]:
 
 
 def runs_of(kind: str, all_shards: Sequence[int] = (1, 3)) -> list[Runs]:
-    """Runs of a form's kernels, or of those of one of OTHERS, which reach all their barriers."""
+    """Runs of the kernels of a form, or of one of OTHERS; these reach all their barriers."""
     if kind in OTHERS:
         return [other_runs(kind, _some_tensors(kind))]
-    # The second keeps its values in shared memory, and is no power of two where that may be.
+    # The second size keeps its values in shared memory, and is no power of two if possible.
     sizes = (least_block(kind), {8: 72, 16: 208, 32: 64}[least_block(kind)], 256, 1024)
     tensors = _some_tensors(kind)
     return [block_runs(kind, size, shards, tensors) for size in sizes for shards in all_shards]

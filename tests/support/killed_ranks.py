@@ -1,7 +1,7 @@
-"""Kills a rank in the middle of a backward, and prints what the others raise: a line of JSON each.
+"""Kills a rank in a backward, and prints the others' errors: a line of JSON for each.
 
-The arguments are a folder for the stores, and cases as JSON. Each case runs in processes that are
-forked from this one, which has imported what takes time.
+The arguments are a folder for the stores, and cases as JSON. Each case runs in forks of this
+process, which has done the slow imports.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
         _die()
     if rank == victim and case["when"] == "in a bucket":
         module = next(m for m in model.modules() if isinstance(m, nn.Linear))
-        module.weight.register_hook(lambda gradient: _die())  # the last bucket's
+        module.weight.register_hook(lambda gradient: _die())  # in the last bucket
     if rank == victim and case["when"] == "at the end":
         StepGroup.end_agreed = lambda self, agree: _die()  # type: ignore[method-assign]
     try:
@@ -104,7 +104,7 @@ def _run(case: dict[str, Any], folder: Path) -> dict[str, list[str]]:
             except BaseException as error:
                 said = [f"outside of the step: {type(error).__name__}", str(error)]
             (folder / f"said{rank}").write_text(json.dumps(said))
-            os._exit(0)  # with connections that are lost
+            os._exit(0)  # skips the clean-up of lost connections
         processes.append(process)
     for process in processes:
         with suppress(ChildProcessError):

@@ -41,7 +41,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
 
 
 class LaunchedRanks(RankPool):
-    """``world_size`` processes with torchrun's variables, and no process group yet."""
+    """``world_size`` processes with torchrun's variables, without a process group."""
 
     serves = staticmethod(_serve)
 
@@ -56,11 +56,11 @@ class LaunchedRanks(RankPool):
 def launched(
     function: Callable[..., Any], *args: Any, world_size: int = 2, seconds: float = 180
 ) -> list[Any]:
-    """``function(rank, *args)`` in processes of their own; what each has returned.
+    """Runs ``function(rank, *args)`` in separate processes; returns all results.
 
     Raises:
-        AssertionError: one raised or ended.
-        TimeoutError: one gave no answer in ``seconds``.
+        AssertionError: a process raised an error or ended.
+        TimeoutError: a process did not answer within ``seconds``.
     """
     pool = LaunchedRanks(world_size)
     try:

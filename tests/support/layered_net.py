@@ -1,4 +1,4 @@
-"""A model of several buckets, its training and its gradients."""
+"""A model with several buckets, its training and its gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BUCKET_CAP_MB = 0.004
 
 
 class Net(nn.Module):
-    """Several buckets of linear layers; the forward can be varied."""
+    """Several buckets of linear layers, with variants of the forward."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def batch(rank: int, number: int = 0, width: int = 24) -> Tensor:
 
 
 def train(model: nn.Module, rank: int, steps: int = 5) -> list[Tensor | None]:
-    """The gradients of the last of some steps, each on a batch of the rank's own."""
+    """The gradients after the last of some steps, each on the rank's own batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         optimizer.zero_grad()

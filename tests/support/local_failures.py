@@ -1,4 +1,4 @@
-"""Failures in exchanges of hooks that keep ranks apart: hooks that fail, and steps that may."""
+"""Failures in exchanges of hooks that train ranks apart: failing hooks, and steps that may fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_commhook.codecs import CODECS
 
 
 class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and raises on the second bucket if :attr:`fails` is set."""
+    """Averages, but raises an error on the second bucket if :attr:`fails` is set."""
 
     fails = False
 
@@ -25,14 +25,14 @@ class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
 
 
 class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
-    """Fails once where messages are added up, after everything was sent."""
+    """Fails once while it adds messages, after all messages were sent."""
 
     def fail_once(self) -> None:
-        """Let the next sum fail."""
+        """Makes the next sum fail."""
         self.__dict__["fails"] = True
 
     def fail_no_more(self) -> None:
-        """Forget a failure that has not come."""
+        """Cancels a failure that has not happened."""
         self.__dict__.pop("fails", None)
 
     def decode_sum(self, *args: Any, **kwargs: Any) -> None:
@@ -42,14 +42,14 @@ class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
 
 
 def error_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> str:
-    """Take a step that may fail, and check that a failure leaves the rank's own update.
+    """Do a step that may fail, and check that a failure leaves the rank's own update.
 
     Args:
         optimizer: plain SGD with a learning rate of 0.01.
-        rank, step: choose the batch.
+        rank, step: select the batch.
 
     Returns:
-        The kind of the error and its message; "" after a step that went well.
+        The kind of the error and its message; "" after a successful step.
     """
     before = parameters_of(model)
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Training with a hook that keeps ranks apart, for its tests: models on each road, and steps."""
+"""Training with a hook that trains ranks apart: models on each execution path, and steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def net(dtype: torch.dtype = torch.float32) -> Net:
 
 
 def attached(hook: Any, road: str = "module", model: nn.Module | None = None) -> Any:
-    """A model on a road, and the handle of a hook on it."""
+    """A model on an execution path, and the handle of its hook."""
     model = net() if model is None else model
     if road == "module":
         return model, attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
@@ -36,14 +36,14 @@ def attached(hook: Any, road: str = "module", model: nn.Module | None = None) ->
 
 
 def resumable(hook: Any, road: str, dtype: torch.dtype) -> Any:
-    """A model on a road, the handle of a hook on it, and an optimizer with a state.
+    """A model on an execution path, its hook's handle, and an optimizer with a state.
 
-    Buckets are those of any other such model, so that training can go on from its state.
+    All such models have the same buckets, so that training can continue from another's state.
     """
     model: nn.Module = net(dtype)
     if road == "ddp":
         model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
-        for _ in range(2):  # DDP orders its buckets now
+        for _ in range(2):  # so that DDP orders its buckets
             backward(model, 0, 0)
         handle = attach(model, hook)
     else:
@@ -52,7 +52,7 @@ def resumable(hook: Any, road: str, dtype: torch.dtype) -> Any:
 
 
 def saved(model: nn.Module, optimizer: torch.optim.Optimizer, hook_state: Any) -> io.BytesIO:
-    """A checkpoint for this rank, with the model of rank 0. All ranks must save."""
+    """A checkpoint for this rank, with rank 0's model. All ranks must save."""
     whole = [model.state_dict()]
     dist.broadcast_object_list(whole, src=0)
     stream = io.BytesIO()
@@ -102,6 +102,6 @@ def all_same(results: list[list[Tensor]]) -> bool:
 
 
 def steps_done(handle: HookHandle) -> int:
-    """Steps since the ranks were together."""
+    """The steps since the last exchange of all ranks."""
     assert handle._attached.local_steps is not None
     return handle._attached.local_steps.done

@@ -1,4 +1,4 @@
-"""Cases that take seconds, while others of the same test try the same."""
+"""Test cases that take seconds; other cases of the same tests check the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-#: Beginnings of their names, below tests/.
+#: Beginnings of the cases' names, relative to tests/.
 LONG_TESTS = Path(__file__).with_suffix(".txt").read_text().splitlines()
-#: Those that no test has, of the files that were collected.
+#: Names without a test, in the collected files.
 UNKNOWN_LONG_TESTS = pytest.StashKey[set[str]]()

@@ -1,4 +1,4 @@
-"""The model that is trained in all modes, its batches, and hooks as users write them."""
+"""The model for all modes, its batches, and hooks in the style of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_commhook import GradBucket, hooks
 
 
 def module() -> nn.Module:
-    """No biases: their gradients are sums that Inductor adds up in another order than eager."""
+    """Has no biases: Inductor adds their gradients' sums in another order than eager mode."""
     torch.manual_seed(0)
     sizes = [(48, 48), (48, 64), (64, 48)]
     return nn.Sequential(
@@ -24,14 +24,14 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def with_futures(state: object, bucket: GradBucket) -> torch.futures.Future:
-    """PyTorch's style."""
+    """A hook in PyTorch's style."""
     buffer = bucket.buffer().div_(2)
     work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 class CastInTwoStages(hooks.cast):
-    """What :class:`hooks.cast` does among many ranks."""
+    """Does the same as :class:`hooks.cast` with many ranks."""
 
     def has_stages_among(self, ranks: int) -> bool:
         return ranks > 1

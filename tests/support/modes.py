@@ -1,4 +1,4 @@
-"""The ways to run a model with a hook: what kind of model, and who runs its backward."""
+"""The modes of a model with a hook: the kind of model, and the runner of its backward."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 BUCKET_CAP_MB = 0.01
-# torch.compile refuses DDP models whose buckets are smaller than the first one, which has 1 MiB.
+# torch.compile refuses DDP models with buckets that are smaller than the first one, of 1 MiB.
 FIRST_BUCKET_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A kind of model, and who runs it.
+    """A kind of model, and its runner.
 
     Attributes:
-        model: ``module``, ``ddp`` (C++ reducer) or ``python_reducer`` (DDP with that).
-        runner: ``eager``; ``compile``: the forward is compiled; ``context``: so is the backward,
+        model: ``module``, ``ddp`` (C++ reducer) or ``python_reducer`` (DDP with its Python
+            reducer).
+        runner: ``eager``; ``compile``: a compiled forward; ``context``: also a compiled backward,
             by compiled autograd's context manager; ``config``: a compiled function calls backward,
             with ``torch._dynamo.config.compiled_autograd``.
-        fullgraph: a graph break in the backward is an error.
-        backend: of ``torch.compile``. ``aot_eager`` traces all and takes no time to make kernels.
-        dynamic: whether the backward is compiled for tensors of all shapes; None: as it decides.
+        fullgraph: whether a graph break in the backward is an error.
+        backend: for ``torch.compile``. ``aot_eager`` traces everything, but does not compile
+            kernels.
+        dynamic: whether the backward is compiled for all shapes; None lets the compiler decide.
     """
 
     model: str
@@ -47,11 +49,11 @@ class Mode:
 
     @property
     def attach_options(self) -> dict[str, Any]:
-        """For ``attach``: DDP has been told of its buckets by :meth:`wrap`."""
+        """Options for ``attach``: :meth:`wrap` has configured DDP's buckets."""
         return {"bucket_cap_mb": BUCKET_CAP_MB} if self.model == "module" else {}
 
     def wrap(self, module: nn.Module, **options: object) -> nn.Module:
-        """The model to attach a hook to."""
+        """The model that gets the hook."""
         if self.model == "module":
             return module
         reducer = "python_reducer" if self.model == "python_reducer" else "ddp_optimizer"
@@ -110,5 +112,5 @@ MODES = [
     Mode("module", "config"),
 ]
 
-#: The same without Inductor's kernels, for tests to which those are all one.
+#: The same modes without Inductor's kernels, for tests that do not depend on these.
 TRACED_MODES = [replace(mode, backend="aot_eager") for mode in MODES]

@@ -1,4 +1,4 @@
-"""A module of hooks that are how they were called, for expressions that name them."""
+"""A module of hooks that record their arguments, for expressions that name them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Call(tuple[object, ...]):
-    """A hook that is how it was called."""
+    """A hook that records its arguments."""
 
     def __call__(self, state: object, bucket: object) -> None:
         raise AssertionError("not called")
 
 
 def hooks_module() -> types.ModuleType:
-    """A module like ``torch_commhook.hooks`` whose hooks are tuples of how they were called."""
+    """A module like ``torch_commhook.hooks`` with hooks that are tuples of their arguments."""
     module = types.ModuleType("hooks")
 
     def cast(dtype: torch.dtype) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ import torch
 
 
 def different_paths(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested values differ; tensors are compared bit by bit."""
+    """The paths at which two nested values differ; compares tensors bit by bit."""
     if isinstance(one, torch.Tensor):
         return [] if isinstance(other, torch.Tensor) and torch.equal(one, other) else [path]
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Programs on netlab's hosts, for its tests: their output, a transfer over TCP, hosts left over."""
+"""Programs on netlab's hosts, for its tests: their output, a transfer over TCP, remaining hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ elif os.environ["RANK"] == "1":
 
 
 def lines_of(hosts: Lab, program: str, *arguments: str) -> list[str]:
-    """Run a Python program on the hosts; the lines that its ranks print."""
+    """Runs a Python program on the hosts; returns the lines that its ranks print."""
     lines: list[str] = []
 
     def keep(rank: int, is_error: bool, line: bytes) -> None:
@@ -56,13 +56,13 @@ def lines_of(hosts: Lab, program: str, *arguments: str) -> list[str]:
 
 
 def transfer(hosts: Lab, count: int) -> tuple[float, float]:
-    """Send ``count`` bytes from host 1 to host 0; bits per second, and in the second half."""
+    """Sends ``count`` bytes from host 1 to host 0; bits per second, also in the second half."""
     of_all, of_half = map(float, lines_of(hosts, _TRANSFER, str(count)))
     return of_all, of_half
 
 
 def skip_without_far_hosts() -> None:
-    """Skip the test, with the reason, where no hosts can be made that are far apart."""
+    """Skips the test, with the reason, if distant hosts cannot be made."""
     reason = why_impossible()
     if reason is not None:
         pytest.skip(reason)
@@ -73,13 +73,13 @@ def skip_without_far_hosts() -> None:
 
 
 def left(pid: int | None = None) -> set[str]:
-    """The names of the hosts that a process has, this one by default."""
+    """The names of a process's hosts, by default this process's."""
     space = os.stat("/proc/self/ns/pid").st_ino
     return set(lab._namespaces(f"netlab-{space}-{pid or os.getpid()}-"))
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds; fail with ``what`` after ``LIMIT_SECONDS``."""
+    """Waits until a condition holds; fails with ``what`` after ``LIMIT_SECONDS``."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, what

@@ -1,4 +1,4 @@
-"""The bucket operators in a few lines of plain torch, and lists of tensors to try them on."""
+"""The bucket operators in a few lines of plain torch, and lists of tensors to test them with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch_commhook.native.bucket_ops as ops
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
 
-#: What the kernels can be limited to, slowest first.
+#: The levels to which kernels can be limited, slowest first.
 LEVELS = ("reference", "default", "avx2", "avx512")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextlib.contextmanager
 def limited_cpu(level: str) -> Iterator[str]:
-    """Runs the CPU kernels at ``level``, or at the best below it that the processor has."""
+    """Limits the CPU kernels to ``level``, or to the best lower level that the processor has."""
     before = ops.cpu_capability()
     try:
         yield ops.cpu_capability(level)
@@ -35,7 +35,7 @@ def limited_cpu(level: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def cpu_level(level: str) -> Iterator[str]:
-    """Runs the CPU kernels at ``level``; skips the test where the processor lacks it."""
+    """Limits the CPU kernels to ``level``; skips the test if the processor lacks it."""
     with limited_cpu(level) as found:
         if found != level:
             pytest.skip(f"this processor has no {level}")
@@ -44,7 +44,7 @@ def cpu_level(level: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For the files that import it: small work on several threads of a busy machine is slow."""
+    """For the files that import it: on a busy machine, small work is slow on several threads."""
     with threads(1):
         yield
 
@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 
 def converted(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Scaled in float32, or float64 where a side is, then cast."""
+    """Scales in float32, or in float64 if either side is float64, then casts."""
     return scaled(values, scale, dtype).to(dtype)
 
 
@@ -63,18 +63,18 @@ def scaled(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def expected_flatten(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> Tensor:
-    """What ``flatten`` must return: elements in logical order, each tensor converted."""
+    """The expected result of ``flatten``: elements in logical order, each tensor converted."""
     return torch.cat([converted(tensor.reshape(-1), scale, dtype) for tensor in tensors])
 
 
 def expected_sum_of_squares(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> float:
-    """Exactly rounded, but for the rounding of each square (none where scaling is in float32)."""
+    """Exactly rounded, except for the rounding of each square (none for scaling in float32)."""
     wide = [scaled(tensor.reshape(-1), scale, dtype).double() for tensor in tensors]
     return math.fsum(value * value for piece in wide for value in piece.tolist())
 
 
 def expected_unflatten(buffer: Tensor, like: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """What ``unflatten`` must return, contiguous."""
+    """The expected result of ``unflatten``, contiguous."""
     pieces = buffer.reshape(-1).split([tensor.numel() for tensor in like]) if like else ()
     return [
         converted(piece, scale, tensor.dtype).reshape(tensor.shape)
@@ -83,7 +83,7 @@ def expected_unflatten(buffer: Tensor, like: Sequence[Tensor], scale: float) -> 
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, context: object = "") -> None:
-    """Equal dtype, shape and bits: -0.0 is not 0.0. One NaN is as good as another."""
+    """Compares dtype, shape and bits: -0.0 is not 0.0. All NaNs are equal."""
     assert actual.dtype == expected.dtype, f"{context}: {actual.dtype} is not {expected.dtype}"
     assert actual.shape == expected.shape, f"{context}: {actual.shape} is not {expected.shape}"
     bits = _BITS[actual.element_size()]
@@ -124,7 +124,7 @@ SHAPE_CLASSES: dict[str, Shapes] = {
     "mixed": lambda new: [new(7), new(), new(0), new(6, 700).t(), new(65)[1:], new(3, 4)],
 }
 
-#: Some that only a source can be.
+#: Classes for sources only.
 SOURCE_CLASSES: dict[str, Shapes] = {
     "expanded": lambda new: [new(5, 1).expand(5, 700), new().expand(3), new(1, 4).expand(3, 4)],
     "overlapping": lambda new: [new(12).as_strided((5, 4), (2, 1)), new(9).unfold(0, 3, 1)],

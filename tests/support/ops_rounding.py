@@ -1,4 +1,4 @@
-"""Values that say how 16-bit dtypes round, written out and as every pattern of bits."""
+"""Values that show the rounding of 16-bit dtypes: written out, and as every pattern of bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def every_16bit(dtype: torch.dtype) -> torch.Tensor:
 
 
 def float32_patterns() -> torch.Tensor:
-    """Every upper half of a float32, with lower halves at and beside every tie of both dtypes."""
+    """Every upper half of a float32, with lower halves at and next to every tie of both dtypes."""
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     upper = torch.arange(1 << 16, dtype=torch.int64)
     bits = (upper[:, None] << 16) + torch.tensor(lower)

@@ -1,4 +1,4 @@
-"""What listens to all optimizers of a process."""
+"""Counts the hooks on all optimizers of a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import optimizer
 
 
 def listeners(rank: int = 0) -> set[int]:
-    """Numbers of the hooks on all optimizers, once garbage is gone; they are never used again."""
+    """The numbers of the hooks on all optimizers, after garbage collection. Numbers are unique."""
     kept = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
     if any(kept):
         gc.collect()

@@ -1,4 +1,4 @@
-"""The spans that a hook leaves in a trace of PyTorch's profiler."""
+"""A hook's spans in a trace of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 def profiled_steps(step: Callable[[], Any], count: int, **settings: Any) -> list[list[Span]]:
-    """The spans of each of so many steps, read from the Chrome trace of all."""
+    """The spans of each of several steps, read from the Chrome trace of all."""
     with profile(activities=[ProfilerActivity.CPU], **settings) as profiler:
         for number in range(count):
             with record_function(f"step {number}"):
@@ -47,7 +47,7 @@ def profiled_steps(step: Callable[[], Any], count: int, **settings: Any) -> list
 
 
 def complete_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """What the profiler writes to a Chrome trace, in order."""
+    """The events that the profiler writes to a Chrome trace, in order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -56,11 +56,11 @@ def complete_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 def spans_in(events: list[dict[str, Any]]) -> list[Span]:
-    """Those of the library among events."""
+    """The library's spans among events."""
     found = []
     for event in events:
         if not event["name"].startswith("commhook::") or event["cat"] != "user_annotation":
-            continue  # operators have names that begin alike
+            continue  # operators have names with the same beginning
         stage, bucket, hook = _NAME.fullmatch(event["name"]).groups()  # type: ignore[union-attr]
         number = None if bucket is None else int(bucket)
         begin = event["ts"]
@@ -71,7 +71,7 @@ def spans_in(events: list[dict[str, Any]]) -> list[Span]:
 def stages_by_bucket(spans: list[Span], hook: str) -> dict[int | None, list[str]]:
     """The stages of each bucket, in the order in which they begin.
 
-    Each must begin when the one before has ended, and be the hook's.
+    Each must begin after the one before has ended, and belong to the hook.
     """
     found: dict[int | None, list[Span]] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""The public names of the library, and where the reference documents them."""
+"""The public names of the library, and their places in the reference."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torch_commhook.integrations import slurm
 
 REFERENCE = ROOT / "docs" / "api"
 
-#: Frameworks' modules, which only import where the framework is there.
+#: Frameworks' modules; an import needs the framework.
 FRAMEWORKS = ("accelerate", "lightning", "torchft", "torchtitan", "transformers")
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto(?:class|function|exception)|py:data):: (\S+)$", re.M)
 
 
 def public_objects() -> dict[str, Any]:
-    """All public objects that are no modules, by their shortest name; each once."""
+    """All public objects except modules, by their shortest name; each once."""
     named: dict[str, Any] = {}
     for module in (
         torch_commhook,
@@ -45,7 +45,7 @@ def public_objects() -> dict[str, Any]:
             value = getattr(module, name)
             if not inspect.ismodule(value) and not any(value is each for each in named.values()):
                 named[f"{module.__name__}.{name}"] = value
-    # Those of the library: tests may have registered others.
+    # Only the library's: tests may have registered others.
     for name, codec in codecs.CODECS.items():
         if codec.__module__.startswith("torch_commhook."):
             named[f"torch_commhook.codecs.{name}"] = codec
@@ -59,6 +59,6 @@ def documented_names(page: Path) -> list[str]:
 
 
 def resolve(name: str) -> Any:
-    """The object of a dotted name."""
+    """The object with a dotted name."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)

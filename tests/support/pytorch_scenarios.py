@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of ``fully_shard`` do beside training: each file of them is an area."""
+"""PyTorch's own tests of ``fully_shard`` beyond training; each of their files is an area."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
 
 
 class _Pairs(nn.Module):
-    """Modules with two outputs, or with a layer that nobody uses."""
+    """Modules with two outputs, or with an unused layer."""
 
     def __init__(self, use_second: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _pairs(use_second: bool, by_layer: bool, mesh: Mesh) -> nn.Module:
 
 
 def _one_output_by_turns(at: Training) -> Tensor:
-    """Of two outputs one or both have a part in the loss."""
+    """The loss depends on one or both of two outputs."""
     outputs = at.model(at.inputs(5))
     if at.number % 2:
         loss = outputs[0].sum() * outputs[1].sum()
@@ -78,7 +78,7 @@ class _Record:
 
 
 class _Nested(nn.Module):
-    """Takes and gives tensors in containers, with others beside them."""
+    """Takes and returns tensors in containers, together with other values."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _nested_step(at: Training) -> Tensor:
 
 
 def _steps_in_hooks(at: Training) -> tuple[Tensor, list[int]]:
-    """An optimizer for each parameter, which steps as soon as the gradient is there."""
+    """An optimizer for each parameter, which steps as soon as the gradient exists."""
     calls = at.memory.setdefault("calls", [0] * len(list(at.model.parameters())))
     if at.number == 0:
         for number, parameter in enumerate(at.model.parameters()):
@@ -164,7 +164,7 @@ def _grouped_casts(mesh: Mesh) -> nn.Module:
 
 
 class _TwoPrecisions(nn.Module):
-    """A layer in float32 and one in float16, which casts for itself."""
+    """A layer in float32 and a layer in float16 that casts its own inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _one_in_half(mesh: Mesh) -> nn.Module:
 
 
 class _Norms(nn.Module):
-    """Norms of their own precision between layers of another."""
+    """Norms with their own precision between layers with another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _micro_batches(at: Training) -> list[Tensor]:
 
 
 def _scaled(at: Training) -> list[Any]:
-    """In the third step a value overflows on one rank; no rank steps then."""
+    """In the third step a value overflows on one rank; then no rank steps."""
     scaler = at.memory.setdefault(
         "scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
     )
@@ -230,7 +230,8 @@ def _scaled(at: Training) -> list[Any]:
     scaler.scale(loss).backward()
     scaler.unscale_(at.optimizer)
     gradients = [local_part(each.grad) for each in at.model.parameters()]
-    gradients = [each.nan_to_num() for each in gradients if each is not None]  # NaN is not equal
+    # NaN does not equal itself.
+    gradients = [each.nan_to_num() for each in gradients if each is not None]
     scaler.step(at.optimizer)
     scaler.update()
     at.optimizer.zero_grad()
@@ -275,7 +276,7 @@ def _after_gather(
 
 
 def _gathered_in_half(mesh: Mesh) -> nn.Module:
-    """The shards themselves say how they are gathered, before the first forward."""
+    """The shards themselves control their all-gather, before the first forward."""
     model = MLPStack(12)
     for part in model:
         mesh.apply(part)
@@ -327,7 +328,7 @@ def _evaluated_between(at: Training) -> Tensor:
 
 
 class _Between(nn.Module):
-    """A sharded part whose inner part somebody else averages."""
+    """A sharded part; another library averages its inner part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +350,7 @@ def _ignoring_ddp(mesh: Mesh) -> nn.Module:
 
 
 def _reset_from_meta(mesh: Mesh) -> nn.Module:
-    """Made on the meta device, with a buffer, and given values by its modules' own methods."""
+    """Made on the meta device, with a buffer; its modules' own methods set the values."""
     with torch.device("meta"):
         model = nn.Sequential(MLP(6, with_buffer=True), MLP(6, bias=False), nn.Linear(6, 3))
     for part in model:
@@ -374,19 +375,19 @@ def _step_in_float64(at: Training) -> Tensor:
 
 
 def _loaded(mesh: Mesh) -> nn.Module:
-    """With the state of another one."""
+    """A model with another one's state."""
     model, other = mlps(mesh), mlps(mesh)
     model.load_state_dict(other.state_dict(), assign=False)
     return model
 
 
 def _saved_between(at: Training) -> Any:
-    """The model and the optimizer go on with states that they have given."""
+    """The model and the optimizer continue from states that they have returned."""
     loss = sum_of_inputs(5)(at)
     state = {name: value.clone() for name, value in at.model.state_dict().items()}
     names = list(state)
     at.optimizer.step()
-    if at.number == 1:  # back to before the step
+    if at.number == 1:  # back to the state before the step
         at.model.load_state_dict(state)
         at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
     return loss, names
@@ -455,7 +456,7 @@ SCENARIOS: dict[str, PytorchScenario] = {
     "state dict: back to before a step": PytorchScenario(mlps, _saved_between, steps_itself=True),
 }
 
-#: Each scenario that this version of PyTorch knows, on each of its meshes.
+#: Each scenario that this version of PyTorch supports, on each of its meshes.
 PLACES = [
     (name, place)
     for name, each in SCENARIOS.items()

@@ -1,7 +1,7 @@
-"""How PyTorch's own tests of ``fully_shard`` train, with the models that its wheel carries.
+"""The training of PyTorch's own tests of ``fully_shard``, with the models in its wheel.
 
-The tests themselves are not in the wheel. Each scenario is what one of them does that
-``sharded_scenarios.py`` does not.
+The tests themselves are not in the wheel. Each scenario covers a test that ``sharded_scenarios.py``
+does not cover.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass
 class Training:
-    """What a step is given.
+    """The arguments of a step.
 
     Attributes:
-        model: sharded.
-        optimizer: of its parameters.
-        rank: whose data it has.
-        number: of the step, from 0.
-        memory: what a scenario keeps from one step to the next.
+        model: the sharded model.
+        optimizer: for its parameters.
+        rank: selects the data.
+        number: the step's, from 0.
+        memory: values that a scenario keeps from one step to the next.
     """
 
     model: Any
@@ -51,11 +51,11 @@ class Training:
     memory: dict[str, Any]
 
     def tokens(self, number: int = 0) -> Tensor:
-        """Indices of a vocabulary of 8: two sequences of 16."""
+        """Indices into a vocabulary of 8: two sequences of 16."""
         return torch.randint(0, 8, (2, 16), generator=self._generator(number))
 
     def inputs(self, columns: int, number: int = 0) -> Tensor:
-        """Four rows."""
+        """Four rows of inputs."""
         return torch.randn(4, columns, generator=self._generator(number))
 
     def _generator(self, number: int) -> torch.Generator:
@@ -72,12 +72,12 @@ class PytorchScenario:
 
     Attributes:
         build: makes the model, sharded over a mesh.
-        step: runs forward and backward; what it returns is compared, too. Without one it is the sum
-            of a forward of tokens.
+        step: runs forward and backward; its result is compared, too. The default is the sum of a
+            forward of tokens.
         places: the meshes.
-        steps: how many.
+        steps: the number of steps.
         steps_itself: whether ``step`` calls the optimizer.
-        in_all: whether all versions of ``fully_shard`` can do it; else those from torch 2.13 on.
+        in_all: whether all versions of ``fully_shard`` support it; else those from torch 2.13 on.
     """
 
     build: Callable[[Mesh], nn.Module]
@@ -91,13 +91,13 @@ class PytorchScenario:
 def train(
     scenario: PytorchScenario, place: str, rank: int, attach_to: Callable[[nn.Module], Any] | None
 ) -> tuple[list[Any], int]:
-    """All that a training gives, in order, and how many steps the hook has counted.
+    """All results of a training, in order, and the number of steps that the hook has counted.
 
     Args:
-        scenario: which.
+        scenario: the scenario.
         place: the mesh.
-        rank: whose data.
-        attach_to: attaches a hook, and returns its handle; None for none.
+        rank: selects the data.
+        attach_to: attaches a hook, and returns its handle; or None.
     """
     torch.manual_seed(0)
     model = scenario.build(Mesh.of(place))
@@ -106,13 +106,13 @@ def train(
     found: list[Any] = []
     memory: dict[str, Any] = {}
     for number in range(scenario.steps):
-        torch.manual_seed(100 * number + rank)  # of dropout
+        torch.manual_seed(100 * number + rank)  # for dropout
         found.append(scenario.step(Training(model, optimizer, rank, number, memory)))
         reshard(model)
         found += [local_part(each.grad) for each in model.parameters()]
         if not scenario.steps_itself:
             optimizer.step()
-        # Gradients of zeros are added to.
+        # Zeroed gradients are added to.
         optimizer.zero_grad(set_to_none=number % 2 == 0)
     found += [local_part(each) for each in model.parameters()]
     steps = 0
@@ -123,12 +123,12 @@ def train(
 
 
 def local_part(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part, where there is any."""
+    """This rank's part of a tensor, if it is sharded."""
     return None if tensor is None else local(tensor)
 
 
 def unlike(one: Any, other: Any, place: str = "") -> list[str]:
-    """Where two trainings do not have the same bits."""
+    """The differences in bits between two trainings."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         one, other = local(one), local(other)
         if one.dtype == other.dtype and torch.equal(one, other):
@@ -146,7 +146,7 @@ def unlike(one: Any, other: Any, place: str = "") -> list[str]:
 
 
 def transformer(mesh: Mesh, *, args: dict[str, Any] | None = None, **settings: Any) -> nn.Module:
-    """Each block and the model, with a weight that embedding and output share."""
+    """Shards each block and the model; embedding and output share a weight."""
     model = Transformer(ModelArgs(**{"n_layers": 3, "dropout_p": 0.0, **(args or {})}))
     for block in model.layers:
         mesh.apply(block, **settings)
@@ -155,14 +155,14 @@ def transformer(mesh: Mesh, *, args: dict[str, Any] | None = None, **settings: A
 
 
 def sum_of_tokens(at: Training) -> Tensor:
-    """A step of a model of tokens."""
+    """A step of a model with tokens as inputs."""
     loss = at.model(at.tokens()).sum()
     loss.backward()
     return loss
 
 
 def sum_of_inputs(columns: int) -> Step:
-    """A step of a model of numbers."""
+    """A step of a model with numbers as inputs."""
 
     def step(at: Training) -> Tensor:
         loss = at.model(at.inputs(columns)).sum()
@@ -202,7 +202,7 @@ def _nested_transformer(mesh: Mesh) -> nn.Module:
 
 
 def _difference_of_two_forwards(at: Training) -> Tensor:
-    """As preference training does: both before the backward."""
+    """Both forwards precede the backward, as in preference training."""
     first, second = at.model(at.tokens(0)), at.model(at.tokens(1))
     loss = (first.sum() - second.sum()).square() / 1000
     loss.backward()
@@ -214,7 +214,7 @@ def _largest_dimension(parameter: nn.Parameter) -> Shard:
 
 
 class _TiedUnevenly(nn.Module):
-    """More rows than ranks divide."""
+    """Has a number of rows that the ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _cross_entropy(at: Training) -> Tensor:
 
 
 def mlps(mesh: Mesh, *, dim: int = 5, recompute: bool = False, **settings: Any) -> nn.Module:
-    """Three MLPs, each sharded, of uneven sizes."""
+    """Three sharded MLPs of uneven sizes."""
     model = MLPStack(dim)
     for part in model:
         if recompute:
@@ -258,7 +258,7 @@ def _one_mlp(mesh: Mesh) -> nn.Module:
 
 
 def _root_then_a_part(at: Training) -> list[Tensor]:
-    """The part's forward and backward are not the root's."""
+    """The part's forward and backward are separate from the root's."""
     losses = []
     for module in (at.model, at.model[0], at.model[1]):
         losses.append(module(at.inputs(5)).sum())
@@ -267,7 +267,7 @@ def _root_then_a_part(at: Training) -> list[Tensor]:
 
 
 class _Repeated(nn.Module):
-    """Runs layers three times, one of them without gradient as well, and has a frozen one."""
+    """Runs layers three times, once without gradients, and has a frozen layer."""
 
     def __init__(self, has_frozen: bool) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class _Repeated(nn.Module):
 
 
 def repeated(has_frozen: bool, mesh: Mesh, **settings: Any) -> nn.Module:
-    """Layers, each sharded, that run again in one forward."""
+    """Sharded layers that run repeatedly in one forward."""
     model = _Repeated(has_frozen)
     for layer in model.children():
         mesh.apply(layer, **settings)
@@ -294,7 +294,7 @@ def repeated(has_frozen: bool, mesh: Mesh, **settings: Any) -> nn.Module:
 
 
 def _forwards_before_backwards(at: Training) -> list[Tensor]:
-    """Micro-batches as in a pipeline: two forwards ahead of the first backward."""
+    """Micro-batches as in a pipeline: two forwards precede the first backward."""
     model, count = at.model, 4
     losses: list[Tensor] = []
     pending: list[Tensor] = []
@@ -317,7 +317,7 @@ def _forwards_before_backwards(at: Training) -> list[Tensor]:
 
 
 class _OwnMethods(nn.Module):
-    """Its forward is not what is called."""
+    """Callers use a method other than its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def _image_step(at: Training) -> Tensor:
 
 
 class _ChunkedHead(nn.Module):
-    """Whose head can be left to the loss, chunk by chunk."""
+    """The loss can compute its head, chunk by chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def _loss_in_chunks(at: Training) -> list[Tensor]:
 
 
 def _loss_in_chunks_of_a_whole_head(at: Training) -> list[Tensor]:
-    """The head stays whole over its chunks, and is sharded again by hand."""
+    """The head stays whole over its chunks, and a call shards it again."""
     head = at.model.head
     hidden = at.model(at.tokens(), skip_head=True)
     head.set_reshard_after_forward(False)
@@ -427,7 +427,7 @@ def _chunks_that_add_up(at: Training) -> list[Tensor]:
     return found
 
 
-#: By PyTorch's files of tests.
+#: By the files of PyTorch's tests.
 TRAINING: dict[str, PytorchScenario] = {
     # test_fully_shard_training.py
     "training: one uneven group": PytorchScenario(_one_mlp, sum_of_inputs(7)),

@@ -1,7 +1,7 @@
-"""Two or more ranks in processes of their own that stay for the whole test run.
+"""Two or more ranks in separate processes that stay for the whole test run.
 
-Starting Python and torch takes seconds; a pool pays that once. A function for the ranks must stand
-at the top of a module. A rank that fails or hangs ends its pool; the next call starts a new one.
+Starting Python and torch takes seconds; a pool pays that once. A function for the ranks must be at
+the top level of a module. A rank that fails or hangs ends its pool; the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
 
-START_SECONDS = 90  # a cold start of Python and torch on a busy machine
+START_SECONDS = 90  # for a cold start of Python and torch on a busy machine
 END_SECONDS = 10
 
 _PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
 
-#: Names of process groups that a process keeps from one function to the next: those of meshes, by
-#: which DTensor remembers what it has planned.
+#: Names of process groups that a process keeps from one function to the next: those of meshes,
+#: which are keys of DTensor's cache of plans.
 KEPT_GROUPS: set[str] = set()
 
 
 class RankError(AssertionError):
-    """A rank raised; the message holds its traceback."""
+    """A rank raised an error; the message contains its traceback."""
 
 
 def collect_less() -> None:
-    """Look for garbage less often: with what Dynamo keeps that is a quarter of compiling's time."""
+    """Collects garbage less often: with Dynamo's objects, this saves a quarter of compiling."""
     gc.collect()
-    gc.freeze()  # what has been imported stays
+    gc.freeze()  # imported modules stay
     gc.set_threshold(50_000, 20, 100)
 
 
 def forget_python_reducer() -> None:
-    """Compile other DDPs as if no ``optimize_ddp="python_reducer"`` had been made before.
+    """Compile later DDPs as if no DDP with ``optimize_ddp="python_reducer"`` had existed.
 
-    PyTorch makes that a setting of the process, under which a compiled DDP with
+    PyTorch makes this a setting of the process. With it, a compiled DDP with
     ``find_unused_parameters`` fails in backward, with or without a hook.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
@@ -52,9 +52,9 @@ def forget_python_reducer() -> None:
 
 
 def _end_groups() -> None:
-    """End what an earlier function has left: PyTorch names new groups by how many a rank has.
+    """End an earlier function's groups: PyTorch names new groups by the number of existing ones.
 
-    Not when that function ends, since another rank may not have ended it yet.
+    Not at the end of that function, since another rank may still be in it.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -66,20 +66,20 @@ def _end_groups() -> None:
     for group, name in list(world.pg_names.items()):
         if name in stay or name in KEPT_GROUPS:
             continue
-        if "/commhook" in name:  # after a failed step it may have no backend
+        if "/commhook" in name:  # it may have no backend after a failed step
             destroy_group(group)
         else:
             dist.destroy_process_group(group)
 
 
 def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> None:
-    """Call the functions that the pool sends, each after ``prepare()``, and send what they give."""
+    """Calls the functions that the pool sends, each after ``prepare()``, and sends the results."""
     collect_less()
     connection.send(("ready", None))
     while True:
         try:
             task = connection.recv()
-        except EOFError:  # the test run is over
+        except EOFError:  # the test run has ended
             break
         if task is None:
             break
@@ -90,7 +90,7 @@ def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> Non
         except Exception:
             reply = ("error", traceback.format_exc())
         connection.send(reply)
-    faulthandler.dump_traceback_later(END_SECONDS - 2)  # says where a rank hangs that does not end
+    faulthandler.dump_traceback_later(END_SECONDS - 2)  # shows where a rank hangs that does not end
 
 
 def _prepare() -> None:
@@ -115,9 +115,10 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
 
 
 class RankPool:
-    """``world_size`` processes with a Gloo group among them."""
+    """``world_size`` processes with a shared Gloo group."""
 
-    #: What a process runs: (rank, world size, a folder of the pool, the connection to it).
+    #: The main function of a process: (rank, world size, a folder of the pool, the connection to
+    #: it).
     serves: ClassVar[Callable[[int, int, str, Connection], None]] = staticmethod(_serve)
 
     def __init__(self, world_size: int) -> None:
@@ -143,7 +144,7 @@ class RankPool:
         self._replies(START_SECONDS)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-        """``function(rank, *args)`` on every rank; returns what each gave, in order of rank."""
+        """Runs ``function(rank, *args)`` on every rank; returns their results in order of rank."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -159,7 +160,7 @@ class RankPool:
             if not ready:
                 self.stop(kill=True)
                 late = f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
-                if errors:  # for which they may have waited in vain
+                if errors:  # other ranks may have waited for them in vain
                     raise RankError("\n".join([*errors, late]))
                 raise TimeoutError(late)
             for connection in ready:
@@ -179,7 +180,7 @@ class RankPool:
         return replies
 
     def stop(self, kill: bool = False) -> None:
-        """End the processes."""
+        """Ends the processes."""
         for connection in self._connections:
             if not kill:
                 try:

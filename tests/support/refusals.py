@@ -1,4 +1,4 @@
-"""Calls that are refused, and what is said about each, as text."""
+"""Calls that raise errors, and their errors as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def refusals(calls: str, names: dict[str, Any]) -> str:
-    """What each call raises.
+    """The error of each call.
 
     Args:
-        calls: an expression a line.
-        names: what they may use.
+        calls: one expression on each line.
+        names: the names that they may use.
 
     Returns:
         each expression, and below it the type of the exception and the first line of its message.

@@ -1,4 +1,4 @@
-"""Hooks that remember something, and a model of float32 on the CPU, whatever the default is."""
+"""Hooks with memory, and a float32 model on the CPU, independent of default settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_commhook import codecs, hooks
 from torch_commhook.hooks.expressions import parse_hook
 
-#: Of each codec.
+#: One for each codec.
 WITH_ERROR_FEEDBACK = [
     "error_feedback(blockwise(bits=4))",
     "error_feedback(blockwise(bits=2))",
@@ -21,7 +21,7 @@ WITH_ERROR_FEEDBACK = [
     "error_feedback(chunk_topk(8, 64))",
 ]
 
-#: All that remember something, and those that have buffers.
+#: All hooks with memory, and those with buffers.
 HOOKS = [
     "allreduce()",
     "cast()",

@@ -1,4 +1,4 @@
-"""Where things are in this repository."""
+"""Paths in this repository."""
 
 from __future__ import annotations
 

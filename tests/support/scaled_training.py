@@ -1,4 +1,4 @@
-"""Backward passes under a GradScaler whose scale changes."""
+"""Backward passes under a GradScaler with a changing scale."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradients(model: nn.Module, scale: float) -> list[Tensor]:
 
 
 class Steps:
-    """Backward passes whose loss is scaled."""
+    """Backward passes with a scaled loss."""
 
     def __init__(self, road: str, hook: Any, rank: int, *, scaled: bool, told: bool) -> None:
         self.road, self.rank, self.number = road, rank, 0
@@ -52,8 +52,8 @@ class Steps:
         self.model, self.handle = attached(road, hook, scaler=self.scaler if told else None)
 
     def __call__(self, scale: float) -> list[Tensor]:
-        """The next one's gradients, in their true size."""
-        self.model.zero_grad(set_to_none=False)  # as views have it
+        """The next step's gradients, unscaled."""
+        self.model.zero_grad(set_to_none=False)  # as with gradients as views
         loss = self.model(batch(self.rank, self.number)).square().sum()
         if self.number:
             self.scaler.update(scale)  # between the forward and the backward
@@ -65,7 +65,7 @@ class Steps:
 
 
 class Counted:
-    """A scaler of one's own."""
+    """A scaler of a user's class."""
 
     def __init__(self, scale: Any) -> None:
         self.scale, self.asked = scale, 0

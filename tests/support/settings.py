@@ -1,4 +1,4 @@
-"""Settings of the process, for a while."""
+"""Settings of the process, for a ``with`` block."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def threads(count: int) -> contextlib.AbstractContextManager[None]:
 
 
 def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """Runs with ``dtype`` as that of new tensors."""
+    """Runs with ``dtype`` as the dtype of new tensors."""
     return _changed(torch.get_default_dtype, torch.set_default_dtype, dtype)

@@ -1,6 +1,6 @@
-"""What hooks send on sharded models, as groups of simulated ranks count it, and what formulas say.
+"""The bytes that hooks send on sharded models: counted by simulated groups, and by formulas.
 
-Nothing here asks a codec or a hook how much it sends.
+Nothing here asks a codec or a hook for its number of bytes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ UNEVEN = (24, 64, 48, 7)
 HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 
 
-# ---- what is sent --------------------------------------------------------------------------------
+# ---- sent bytes ----------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """A mesh: so many replicas of so many shards; 1 where there is no such axis."""
+    """A mesh: the number of replicas and the number of shards of each; 1 for a missing axis."""
 
     replicas: int
     shards: int
 
 
 class Sent(NamedTuple):
-    """What one rank sends in a step: over its shards' group, over its replicas', and over others.
+    """The bytes that one rank sends in a step: in its shards', its replicas' and other groups.
 
-    ``stats`` are those of the handle.
+    ``stats`` are the handle's.
     """
 
     shards: int
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 
 
 class Even(nn.Module):
-    """Two layers without biases, of which each rank has as many whole rows of blocks."""
+    """Two layers without biases; each rank has equally many whole rows of blocks."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def sharding_mesh(place: Place) -> ShardingMesh:
 
 
 def groups_of(place: Place, mesh: Any) -> tuple[list[int], list[int]]:
-    """The ranks of this rank's shards' group, and of its replicas'."""
+    """The ranks of this rank's shards' group, and of its replicas' group."""
     ranks = mesh.mesh.mesh.reshape(place)
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     return ranks[row].tolist(), ranks[:, column].tolist()
 
 
 def bytes_over(links: Links, members: list[int] | None = None) -> int:
-    """What this rank has sent over groups of these ranks; over all for None."""
+    """The bytes that this rank has sent in groups of these ranks; in all groups for None."""
     rank = dist.get_rank()
     return sum(
         link.bytes_sent[list(link.members).index(rank)]
@@ -97,7 +97,7 @@ def bytes_over(links: Links, members: list[int] | None = None) -> int:
     )
 
 
-#: A hook, the policy of mixed precision, and what else ``attach`` is given.
+#: A hook, the policy of mixed precision, and further arguments of ``attach``.
 Attachment = tuple[Callable[[], Any], dict[str, Any] | None, dict[str, Any]]
 
 
@@ -107,13 +107,13 @@ def second_steps(
     attachments: dict[str, Attachment],
     reshard_after_forward: bool | int = True,
 ) -> dict[str, list[Sent]]:
-    """What each rank sends in the second step of each of several hooks, one after another."""
+    """The bytes that each rank sends in the second step with each of several hooks, in turn."""
 
     def run(rank: int, links: Links) -> dict[str, Sent]:
         mesh = sharding_mesh(place)
         members = groups_of(place, mesh)
         found: dict[str, Sent] = {}
-        models: dict[bool, nn.Module] = {}  # by whether it has mixed precision
+        models: dict[bool, nn.Module] = {}  # by the use of mixed precision
         for name, (hook, policy, options) in attachments.items():
             model = models.get(policy is not None)
             if model is None:
@@ -140,16 +140,16 @@ def second_steps(
 
 
 def second_step(place: Place, is_even: bool, hook: Callable[[], Any], **options: Any) -> list[Sent]:
-    """What each rank sends in the second step of a hook."""
+    """The bytes that each rank sends in the second step with a hook."""
     reshard = options.pop("reshard_after_forward", True)
     return second_steps(place, is_even, {"": (hook, None, options)}, reshard)[""]
 
 
-# ---- what formulas say ---------------------------------------------------------------------------
+# ---- formulas ------------------------------------------------------------------------------------
 
 
 def chunks(place: Place) -> list[list[int]]:
-    """Rows, columns and 1 for a bias, of each uneven layer's shard; padding is sent, too."""
+    """Rows, columns, and 1 for a bias, of each uneven layer's shard, including its padding."""
     return [[-(-out // place.shards), inputs] for inputs, out in pairwise(UNEVEN)]
 
 
@@ -164,7 +164,7 @@ def even_numel(place: Place) -> int:
 
 
 def in_blocks(bits: int, block: int, scales: int = 1) -> Callable[[int], int]:
-    """Bytes of a message: values, and the scales of each block, each filled up to 16 bytes."""
+    """Bytes of a message: values, and the scales of each block, each padded to 16 bytes."""
     return lambda numel: 16 * (-(-numel * bits // 128) + -(-4 * scales * -(-numel // block) // 16))
 
 
@@ -188,14 +188,14 @@ def of_chunks(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A hook, and what its messages have.
+    """A hook, and the sizes of its messages.
 
     Attributes:
         hook: makes it.
-        element: bytes for an element, where shards end with blocks.
-        message: bytes of a message of so many elements.
-        policy: of mixed precision.
-        across: how ranks exchange messages across replicas.
+        element: bytes for an element, if shards end with blocks.
+        message: returns the bytes of a message for a number of elements.
+        policy: the policy of mixed precision.
+        across: the exchange of messages across replicas.
         block: elements of a block.
     """
 
@@ -208,7 +208,7 @@ class Case:
 
     @property
     def gathered(self) -> int:
-        """Bytes of a parameter that is gathered without a codec."""
+        """Bytes of an all-gather of a parameter without a codec."""
         return 2 if self.policy else 4
 
 
@@ -218,7 +218,7 @@ INT2 = Fraction(1, 4) + Fraction(4, BLOCK)
 
 
 class OwnHook(hooks.Hook):
-    """Sends gradients as they are, as a user may write it."""
+    """Sends gradients unchanged, as a user might write it."""
 
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
@@ -268,7 +268,7 @@ def of_cases(cases: dict[str, Case]) -> dict[str, Attachment]:
 
 
 def some_long(places: Iterable[Any], fast: Sequence[Any]) -> list[Any]:
-    """All places, of which some are left to the long tests."""
+    """All places; some of them run only in long tests."""
     return [
         pytest.param(place, marks=[] if place in fast else pytest.mark.long) for place in places
     ]
@@ -299,7 +299,7 @@ CASES_ACROSS: dict[str, Case] = {
     "cast in C++": Case(
         lambda: hooks.cpp("cast", dtype=torch.bfloat16), Fraction(2), plain(2), across="ring"
     ),
-    # The first step settles the bits: all that the budget allows.
+    # The first step settles the bits: as many as the budget allows.
     "adaptive": Case(lambda: hooks.adaptive(10**9), INT8, in_blocks(8, BLOCK)),
     "adaptive, in 4 bits": Case(lambda: hooks.adaptive(1), INT4, in_blocks(4, BLOCK)),
     "a function": Case(lambda: mean_of_a_function, Fraction(4), plain(4), across="ring"),
@@ -309,17 +309,17 @@ ACROSS = [
     *(Place(replicas, 1) for replicas in range(2, 9)),
     *(Place(*sizes) for sizes in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2))),
 ]
-#: What ranks that grow in number, or a budget that is too small, are warned of.
+#: Warnings for a growing number of ranks, or for a budget that is too small.
 quiet = pytest.mark.filterwarnings("ignore:.* than cast", "ignore:.*4 bits for each value")
 
 
 def ring(payload: int, ranks: int) -> int:
-    """Bytes of an all-reduce: ``2 (W - 1) / W`` of what it sums."""
+    """Bytes of an all-reduce: ``2 (W - 1) / W`` of its input."""
     return round(Fraction(2 * payload * (ranks - 1), ranks))
 
 
 def exchanged(case: Case, numel: int, place: Place, rank: int) -> int:
-    """What a rank sends to average so many elements of its shard across replicas."""
+    """The bytes that a rank sends to average so many elements of its shard across replicas."""
     peers = place.replicas - 1
     if case.across == "gathered":
         return peers * case.message(numel)
@@ -327,8 +327,8 @@ def exchanged(case: Case, numel: int, place: Place, rank: int) -> int:
         return 2 * peers * 2 * -(-numel // place.replicas)
     if case.across in ("ring", "cast"):
         return ring(case.message(numel), place.replicas)
-    # Parts end where blocks end. The ranks send each other the parts, then the sums, which are
-    # filled up to the longest.
+    # Parts end with blocks. The ranks exchange the parts, then the sums, which are padded to the
+    # longest one.
     blocks = -(-numel // case.block)
     ends = [
         min(numel, case.block * (blocks * part // place.replicas))
@@ -339,7 +339,7 @@ def exchanged(case: Case, numel: int, place: Place, rank: int) -> int:
 
 
 def low_rank(rank: int, place: Place) -> int:
-    """PowerSGD on the uneven model: matrices that become half as many numbers, or fewer."""
+    """PowerSGD on the uneven model: compresses matrices to at most half as many numbers."""
     total = 0
     for rows, columns in chunks(place):
         left = right = 0

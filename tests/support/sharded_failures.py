@@ -1,4 +1,4 @@
-"""Ways in which one rank leaves a step of a sharded model."""
+"""Ways in which one rank fails in a step of a sharded model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch_commhook import PeerError, hooks
 
 
 class Failing(hooks.Hook):
-    """Averages exactly, and raises in one of its calls.
+    """Averages exactly, and raises an error in one of its calls.
 
     Attributes:
-        fails_in: how many calls go well before; None for all.
+        fails_in: the number of successful calls before; None for all.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Raising(torch.autograd.Function):
 
 
 class Trap(nn.Module):
-    """Lets its input through, or raises: in ``forward`` or in ``backward``."""
+    """Returns its input, or raises an error: in ``forward`` or in ``backward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Trap(nn.Module):
         return _Raising.apply(inputs) if self.raises_in == "backward" else inputs * 1
 
 
-#: Where the traps are among the layers: before, between and after them.
+#: The places of the traps among the layers: before, between and after them.
 TRAPS = ("first", "middle", "last")
 
 
@@ -81,7 +81,7 @@ def trap_of(model: Any, where: str) -> Trap:
 
 
 def new_model(place: str) -> nn.Module:
-    """Such a model, sharded."""
+    """A sharded model with traps."""
     model = with_traps()
     by_layer(model, Mesh.of(place))
     return model
@@ -96,7 +96,7 @@ def one_step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
 
 
 def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
-    """What is wrong with how this rank leaves a step that fails on another, or on this one."""
+    """The problems after this rank has left a step that fails on another rank, or on this one."""
     try:
         one_step(model, rank, number)
     except OwnError:
@@ -104,7 +104,7 @@ def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
     except PeerError as error:
         wrong = [] if rank != fails else ["another rank's error"]
         says = str(error)
-        # The whole reason of the rank at fault, and not within another rank's error.
+        # The whole reason of the failed rank, not inside another rank's error.
         is_right = says.startswith(f"torch_commhook: this step failed on rank {fails}: ")
         is_right = is_right and says.count("failed on") == 1
         return wrong if is_right else [*wrong, f"says {says}"]
@@ -114,12 +114,12 @@ def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
 
 
 def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
-    """What ``fully_shard`` gives without a hook."""
+    """The gradients of ``fully_shard`` without a hook."""
     return one_step(new_model(place), rank, number)
 
 
 def unequal(got: list[Tensor], expected: list[Tensor], what: str) -> list[str]:
-    """Where gradients have other bits."""
+    """The places at which gradients have other bits."""
     return [
         f"{what}: gradient {number} differs"
         for number, (one, other) in enumerate(zip(got, expected, strict=True))

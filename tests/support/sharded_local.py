@@ -1,4 +1,4 @@
-"""Training replicas of a sharded model apart, and a reference on one process in float64."""
+"""Trains replicas of a sharded model apart; and a reference on one process in float64."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def sharded(place: str, **settings: Any) -> nn.Module:
-    """The usual model, in shards."""
+    """The usual model, sharded."""
     model = layers()
     by_layer(model, Mesh.of(place), **settings)
     return model
 
 
 def shards_of(place: str) -> int:
-    """Ranks of each replica."""
+    """The number of shards of each replica."""
     return int(place[-1]) // 2 if place.startswith("hsdp") else 1
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
-    """A step of a rank on its own batch."""
+    """A rank's step on its own batch."""
     optimizer.zero_grad()
     loss_of(model(batch(rank, number))).backward()
     optimizer.step()
@@ -63,12 +63,12 @@ def whole_values(model: nn.Module) -> list[Tensor]:
 
 
 class Reference:
-    """DiLoCo on replicas, each of which takes steps on the mean of its ranks' gradients.
+    """DiLoCo on replicas. Each replica steps with the mean of its ranks' gradients.
 
     Args:
         place: the mesh.
-        make_optimizer: makes a replica's.
-        H: steps of a round.
+        make_optimizer: makes a replica's optimizer.
+        H: steps in a round.
         outer: moves the anchor.
     """
 
@@ -109,7 +109,7 @@ class Reference:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Bring the replicas together."""
+        """Averages the replicas."""
         own = [list(model.parameters()) for model in self.replicas]
         for number, anchor in enumerate(self.anchor):
             distances = torch.stack([anchor - parameters[number] for parameters in own])
@@ -125,7 +125,7 @@ class Reference:
 
 
 def loss_of_double(output: Tensor) -> Tensor:
-    """As :func:`loss_of`, without a cast."""
+    """Like :func:`loss_of`, without a cast."""
     return output.square().sum()
 
 
@@ -136,14 +136,14 @@ def farthest(got: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def same(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all bits are."""
+    """Whether all bits are equal."""
     return len(got) == len(expected) > 0 and all(
         torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
 
 
 def between_replicas(mine: list[Tensor], rank: int, place: str) -> bool:
-    """Whether the other replica has the same bits as this rank. All ranks must ask."""
+    """Whether the other replica has the same bits as this rank. All ranks must call it."""
     every: list[Any] = [None] * int(place[-1])
     dist.all_gather_object(every, mine)
     return same(mine, every[(rank + shards_of(place)) % len(every)])
@@ -158,7 +158,7 @@ def tensors_by_path(state: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def _hooks_within(place: str) -> dict[str, Any]:
-    """Settings of ``attach`` that compress what travels within a replica, if it has shards."""
+    """Settings of ``attach`` that compress messages within a replica, if it has shards."""
     if not place.startswith("hsdp"):
         return {}
     return {"shard_hook": hooks.error_feedback(INT4()), "weights": codecs.blockwise()}
@@ -172,11 +172,11 @@ def goes_on(
     more: int,
     folder: str | None,
 ) -> list[str]:
-    """Whether training goes on from a hook's state with the same bits.
+    """Checks that training continues from a hook's state with the same bits.
 
     Args:
-        rank, place: of the mesh.
-        make_hook: makes a hook, whose state has the parameters.
+        rank, place: the rank, and the mesh.
+        make_hook: makes a hook with the parameters in its state.
         steps: taken before the state is saved.
         more: steps taken after it.
         folder: of a distributed checkpoint of the state; None to load the state as it is.

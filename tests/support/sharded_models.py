@@ -1,4 +1,4 @@
-"""Models that ``fully_shard`` has sharded, their steps with and without a hook, and a reference."""
+"""Models sharded by ``fully_shard``, their steps with and without a hook, and a reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_commhook import HookHandle, attach
 
 @dataclass
 class Mesh:
-    """How a model is sharded.
+    """The sharding of a model.
 
     Attributes:
         kind: ``fsdp``, ``hsdp`` or ``replicate``.
@@ -34,14 +34,14 @@ class Mesh:
 
     @classmethod
     def of(cls, place: str) -> Mesh:
-        """Over all ranks, as many as the name ends with: ``hsdp-4``, the replicas' axis first."""
+        """Over all ranks; the name ends with their number: ``hsdp-4``, the replicas' axis first."""
         kind, _, ranks = place.rpartition("-")
         if kind == "hsdp":
             return cls(kind, device_mesh((2, int(ranks) // 2), ("replicas", "shards")))
         return cls(kind, device_mesh((int(ranks),), ("ranks",)))
 
     def apply(self, module: Any, **settings: Any) -> None:
-        """``fully_shard`` or ``replicate`` a module, or several together."""
+        """Applies ``fully_shard`` or ``replicate`` to a module, or to several together."""
         if self.kind != "replicate":
             fully_shard(module, mesh=self.mesh, **settings)
             return
@@ -80,7 +80,7 @@ def layers() -> nn.Module:
 
 
 def gradients_of_step(model: Any, rank: int, number: int = 0) -> list[Tensor]:
-    """This rank's parts of the gradients after a step on its batch of this number."""
+    """This rank's parts of the gradients after a step on its batch with this number."""
     model.zero_grad()
     loss_of(model(batch(rank, number))).backward()
     reshard(model)
@@ -88,14 +88,14 @@ def gradients_of_step(model: Any, rank: int, number: int = 0) -> list[Tensor]:
 
 
 def same_bits(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether there are some, and all are equal."""
+    """Whether there are gradients, and all are equal."""
     return len(got) == len(expected) > 0 and all(
         one.equal(other) for one, other in zip(got, expected, strict=True)
     )
 
 
 def by_layer(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
-    """Shard each layer that has parameters, and the model."""
+    """Shards each layer that has parameters, and the model."""
     for layer in model.children():
         if any(True for _ in layer.parameters()):
             mesh.apply(layer, **settings)
@@ -103,7 +103,7 @@ def by_layer(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
 
 
 def at_once(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
-    """Shard the model alone, as one group of parameters."""
+    """Shards the model alone, as one group of parameters."""
     mesh.apply(model, **settings)
 
 
@@ -120,32 +120,33 @@ Batches = Callable[[int], Tensor]
 
 
 def plain_step(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    """One backward of one batch."""
+    """One backward on one batch."""
     loss_of(model(batches(0))).backward()
 
 
 def nothing(model: Any) -> None:
-    """Leave a model as it is."""
+    """Leaves a model unchanged."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, how it is sharded, and what a step of it is.
+    """A model, its sharding, and its step.
 
     Attributes:
         net: makes the model.
         shard: shards it.
         prepare: called with the sharded model, before a hook is attached.
-        step: of the sharded model.
-        whole_step: the same of a model that is not sharded, in float64 on one rank's batches.
-        meshes: the kinds of mesh that it is for, each with a number of ranks.
-        rounding: how far gradients may be from the reference's without a codec, as a part of the
-            largest gradient.
-        encodings: how often a step encodes a gradient.
-        backwards: how many of a step the hook takes part in; on each kind of mesh that differs.
-        factor: what the sum over ranks is divided by; None for the number of ranks.
-        plain_works: whether ``fully_shard`` can do it over Gloo without a hook.
-        averages: whether gradients are the mean of those that each rank has alone.
+        step: a step of the sharded model.
+        whole_step: the same step of an unsharded model, in float64 on one rank's batches.
+        meshes: its kinds of mesh, each with a number of ranks.
+        rounding: the greatest distance of gradients from the reference without a codec, relative to
+            the largest gradient.
+        encodings: the number of encodings of a gradient in a step.
+        backwards: the number of backwards in a step with the hook; on each kind of mesh that
+            differs.
+        factor: the divisor of the sum over ranks; None for the number of ranks.
+        plain_works: whether ``fully_shard`` supports it over Gloo without a hook.
+        averages: whether gradients are the mean of the ranks' own gradients.
     """
 
     net: Callable[[], nn.Module] = layers
@@ -164,13 +165,13 @@ class Scenario:
 
 @dataclass
 class Steps:
-    """What steps have given.
+    """The results of steps.
 
     Attributes:
-        gradients: after each step, this rank's shard of each parameter's.
-        whole: the same of whole parameters; empty unless asked for.
-        parameters: this rank's shards in the end.
-        stats: of the hook.
+        gradients: after each step, this rank's shard of each parameter's gradient.
+        whole: the same for whole parameters; empty unless requested.
+        parameters: this rank's shards at the end.
+        stats: the hook's.
     """
 
     gradients: list[list[Tensor | None]] = field(default_factory=list)
@@ -181,22 +182,22 @@ class Steps:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All ranks' parts."""
+    """All ranks' parts of a tensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Those that ``fully_shard`` or ``replicate`` was applied to."""
+    """The modules to which ``fully_shard`` or ``replicate`` was applied."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Have a model's parameters be its shards, which have the gradients."""
+    """Makes a model's parameters its shards, which have the gradients."""
     for module in sharded_modules(model):
         module.reshard()
 
@@ -213,18 +214,18 @@ def take_steps(
     same_batches: bool = False,
     **settings: Any,
 ) -> Steps:
-    """Train a new model.
+    """Trains a new model.
 
     Args:
-        scenario: which, and how.
+        scenario: the model and its step.
         mesh: the ranks.
-        data_rank: whose batches this rank has.
-        hook: attached to it; None for plain ``fully_shard``.
-        rate: of the optimizer.
-        count: of steps.
+        data_rank: selects this rank's batches.
+        hook: attached to the model; None for plain ``fully_shard``.
+        rate: the optimizer's learning rate.
+        count: the number of steps.
         gather: whether to keep whole gradients.
-        same_batches: whether each step has those of the first.
-        settings: of :func:`attach`.
+        same_batches: whether each step uses the first step's batches.
+        settings: for :func:`attach`.
     """
     model = scenario.net()
     scenario.shard(model, mesh)
@@ -252,7 +253,7 @@ def take_steps(
 
 
 def differences(got: Steps, expected: Steps) -> list[str]:
-    """Where two trainings do not have the same bits."""
+    """The differences in bits between two trainings."""
     found = [] if any(each is not None for each in got.gradients[0]) else ["no gradient at all"]
     for step, (ours, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True)):
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -303,7 +304,7 @@ def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 def far(
     got: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float, what: str
 ) -> list[str]:
-    """Where gradients are further than a bound from the reference's."""
+    """The gradients that are further than a bound from the reference's."""
     found = []
     for number, (mine, other) in enumerate(zip(got, expected, strict=True)):
         if mine is None or other is None:
@@ -324,11 +325,11 @@ def far(
 
 
 def micro_sync(model: Any, sync: bool) -> None:
-    """``set_requires_gradient_sync`` of a model, where it is sharded."""
+    """``set_requires_gradient_sync`` of a model, if it is sharded."""
     for module in sharded_modules(model):
         module.set_requires_gradient_sync(sync)
 
 
 def unsynchronised(model: Any, handle: HookHandle | None) -> AbstractContextManager[None]:
-    """The handle's ``no_sync``; of a model without a hook the same by its own settings."""
+    """The handle's ``no_sync``; for a model without a hook, the same by its own settings."""
     return nullcontext() if handle is None else handle.no_sync()

@@ -1,4 +1,4 @@
-"""What tests of errors on sharded models share."""
+"""Shared by the tests of errors on sharded models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def error_of(function: Callable[[], Any]) -> str:
 
 
 def still_plain(model: nn.Module, rank: int) -> bool:
-    """Whether a model that has refused a hook is what it was, and takes another."""
+    """Whether a model that has refused a hook is unchanged, and accepts another hook."""
     expected = gradients_of(new_model("fsdp-2"), rank)
     first = gradients_of(model, rank)
     handle = attach(model, hooks.allreduce())

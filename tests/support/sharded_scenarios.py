@@ -1,4 +1,4 @@
-"""What ``fully_shard`` can do, each as a scenario that is run with and without a hook."""
+"""The features of ``fully_shard``, each as a scenario that runs with and without a hook."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _last_backward(model: Any, batches: Batches, handle: HookHandle | None) -> N
 
 
 def _two_backwards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    """Both average."""
+    """Both backwards average."""
     _backward(model, batches, 0)
     _backward(model, batches, 1)
 
@@ -135,7 +135,7 @@ def _unshard_ahead(model: Any, batches: Batches, handle: HookHandle | None) -> N
 
 
 class _Tied(nn.Module):
-    """The last layer has the first one's weight."""
+    """The first and the last layer share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _frozen() -> nn.Module:
 
 
 class _Branches(nn.Module):
-    """Two of three branches take part: by turns, or as the rank says."""
+    """Two of three branches take part: in turns, or chosen by the rank."""
 
     def __init__(self, by_rank: bool) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def _separate_group(model: Any) -> None:
         g for each in sharded_modules(model) for g in each._get_fsdp_state()._fsdp_param_groups
     ]
     name = groups[0].mesh_info.shard_process_group.group_name
-    if name not in _separate_groups:  # PyTorch names the next one alike
+    if name not in _separate_groups:  # PyTorch gives the next one the same name
         model.set_separate_reduce_scatter_group(True)
         _separate_groups[name] = groups[0].mesh_info.reduce_scatter_process_group
         KEPT_GROUPS.add(_separate_groups[name].group_name)
@@ -417,7 +417,7 @@ SCENARIOS: dict[str, Scenario] = {
     "divided by 3": Scenario(prepare=_divide(3.0, False), factor=3.0, plain_works=False),
     "divided by 1": Scenario(prepare=_divide(1.0, False), factor=1.0, plain_works=False),
     "divided by 2": Scenario(prepare=_divide(2.0, False), factor=2.0, meshes=("fsdp-2", "hsdp-4")),
-    # replicate() of PyTorch divides twice then.
+    # PyTorch's replicate() divides twice in this case.
     "sums divided by 3": Scenario(prepare=_divide(3.0, True), factor=3.0, meshes=SHARDED),
     "only sums": Scenario(prepare=_only_sums),
     "divided by 3 in f16": Scenario(
@@ -462,7 +462,7 @@ SCENARIOS: dict[str, Scenario] = {
     "compiled blocks": Scenario(net=_blocks, shard=by_layer, prepare=_compile_blocks),
 }
 
-#: What some scenarios call, which came with torch 2.12 or 2.13.
+#: Functions that some scenarios call, which came with torch 2.12 or 2.13.
 _NEWER = {
     "a group for reduce-scatters": "set_separate_reduce_scatter_group",
     "more buffers": "set_reduce_scatter_max_input_buffers",
@@ -477,5 +477,5 @@ PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.me
 
 
 def no_view_warnings() -> None:
-    """PyTorch says that a module's output is a view where it is none of ours."""
+    """PyTorch warns that a module's output is a view even if it is not the library's."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

@@ -1,4 +1,4 @@
-"""What the tests of codecs that send some of the values have in common: topk and randomk."""
+"""Shared by the tests of codecs that send some of the values: topk and randomk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @pytest.fixture(params=LEVELS)
 def each_level(request: pytest.FixtureRequest) -> Iterator[None]:
-    """At each level of the CPU kernels that the processor has."""
+    """Runs at each level of the CPU kernels that the processor has."""
     with cpu_level(request.param):
         yield
 
 
 @dataclass(frozen=True)
 class SparseCase:
-    """Tensors of any forms, dtypes and magnitudes, drawn by ``seed``, and how they are encoded."""
+    """Tensors of any forms, dtypes and magnitudes, drawn from ``seed``; settings of encoding."""
 
     seed: int
     shapes: list[list[int]]
@@ -36,7 +36,7 @@ class SparseCase:
         """The tensors.
 
         Args:
-            special: how often a tensor has a zero, a denormal, or what is not finite.
+            special: the frequency of zeros, denormals, infinities and NaNs in a tensor.
         """
         rng, generator = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
         tensors = []
@@ -60,7 +60,7 @@ class DrawnTensors:
     """Tensors and the arguments of encoding them.
 
     Attributes:
-        values: what is to be sent, if there were room: float32, flat.
+        values: all values to send: float32, flat.
     """
 
     tensors: list[Tensor]
@@ -73,14 +73,14 @@ class DrawnTensors:
         return [torch.full_like(x, 3.0) for x in self.tensors]
 
     def check_error(self, indices: Tensor) -> None:
-        """That the error has all that is finite, but for what was sent."""
+        """Checks that the error has all finite values that were not sent."""
         if self.error is not None:
             left = torch.where(self.values.isfinite(), self.values, 0)
             left[indices] = 0
             np.testing.assert_array_equal(self.error.numpy(), left.numpy())
 
     def check_decoded(self, out: list[Tensor], indices: Tensor, values: Tensor) -> None:
-        """That decoding has written what was sent, and zeros."""
+        """Checks that decoding has written the sent values, and zeros elsewhere."""
         restored = torch.zeros_like(self.values).index_copy(0, indices, values)
         for got, piece in zip(out, restored.split([x.numel() for x in out]), strict=True):
             expected = piece.view(got.shape).to(got.dtype)
@@ -88,7 +88,7 @@ class DrawnTensors:
 
 
 def sparse_cases(*, most: int, dimensions: int) -> st.SearchStrategy[SparseCase]:
-    """Up to four tensors of so many dimensions, each of at most ``most``."""
+    """Up to four tensors with ``dimensions`` dimensions, each of at most ``most``."""
     shape = st.lists(st.integers(0, most), max_size=dimensions)
     return st.builds(
         SparseCase,

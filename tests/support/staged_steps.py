@@ -36,18 +36,18 @@ def backward(net: nn.Module, rank: int) -> None:
 
 
 def gloo_groups() -> int:
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # frees objects of earlier tests
     return len(distributed_c10d._world.pg_map)
 
 
 @contextmanager
 def point_to_point(is_wanted: bool) -> Iterator[None]:
-    """Let ranks exchange messages, or go by Gloo's collectives, as many ranks do."""
+    """Makes ranks exchange messages, or use Gloo's collectives, as many ranks do."""
     with patch.object(exchange, "MOST_RANKS", exchange.MOST_RANKS if is_wanted else 1):
         yield
 
 
 def as_long(rank: int, is_wanted: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """What a rank's function gives, under :func:`point_to_point`."""
+    """The result of a rank's function under :func:`point_to_point`."""
     with point_to_point(is_wanted):
         return function(rank, *args)

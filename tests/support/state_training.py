@@ -1,4 +1,4 @@
-"""A model with a hook whose state is saved and read, steps of it, and its error memory."""
+"""A model with a hook: its steps, its saved and loaded state, and its error memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attached(model: nn.Module, hook: str, on_ddp: bool) -> tuple[nn.Module, Hook
     if not on_ddp:
         return model, attach(model, parse_hook(hook), bucket_cap_mb=0.02)
     ddp = DDP(model, bucket_cap_mb=0.02)
-    ddp(torch.zeros(1, 3, 6, 6)).sum().backward()  # which has DDP order its buckets
+    ddp(torch.zeros(1, 3, 6, 6)).sum().backward()  # so that DDP orders its buckets
     ddp.zero_grad()
     return ddp, attach(ddp, parse_hook(hook))
 
@@ -46,7 +46,7 @@ def train(model: nn.Module, rank: int, steps: range) -> None:
 
 
 def mean_error(state: dict[str, Any], rank: int) -> torch.Tensor:
-    """What all ranks together have yet to send, per parameter and element."""
+    """The error that all ranks together have not sent yet, by parameter and element."""
     own = state[f"rank{rank}"]
     names = sorted(own["error"])
     total = torch.cat(

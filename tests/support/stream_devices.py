@@ -1,8 +1,8 @@
-"""A device whose operators and collectives run on streams, as those of CUDA and NCCL do.
+"""A device with operators and collectives that run on streams, like those of CUDA and NCCL.
 
-Its memory is the host's, and its streams are threads (``stream_device/``). A tensor of the device
-is there at once, and its values later: until then they are NaN. Collectives take
-``DELAY_SECONDS`` or more. Their Futures are complete at once, and name the device.
+Its memory is the host's, and its streams are threads (``stream_device/``). An operator returns a
+tensor at once; its values come later, and are NaN until then. Collectives take ``DELAY_SECONDS`` or
+more. Their Futures are complete at once, and name the device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 DELAY_SECONDS = 0.005
 NAME = "streams"
 DEVICE = f"{NAME}:0"
-#: Of one that knows nothing of streams, as Gloo for tensors on CUDA.
+#: A group without streams, such as Gloo for tensors on CUDA.
 STAGED = f"cpu:gloo,{NAME}:staged"
-#: Of a group whose tensors on the CPU travel over Gloo, as ``init_process_group()`` makes it.
+#: A group that sends tensors on the CPU over Gloo, as ``init_process_group()`` makes it.
 MIXED = f"cpu:gloo,{NAME}:{NAME}"
 
 
 def _device_module() -> types.ModuleType:
-    """What ``torch.<name>`` is for PyTorch's own devices, as far as it is asked."""
+    """The parts of ``torch.<name>`` that PyTorch needs of a device."""
     module = types.ModuleType(NAME)
     values: dict[str, Any] = {
         "Stream": lambda *_, **__: torch.Stream(DEVICE),
@@ -47,7 +47,7 @@ def _device_module() -> types.ModuleType:
 
 
 def _with_kernels() -> list[str]:
-    """The operators of the library that have kernels for devices, as CUDA has."""
+    """The library's operators that have kernels for devices, as for CUDA."""
     names = ["flatten", "flatten.out", "flatten_stats", "unflatten", "unflatten_into"]
     names += ["check_finite", "sum_rows"]
     for codec in ("blockwise", "chunk_topk", "fp8", "randomk", "sign", "topk"):
@@ -58,10 +58,10 @@ def _with_kernels() -> list[str]:
 
 @cache
 def load(path: str) -> Any:
-    """The library of the device, known to PyTorch under its name.
+    """Loads the library of the device, and registers its name with PyTorch.
 
     Args:
-        path: that ``cpp_libraries`` builds of the folder ``stream_device``.
+        path: the library that ``cpp_libraries`` builds from the folder ``stream_device``.
     """
     spec = importlib.util.spec_from_file_location("stream_device", path)
     assert spec is not None and spec.loader is not None

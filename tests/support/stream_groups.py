@@ -1,7 +1,7 @@
-"""Process groups whose collectives run on a stream, as NCCL's do, for tensors on the CPU.
+"""Process groups that run collectives on a stream, like NCCL, for tensors on the CPU.
 
-Works and Futures are complete at once. Their values are there when the stream has run the
-collective, ``DELAY_SECONDS`` later or more: for those that call ``wait()``.
+Works and Futures are complete at once. Their values come ``DELAY_SECONDS`` later or more, when the
+stream has run the collective: for callers of ``wait()``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _register(path: str) -> None:
 
 
 def stream_group(path: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A new group; all ranks make it.
+    """Makes a new group; all ranks must call it.
 
     Args:
-        path: of the library that ``cpp_libraries`` builds of the folder ``stream_group``.
+        path: the library that ``cpp_libraries`` builds from the folder ``stream_group``.
         ranks: its members; None for all.
     """
     _register(path)

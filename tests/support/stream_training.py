@@ -1,4 +1,4 @@
-"""Training with a hook on a group whose collectives run on a stream."""
+"""Training with a hook on a group with collectives that run on a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attached(
     """The model in a mode, and the hook's handle; both use the group.
 
     Args:
-        options: of ``attach``.
+        options: for ``attach``.
     """
     own = {"process_group": group}
     model = mode.wrap(net, **(own if mode.model == "ddp" else {}))

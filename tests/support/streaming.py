@@ -1,4 +1,4 @@
-"""Sizes that kernels write past the caches, and memory in tensors of odd lengths."""
+"""Sizes from which kernels write past the caches, and memory in tensors of odd lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-#: Lengths whose ends lie anywhere in a cache line, some shorter than one.
+#: Lengths that end anywhere in a cache line; some are shorter than one.
 ODD_LENGTHS = (1, 7, 70_001, 3, 64, 33, 130_003, 0, 15, 16, 17, 5000)
 
 
@@ -20,13 +20,13 @@ def cache_bytes() -> int:
     return int(size.removesuffix("K")) << 10
 
 
-#: Buffers beyond such a cache take too much time and memory.
+#: Buffers that exceed such a cache take too much time and memory.
 not_beyond_a_large_cache = pytest.mark.skipif(
     cache_bytes() > 128 << 20, reason="the last-level cache is larger than 128 MiB"
 )
 
 
 def split(memory: torch.Tensor) -> list[torch.Tensor]:
-    """A memory as many tensors of odd lengths and one large one."""
+    """Splits memory into many tensors of odd lengths and one large tensor."""
     rest = memory.numel() - sum(ODD_LENGTHS)
     return list(memory.split([*ODD_LENGTHS[:6], rest, *ODD_LENGTHS[6:]]))

@@ -19,9 +19,9 @@ class StreamingTurns(ABC):
     """The steps at which exchanges of fragments begin and end.
 
     Attributes:
-        settings: ``H``, ``fragments``, ``delay`` and ``mix``, as ``local_sgd`` takes them.
-        steps: taken so far, by :meth:`train`.
-        in_flight: the step after which an exchange began that has not ended, and its fragment.
+        settings: ``H``, ``fragments``, ``delay`` and ``mix``, as in ``local_sgd``.
+        steps: the steps so far, by :meth:`train`.
+        in_flight: the step after which the exchange in flight began, and its fragment.
     """
 
     settings: tuple[int, int, int, float]
@@ -30,15 +30,15 @@ class StreamingTurns(ABC):
 
     @abstractmethod
     def train(self) -> None:
-        """One step of all ranks, by themselves."""
+        """One step of all ranks, each by itself."""
 
     @abstractmethod
     def take_means(self, fragment: int) -> None:
-        """Take a fragment's mean distances as gradients of its anchor."""
+        """Uses a fragment's mean distances as gradients of its anchor."""
 
     @abstractmethod
     def move(self, fragment: int) -> None:
-        """Move a fragment's anchor by the means, and its parameters."""
+        """Moves a fragment's anchor by the means, and its parameters."""
 
     def step(self) -> None:
         """One step of all ranks, and the exchanges after it."""
@@ -54,13 +54,13 @@ class StreamingTurns(ABC):
 
     @torch.no_grad()
     def begin(self, fragment: int) -> None:
-        """Begin the exchange of a fragment."""
+        """Begins the exchange of a fragment."""
         self.in_flight = self.steps, fragment
         self.take_means(fragment)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """End the exchange that is under way."""
+        """Ends the exchange in flight."""
         assert self.in_flight is not None
         _, fragment = self.in_flight
         self.in_flight = None
@@ -68,11 +68,11 @@ class StreamingTurns(ABC):
 
 
 class Streaming(StreamingTurns):
-    """Ranks that step by themselves, and fragments of layers that are averaged in turn.
+    """Ranks that step by themselves, and average fragments of layers in turn.
 
     Args:
         ranks: their number.
-        H, fragments, delay, mix, outer: as ``local_sgd`` takes them.
+        H, fragments, delay, mix, outer: as in ``local_sgd``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Streaming(StreamingTurns):
 
 
 class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and gives the result when it is told to."""
+    """Averages, and returns the result only when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files that the ranks of a pool map stand in for the memory that GPUs share."""
+"""Files that the ranks of a pool map, in place of memory that GPUs share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch_commhook.collectives import symmetric
 
 
 class Files:
-    """Stands in for PyTorch's symmetric memory.
+    """A double of PyTorch's symmetric memory.
 
     Args:
-        rank: this one.
-        folder: of the files.
-        fails: "allocate" or "share", where that raises.
+        rank: this rank.
+        folder: for the files.
+        fails: the operation that raises an error: "allocate" or "share".
     """
 
     def __init__(self, rank: int, folder: str, fails: str) -> None:
         self.rank, self.folder, self.fails = rank, folder, fails
         self.numbers = count()
-        #: This rank's memories, as long as somebody has them.
+        #: This rank's memories that are still in use.
         self.alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, _device: object, group: dist.ProcessGroup) -> Any:

@@ -29,12 +29,12 @@ BLOCK_CODECS: list[Codec] = [
     if isinstance(example, BlockCodec)
 ]
 
-#: Around the codecs' blocks, with ranks that have no block, and with a block that is cut short.
+#: Around the codecs' blocks, including ranks without a block, and a block that is cut short.
 SIZES = (1, 255, 256, 257, 2048, 5003)
 
 
 class Case:
-    """What each rank gives to several sums, and how these are compressed."""
+    """The inputs of each rank for several sums, and their compression."""
 
     def __init__(self, codec: Codec, ranks: int, numel: int, *, steps: int = 3, seed: int = 0):
         self.codec, self.ranks, self.numel, self.steps = codec, ranks, numel, steps
@@ -55,7 +55,7 @@ class Case:
         ]
 
     def of_rank(self, rank: int, device: str = "cpu", **options: Any) -> list[Tensor]:
-        """What a rank gets in each step, and what it remembers in the end."""
+        """A rank's results of each step, and its memory at the end."""
         codec, numel = self.codec, self.numel
         begin, end = shard_range(codec, numel, rank=rank, world_size=self.ranks)
         error = shard_error = rounding = None
@@ -84,7 +84,7 @@ class Case:
         return [tensor.cpu() for tensor in (*results, *kept)]
 
     def over_collectives(self) -> list[list[Tensor]]:
-        """For each rank, what :meth:`of_rank` gives with the collectives of a simulated group."""
+        """For each rank, the result of :meth:`of_rank` with a simulated group's collectives."""
         return run_ranks(self.of_rank, self.ranks)
 
 
@@ -93,12 +93,12 @@ def shared_memories(ranks: int, nbytes: int, device: str = "cpu") -> list[Tensor
 
 
 class SharedRanks:
-    """Ranks as threads, with memory that all of them see.
+    """Ranks as threads with shared memory.
 
     Args:
-        ranks: how many.
-        message_bytes: of the largest message, and of the largest message of a sum.
-        device: of the memory.
+        ranks: their number.
+        message_bytes: bytes of the largest message, and of the largest message of a sum.
+        device: the memory's device.
     """
 
     def __init__(self, ranks: int, message_bytes: int, device: str = "cpu") -> None:
@@ -114,7 +114,7 @@ class SharedRanks:
     def run(
         self, function: Callable[..., Any], *, timeout: float = 30, **options: Any
     ) -> list[Any]:
-        """``function(rank, group=, buffers=)`` on every rank, with sums over the shared memory."""
+        """Runs ``function(rank, group=, buffers=)`` on every rank, with sums in shared memory."""
         seconds = timedelta(seconds=timeout)
 
         def shared(buffers: MessageBuffers, _codec: Codec, shards: Any, *_: Any) -> Any:
@@ -126,7 +126,7 @@ class SharedRanks:
         def call(rank: int) -> Any:
             buffers = MessageBuffers()
             buffers.shared = self.of_rank[rank]  # type: ignore[attr-defined]
-            buffers.stream._number = 1000 + rank  # a stream of its own for each rank
+            buffers.stream._number = 1000 + rank  # a separate stream for each rank
             stream = torch.cuda.stream(torch.cuda.Stream()) if self.device == "cuda" else None
             with stream or nullcontext():
                 return function(
@@ -142,7 +142,7 @@ class SharedRanks:
 
 
 def warm_up(case: Case, device: str) -> None:
-    """Load the kernels of a sum: one GPU may load none while a barrier of another rank waits."""
+    """Loads the kernels of a sum: one GPU may load none while another rank's barrier waits."""
     if device == "cuda":
         steps, case.steps = case.steps, 1
         alone = SharedRanks(case.ranks, case.codec.nbytes(case.numel, case.ranks), device)
@@ -152,7 +152,7 @@ def warm_up(case: Case, device: str) -> None:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """The same bits, or NaN in the same places."""
+    """Whether the bits are equal, with NaNs in the same places."""
     assert one.dtype == other.dtype
     integers = torch.int32 if one.element_size() == 4 else torch.int16
     nan = one.isnan() & other.isnan()

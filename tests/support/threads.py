@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 
 def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> list[BaseException]:
-    """What came out of functions that ran at the same time.
+    """The results of functions that run at the same time.
 
     Raises:
-        AssertionError: one has not returned after ``seconds``.
+        AssertionError: a function has not returned after ``seconds``.
     """
     raised: list[BaseException] = []
     start = threading.Barrier(len(targets))

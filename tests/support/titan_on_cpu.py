@@ -1,6 +1,6 @@
-"""torchtitan on the CPU, which it does not support: what it lacks there, put in place.
+"""Lets torchtitan run on the CPU, which it does not support: adds the missing parts.
 
-To be imported before torchtitan. As a program it runs a script so: ``python titan_on_cpu.py FILE``.
+Import it before torchtitan. ``python titan_on_cpu.py FILE`` runs a script with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class _NoKernels(types.ModuleType):
-    """In place of a module of Triton kernels, none of which is called."""
+    """Replaces a module of Triton kernels, which nothing calls."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -25,8 +25,8 @@ class _NoKernels(types.ModuleType):
 
 def _prepare() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch.cpu.current_device = lambda: 0  # a name in PyTorch, and barrier() takes a number
-    if not hasattr(dist, "set_timeout"):  # of releases after torch 2.13
+    torch.cpu.current_device = lambda: 0  # PyTorch returns a name, but barrier() takes a number
+    if not hasattr(dist, "set_timeout"):  # only in releases after torch 2.13
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _NoKernels(kernels)

@@ -1,4 +1,4 @@
-"""Replicas that torchft keeps together, each in a process of its own; one may be killed."""
+"""Replicas under torchft, each in a separate process; one may be killed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 SECONDS = 180
 TIMEOUT = timedelta(seconds=60)
-#: The step in whose backward replica 1 ends, the one in which its successor is back, and the end.
+#: The step in which replica 1 ends in its backward, the step in which its successor is back, and
+#: the last step.
 KILLED, BACK, STEPS = 3, 5, 8
 
 
 class Net(nn.Module):
-    """Two large layers, and one that replica 1 alone uses."""
+    """Two large layers, and one that only replica 1 uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-#: Net's first layer has its gradient last, in a bucket of its own.
+#: Net's first layer has its gradient last, in a separate bucket.
 BUCKET_CAP_MB = 0.008
 
 
@@ -53,13 +54,13 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Replica:
-    """What a replica is to do.
+    """The task of a replica.
 
     Attributes:
-        number: of the replica.
-        hook: as :func:`attach_to` takes it; a function of the manager makes one.
+        number: the replica's.
+        hook: as in :func:`attach_to`; or a function that makes one from the manager.
         is_killed: whether its process ends in the backward of step KILLED.
-        joins: whether it takes the place of one that was killed.
+        joins: whether it replaces a killed one.
     """
 
     number: int
@@ -70,7 +71,7 @@ class Replica:
 
 @dataclass
 class Result:
-    """What became of it: of each attempt the step, the replicas, and whether it was committed."""
+    """A replica's results: for each attempt the step, the replicas, and whether it committed."""
 
     attempts: list[tuple[int, int, bool]] = field(default_factory=list)
     states: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -80,11 +81,11 @@ class Result:
 
 @dataclass
 class Meeting:
-    """Where replicas wait for each other.
+    """Events at which replicas wait for each other.
 
     Attributes:
-        here: for each replica, at the start.
-        was_alone: set by the survivor; a successor that comes before would be in its next quorum.
+        here: set by each replica at the start.
+        was_alone: set by the survivor; an earlier successor would be in its next quorum.
         back: set by the successor.
     """
 
@@ -98,7 +99,7 @@ class Meeting:
             assert event.wait(SECONDS)
 
     def wait_until_lighthouse_says(self, pattern: str) -> None:
-        """Wait for what the lighthouse shows on its page."""
+        """Waits until the lighthouse's page shows something."""
         deadline = time.monotonic() + SECONDS
         while True:
             with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=SECONDS) as page:
@@ -110,7 +111,7 @@ class Meeting:
 
 
 def train(replica: Replica, meeting: Meeting) -> Result:
-    """Train to the last step, or to the replica's end."""
+    """Trains to the last step, or to the replica's end."""
     from torchft import Manager
     from torchft.process_group import ProcessGroupGloo
 
@@ -145,15 +146,15 @@ def train(replica: Replica, meeting: Meeting) -> Result:
     )
     hook = replica.hook(manager) if callable(replica.hook) else replica.hook
     handle = attach_to(manager, model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    # A lighthouse waits for a replica that it knows of.
+    # A lighthouse waits for a replica that it knows.
     meeting.wait_until_lighthouse_says(re.escape(store.get("replica_id").decode()) + ": seen")
     (meeting.back if replica.joins else meeting.here[replica.number]).set()
     meeting.wait(meeting.here)
     while manager.current_step() < STEPS:
-        if manager.current_step() == BACK and not meeting.back.is_set():  # a survivor
+        if manager.current_step() == BACK and not meeting.back.is_set():  # for a survivor
             meeting.was_alone.set()
             meeting.wait([meeting.back])
-            # The lighthouse takes those alone that it had before, if they come first.
+            # If the earlier replicas come first, the lighthouse takes only those.
             meeting.wait_until_lighthouse_says(r"\[1/1 participants healthy\]")
         manager.start_quorum()
         optimizer.zero_grad()
@@ -175,10 +176,10 @@ def train(replica: Replica, meeting: Meeting) -> Result:
 
 
 def run(hook: Any, *, kills: bool) -> dict[int, Result]:
-    """Train two replicas with a hook; with ``kills`` replica 1 ends, and another takes its place.
+    """Trains two replicas with a hook; with ``kills`` replica 1 ends, and another replaces it.
 
     Raises:
-        AssertionError: one raised, or gave no result in time.
+        AssertionError: a replica raised an error, or gave no result in time.
     """
     from torchft.coordination import LighthouseServer
 
@@ -237,12 +238,12 @@ def _run(replica: Replica, meeting: Meeting, connection: Connection) -> None:
         answer: Any = train(replica, meeting)
     except BaseException:
         answer = traceback.format_exc()
-    # Not as connections send tensors, whose memory goes with the process.
+    # Connections send tensors by their memory, which would end with the process.
     connection.send_bytes(pickle.dumps(answer))
 
 
 def plain(*, kills: bool) -> list[Tensor]:
-    """The parameters that a plain average gives, in one process."""
+    """The parameters after training with a plain average, in one process."""
     model = Net()
     optimizer = optimizer_of(model)
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""How ``train`` refuses what it is given."""
+"""Errors of ``train`` for wrong arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_commhook.cli.main import main
 
 
 def train_error(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that ``train`` with these arguments ends with, and exit code 2."""
+    """The one line that ``train`` prints for these arguments; it must exit with code 2."""
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments])
     assert ended.value.code == 2

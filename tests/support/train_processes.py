@@ -1,4 +1,4 @@
-"""Starts ``train`` as a user does, in marked processes, and finds those that are left."""
+"""Starts ``train`` as a user does, in marked processes, and finds those that remain."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from repository import ROOT
 
-#: A model that trains hundreds of steps a second.
+#: A model that does hundreds of steps a second.
 TINY = ("--layers", "1", "--dim", "32", "--heads", "2", "--seq", "32", "--data-cap-mb", "1")
-#: No single test waits longer for a process.
+#: The longest wait of a single test for a process.
 LIMIT_SECONDS = 100.0
 _MARK = "COMMHOOK_TEST_MARK"
 
@@ -28,9 +28,9 @@ def hooks_file(folder: Path, source: str) -> Path:
 
 
 class TrainProcess:
-    """A command of this Python, started in a process group of its own.
+    """A command of this Python, in a separate process group.
 
-    Leaving the ``with`` block kills whatever is left of it, so that a failed test leaves nothing.
+    The end of the ``with`` block kills its remaining processes, so that a failed test leaves none.
     """
 
     def __init__(self, *arguments: str | Path, folder: Path) -> None:
@@ -43,7 +43,7 @@ class TrainProcess:
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environment[_MARK] = self.mark
-        environment["TMPDIR"] = str(folder)  # a launcher that is killed leaves its folder
+        environment["TMPDIR"] = str(folder)  # a killed launcher leaves its folder
         self.stdout_path, self.stderr_path = folder / "stdout", folder / "stderr"
         with open(self.stdout_path, "wb") as stdout, open(self.stderr_path, "wb") as stderr:
             self.process = subprocess.Popen(
@@ -76,11 +76,11 @@ class TrainProcess:
         return self.stderr_path.read_text()
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> int:
-        """The exit code."""
+        """Waits for the exit code."""
         return self.process.wait(seconds)
 
     def wait_for_steps(self, metrics: Path, count: int = 1) -> None:
-        """Wait until ``metrics`` has ``count`` lines."""
+        """Waits until ``metrics`` has ``count`` lines."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
             assert self.process.poll() is None, f"it ended: {self.stderr}"
@@ -88,7 +88,7 @@ class TrainProcess:
             time.sleep(0.05)
 
     def alive(self) -> dict[int, dict[str, str]]:
-        """Process id to environment of all processes with the mark that still run."""
+        """The environments of all running processes with the mark, by process id."""
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -96,7 +96,7 @@ class TrainProcess:
             try:
                 raw = (folder / "environ").read_bytes().decode(errors="replace")
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended
                 continue
             environment = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
             if environment.get(_MARK) == self.mark and state != "Z":
@@ -104,13 +104,13 @@ class TrainProcess:
         return found
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """The process id of a rank."""
         pids = [pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)]
         assert len(pids) == 1, f"rank {rank} has the processes {pids}"
         return pids[0]
 
     def assert_all_end(self, seconds: float = 5.0) -> None:
-        """Fail unless no process with the mark is left within ``seconds``."""
+        """Fails unless all processes with the mark end within ``seconds``."""
         deadline = time.monotonic() + seconds
         while alive := self.alive():
             assert time.monotonic() < deadline, f"left: {sorted(alive)}"

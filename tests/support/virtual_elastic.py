@@ -1,9 +1,9 @@
-"""The library's code for ranks that come and go, over doubles in virtual time.
+"""Runs the library's code for ranks that come and go on doubles in virtual time.
 
-What decides is the library's own code: ``Membership``, ``ElasticRanks``, ``ElasticTraining``,
-``StepGroup``'s failures, ``RepeatableStep``, and how ``Reducer`` goes on after a failure. Doubles
-stand for what they decide about: the store, signs of life, ports and connections. The end of a step
-is an exchange of flags, as ``StepEnd`` makes one.
+The library's own code makes the decisions: ``Membership``, ``ElasticRanks``, ``ElasticTraining``,
+``StepGroup``'s failures, ``RepeatableStep``, and ``Reducer`` after a failure. Doubles replace the
+store, signs of life, ports and connections. A step ends with an exchange of flags, as in
+``StepEnd``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch_commhook.step import step_group as step_group_module
 from torch_commhook.step.rendezvous import Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
-#: How long the collectives of a training may take, in seconds.
+#: The timeout of a training's collectives, in seconds.
 TIMEOUT = 8.0
 
 
 class Signs:
-    """As ``SignsOfLife`` and ``StoreSigns`` count signs of life."""
+    """Counts signs of life like ``SignsOfLife`` and ``StoreSigns``."""
 
     def __init__(self, world: World, store: WorldStore, own: int, silent_after: float) -> None:
         self._world = world
@@ -97,7 +97,7 @@ class Signs:
 
 
 class Door:
-    """As ``Door`` finds who can be reached."""
+    """Finds reachable processes like ``Door``."""
 
     def __init__(self, world: World, doors: dict[int, Process], own: int, timeout: float) -> None:
         self._world = world
@@ -126,7 +126,7 @@ class Door:
 
 
 class Event:
-    """A thread that waits for it looks after signs of life, and is woken where one is missing."""
+    """An event. A thread that waits for it checks signs of life, and wakes if one is missing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -155,7 +155,7 @@ class Event:
 
 
 class Base:
-    """The group of which a StepGroup is made."""
+    """The group from which a StepGroup is made."""
 
     def __init__(self, store: WorldStore, rank: int, members: Sequence[int]) -> None:
         self.store = store
@@ -167,7 +167,7 @@ class Base:
 
 
 class StoreRendezvous(Rendezvous):
-    """Reasons of failures, in a store of virtual time."""
+    """Stores the reasons of failures in the virtual store."""
 
     def __init__(self, store: WorldStore, rank: int, size: int) -> None:
         self.store: Any = store
@@ -177,7 +177,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class ConnectedDouble:
-    """Stands for a ConnectedGroup."""
+    """A double of a ConnectedGroup."""
 
     def __init__(self, group: Endpoint) -> None:
         self.group = group
@@ -187,7 +187,7 @@ class ConnectedDouble:
 
 
 class Work:
-    """Of a message to or from another rank."""
+    """The Work of a message to or from another rank."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self._wait = wait
@@ -197,12 +197,12 @@ class Work:
 
 
 class Group(Endpoint):
-    """The connections as hooks and :mod:`transfer` use them, by ranks."""
+    """The connections as hooks and :mod:`transfer` use them, by rank."""
 
     def send_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         self.world.point("give")
         self.send(self.members[rank], ("tensor", tag), tensors[0].clone())
-        self.world.sleep(self.world.random.random() * 0.004)  # until it is taken
+        self.world.sleep(self.world.random.random() * 0.004)  # until the receiver takes it
         return Work(self.process.check)
 
     def receive_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
@@ -221,7 +221,7 @@ class Transferred:
 
 
 class Flags:
-    """As ``StepEnd`` agrees."""
+    """Agrees like ``StepEnd``."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -231,7 +231,7 @@ class Flags:
 
 
 class VirtualStepGroup(StepGroup):
-    """A StepGroup over connections of virtual time. It fails as the real one does."""
+    """A StepGroup over virtual connections. It fails like the real one."""
 
     def __init__(self, base: Base, *, meets_again: bool, connect_within: Any) -> None:
         world = the_world()
@@ -249,7 +249,7 @@ class VirtualStepGroup(StepGroup):
         name = base.store._prefix
         self.group: Any = Group(world, name, own, base.members, TIMEOUT)
         self._own = [ConnectedDouble(self.group)]  # type: ignore[list-item]
-        # Closes at once, as nothing is in the background here.
+        # Closes at once, since nothing runs in the background here.
         self._end: Any = SimpleNamespace(detach=self.group.close)
         if self.size > 1:
             self.group.connect(connect_within.total_seconds())
@@ -267,7 +267,7 @@ class VirtualStepGroup(StepGroup):
         return Flags(self.group)
 
 
-# ---- what stands for functions -------------------------------------------------------------------
+# ---- doubles of functions ------------------------------------------------------------------------
 
 
 def _tell_unreachable(base: Base, error: BaseException) -> None:
@@ -336,7 +336,7 @@ def _close_connections(*groups: Group, in_background: bool = False) -> None:
 
 
 def _watch(ranks: ElasticRanks) -> None:
-    """As the real one; has its signs wake the thread that looks after them."""
+    """Like the real function; its signs wake the thread that checks them."""
     signs: Any = ranks._signs
     if signs is not None:
         signs.looks = ranks._stopped.look  # type: ignore[attr-defined]
@@ -344,7 +344,7 @@ def _watch(ranks: ElasticRanks) -> None:
 
 
 def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of :mod:`transfer` over connections of virtual time."""
+    """A function of :mod:`transfer` over virtual connections."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -355,7 +355,7 @@ def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Let the library's code meet the doubles."""
+    """Replaces parts of the library by the doubles."""
     atexit = SimpleNamespace(
         register=lambda call: the_world().process.exits.append(call),
         unregister=lambda call: the_world().process.exits.remove(call),

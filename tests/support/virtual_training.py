@@ -1,7 +1,7 @@
-"""The program of a rank whose training is elastic, in virtual time.
+"""The program of a rank in an elastic training, in virtual time.
 
-The hook quantizes with error feedback, in two exchanges as a reduce-scatter and an all-gather. The
-steps are the library's, and so is what it does about failures.
+The hook quantizes with error feedback, in two exchanges like a reduce-scatter and an all-gather.
+The steps, and the handling of failures, are the library's.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class StepError(RuntimeError):
 
 @dataclass
 class ProcessPlan:
-    """What happens to a process.
+    """The events of a process.
 
     Attributes:
-        slowness: how much longer it computes.
-        raises_at: the step in which its hook raises.
+        slowness: the additional time of its computation.
+        raises_at: the step in which its hook raises an error.
         leaves_at: the step before which it leaves.
-        is_touched: whether a fault may end its part in the training.
+        is_touched: whether a fault may end its participation.
     """
 
     slowness: float = 1.0
@@ -51,13 +51,13 @@ class ProcessPlan:
 
 @dataclass
 class TrainingPlan:
-    """What the ranks of a training are given.
+    """The settings of a training's ranks.
 
     Attributes:
-        ranks: how many begin.
-        knows_ranks: whether they know how many.
-        steps: of the training.
-        buckets: of the hook.
+        ranks: the number of ranks at the beginning.
+        knows_ranks: whether they know this number.
+        steps: the training's steps.
+        buckets: the hook's buckets.
     """
 
     ranks: int
@@ -68,7 +68,7 @@ class TrainingPlan:
 
 
 class Memory:
-    """The hook's: an error for each bucket, of this rank alone."""
+    """The hook's memory: an error for each bucket, for this rank alone."""
 
     remembers_nothing = True
     error_bytes = 4 * _ELEMENTS
@@ -101,7 +101,7 @@ class AttachedDouble:
         self.group: Any = None
 
     def use_group(self, group: StepGroup, device: object) -> None:
-        """Connect as a second group would."""
+        """Connects like a second group."""
         self.group = group
         if group.size > 1:
             group.group.exchange("connect", None)
@@ -109,7 +109,7 @@ class AttachedDouble:
 
 @dataclass
 class Bucket:
-    """A bucket that is full."""
+    """A full bucket."""
 
     index: int
     gradient: Tensor
@@ -118,7 +118,7 @@ class Bucket:
 
 @dataclass
 class Started:
-    """A bucket whose first exchange has begun."""
+    """A bucket with its first exchange in flight."""
 
     bucket: Bucket
     values: list[Any]
@@ -127,7 +127,7 @@ class Started:
 
 
 class VirtualStep(RepeatableStep):
-    """The real step, with a hook over connections of virtual time."""
+    """The real step, with a hook over virtual connections."""
 
     def __init__(self, trainer: Trainer, group: Any, gradients: list[Tensor]) -> None:
         self.attached: Any = trainer.attached
@@ -190,14 +190,14 @@ class VirtualStep(RepeatableStep):
         super().repeat(group)
 
     def drain(self, error: BaseException) -> None:
-        """Closed connections end all exchanges at once."""
+        """Does nothing: closed connections end all exchanges at once."""
 
     def run_post_accumulate_hooks(self) -> None:
-        """There are none."""
+        """Does nothing: there are no such hooks."""
 
 
 class VirtualReducer:
-    """Begins, ends and repeats steps as the real one does."""
+    """Begins, ends and repeats steps like the real one."""
 
     _begin_step = Reducer._begin_step
     _finish = Reducer._finish
@@ -214,20 +214,20 @@ class VirtualReducer:
         self._buckets = SimpleNamespace(prepare_memory=lambda attached: None)
 
     def _on_step(self, begins: bool) -> None:
-        """Nothing looks at it."""
+        """Does nothing: nothing reads it."""
 
     def _agree_on_order(self, attached: object) -> None:
-        """The order of buckets stays, as with elastic."""
+        """Does nothing: the order of buckets is fixed, as with elastic."""
 
     def _reset(self) -> None:
-        """A step is an object of its own."""
+        """Does nothing: each step is a new object."""
 
     def _step_ended(self) -> None:
-        """A step is an object of its own."""
+        """Does nothing: each step is a new object."""
 
 
 class Model(nn.Module):
-    """A parameter for each bucket, and a buffer that each rank changes for itself."""
+    """A parameter for each bucket, and a buffer that each rank changes by itself."""
 
     def __init__(self, seed: int, buckets: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def move(self, index: int, result: Tensor) -> None:
-        """Takes a step with a parameter."""
+        """Moves a parameter."""
         parameter = self._parameters[index]
         state = self.state[parameter]
         if "momentum" not in state:
@@ -275,9 +275,9 @@ class Counted:
     Attributes:
         step: its number.
         digest: of parameters, buffers and the optimizer's state after it.
-        senders: whose gradients are in it.
-        joining: who has taken part with zeros.
-        count: of the optimizer.
+        senders: the ranks with gradients in it.
+        joining: the ranks that took part with zeros.
+        count: the optimizer's.
     """
 
     step: int
@@ -293,11 +293,11 @@ class Trainer:
     Attributes:
         own: its number in the training; None before it has one.
         counted: the steps that it has counted.
-        said: how it ended; None while it runs.
-        sent_again: parameters that it got twice when it joined in pieces.
-        joining: who takes part with zeros in the step that is open.
+        said: the reason of its end; None while it runs.
+        sent_again: parameters that it received twice while it joined in pieces.
+        joining: the ranks that take part with zeros in the open step.
         written: the gradients that the step has written.
-        repeated: how often it has repeated a step.
+        repeated: the number of repeated steps.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Trainer:
         self._fails = False
 
     def main(self) -> None:
-        """Train to the end; note how that ended."""
+        """Trains to the end; records the reason of the end."""
         try:
             self.train()
             self.said = "done"

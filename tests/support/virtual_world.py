@@ -1,7 +1,7 @@
 """A world of processes on hosts, in virtual time: a clock, threads, a store, and connections.
 
-One thread runs at a time, and hands over where it sleeps or waits. The clock jumps to the next
-event. A seed decides how long messages take, so the same seed is the same history.
+One thread runs at a time, and hands over when it sleeps or waits. The clock jumps to the next
+event. A seed determines the times of messages, so the same seed gives the same history.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-#: So long it takes until TCP gives up a host that does not answer, in seconds.
+#: Seconds until TCP gives up a host that does not answer.
 LOST_HOST = 1.5
-#: So long a store's client waits for an answer, in seconds.
+#: Seconds that a store's client waits for an answer.
 STORE_TIMEOUT = 4.0
 
 
 class Killed(BaseException):
-    """The process has ended: its threads run no further."""
+    """The process has ended: its threads stop."""
 
 
 class Baton:
-    """Who has it runs."""
+    """The thread with the baton runs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -37,7 +37,7 @@ class Task(Baton):
     def __init__(self, process: Process, run: Callable[[], object]) -> None:
         super().__init__()
         self.process = process
-        self.pause = 0  # counts them; an event that ends an earlier one is void
+        self.pause = 0  # counts its pauses; an event for an earlier one is void
         self.has_ended = False
         self._run = run
         threading.Thread(target=self._begin, daemon=True).start()
@@ -60,10 +60,10 @@ class Process:
     """A process on a host.
 
     Attributes:
-        number: counts the processes of a world.
-        host: where it runs.
+        number: its number in the world.
+        host: its host.
         is_dead: whether it has ended.
-        is_stopped: whether its threads stand still.
+        is_stopped: whether its threads are suspended.
         exits: functions that it calls when it ends by itself.
     """
 
@@ -77,21 +77,21 @@ class Process:
         self.endpoints: list[Endpoint] = []
         self.on_tick: Callable[[], None] | None = None
         self._waiting: dict[Task, Callable[[], bool]] = {}
-        self._held: list[tuple[Task, int]] = []  # to go on when the process does
+        self._held: list[tuple[Task, int]] = []  # continue with the process
 
     def start(self, run: Callable[[], object]) -> None:
-        """Run a function on a thread of its own."""
+        """Runs a function on a new thread of this process."""
         task = Task(self, run)
         self.world.tasks.append(task)
         self.world.resume(task, 0.0)
 
     def check(self) -> None:
-        """Raise :class:`Killed` where the process has ended."""
+        """Raises :class:`Killed` if the process has ended."""
         if self.is_dead:
             raise Killed
 
     def notify(self) -> None:
-        """Let its threads look again at what they wait for."""
+        """Makes its threads check the conditions again for which they wait."""
         for task, is_so in self._waiting.items():
             if is_so():
                 self.world.resume(task, 0.0)
@@ -107,7 +107,7 @@ class Process:
             del self._waiting[task]
 
     def stop(self, seconds: float) -> None:
-        """Let all threads stand still for a time."""
+        """Suspends all threads for a time."""
         self.is_stopped = True
 
         def go_on() -> None:
@@ -119,7 +119,7 @@ class Process:
         self.world.after(seconds, go_on)
 
     def end(self, *, silently: bool = False) -> None:
-        """End it. Its host closes its connections, unless that has ended, too (``silently``)."""
+        """Ends the process. Its host closes its connections, unless it has ended (``silently``)."""
         if self.is_dead:
             return
         self.is_dead = True
@@ -131,12 +131,12 @@ class Process:
         self.world.notify_all()
 
 
-#: Those that are under way; the last one counts.
+#: The running worlds; the last one counts.
 worlds: list[World] = []
 
 
 def the_world() -> World:
-    """The one that is under way."""
+    """The running world."""
     return worlds[-1]
 
 
@@ -145,14 +145,14 @@ class World:
 
     Attributes:
         now: the time, in seconds.
-        random: decides what is left to chance.
-        values: of the store.
-        doors: the process of each number in the training that lets others connect.
-        current: the task that runs.
-        failure: of the simulation itself.
+        random: the source of all random choices.
+        values: the store's.
+        doors: for each number in the training, the process that accepts connections.
+        current: the running task.
+        failure: an error of the simulation itself.
         reach: called with a process and the name of a point that it has reached.
         written: called with a key of the store and its new value.
-        live: how many processes run, or are still to start.
+        live: the number of processes that run or have not started yet.
     """
 
     def __init__(self, seed: int) -> None:
@@ -172,25 +172,25 @@ class World:
         self._main = Baton()
         self._latest = 0.0
         self.live = 0
-        self._cut: dict[tuple[int, int], int] = {}  # how many faults keep two hosts apart
+        self._cut: dict[tuple[int, int], int] = {}  # the number of faults that separate two hosts
         self._storeless: dict[int, int] = {}
         self._delayed: list[Callable[[], None]] = []
 
     # ---- events ----------------------------------------------------------------------------------
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call a function later."""
+        """Calls a function later."""
         self._count += 1
         heappush(self._events, (self.now + seconds, self._count, call, None, 0))
 
     def resume(self, task: Task, seconds: float, pause: int | None = None) -> None:
-        """Let a task go on later, if it still makes the same pause."""
+        """Resumes a task later, if it is still in the same pause."""
         self._count += 1
         which = task.pause if pause is None else pause
         heappush(self._events, (self.now + seconds, self._count, None, task, which))
 
     def run(self, latest: float) -> None:
-        """Let all run until no process lives, or a time has come. Ends all processes."""
+        """Runs everything until no process lives, or until a time. Ends all processes."""
         self._latest = latest
         self.pass_on(self._main)
         for process in self.processes:
@@ -204,12 +204,12 @@ class World:
         self.current = None
 
     def hand_over(self, task: Task) -> None:
-        """Let others run until an event resumes this task."""
+        """Lets others run until an event resumes this task."""
         self.pass_on(task)
         self.current = task
 
     def pass_on(self, own: Any) -> None:
-        """:meth:`hand_over`; for good where the task has ended."""
+        """:meth:`hand_over`; forever if the task has ended."""
         next_one = self._next()
         if next_one is own:
             return
@@ -219,7 +219,7 @@ class World:
             own.lock.acquire()
 
     def _next(self) -> Any:
-        """Who is to run."""
+        """The task that runs next."""
         while self._events and self.live > 0 and self.now < self._latest and not self.failure:
             self.now, _, call, task, pause = heappop(self._events)
             if task is None:
@@ -233,16 +233,16 @@ class World:
                 task.process.hold(task, pause)
         return self._main
 
-    # ---- of the process that runs ----------------------------------------------------------------
+    # ---- for the running process -----------------------------------------------------------------
 
     @property
     def process(self) -> Process:
-        """Whose thread runs."""
+        """The process of the running thread."""
         found: Process = self.current.process
         return found
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Waits for a time."""
         task = self.current
         task.process.check()
         task.pause += 1
@@ -251,7 +251,7 @@ class World:
         task.process.check()
 
     def wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, of which the process is notified; whether it does."""
+        """Waits until a condition holds, checked after notifications; returns whether it holds."""
         task = self.current
         process, deadline = task.process, self.now + seconds
         process.check()
@@ -265,7 +265,7 @@ class World:
         return True
 
     def point(self, name: str) -> None:
-        """The process has come to a point at which it may end."""
+        """Reports that the process has reached a point at which it may end."""
         process = self.process
         process.check()
         self.reach(process, name)
@@ -280,7 +280,7 @@ class World:
     # ---- networks --------------------------------------------------------------------------------
 
     def are_apart(self, host: int, other: int) -> bool:
-        """Whether no message goes between two hosts."""
+        """Whether messages between two hosts are blocked."""
         return (min(host, other), max(host, other)) in self._cut
 
     def has_no_store(self, host: int) -> bool:
@@ -288,7 +288,7 @@ class World:
         return host in self._storeless
 
     def split(self, side: Collection[int], others: Collection[int], seconds: float) -> None:
-        """Let no message go between two sides for a time."""
+        """Blocks messages between two sides for a time."""
         pairs = [(min(a, b), max(a, b)) for a in side for b in others]
         for pair in pairs:
             self._cut[pair] = self._cut.get(pair, 0) + 1
@@ -315,7 +315,7 @@ class World:
                     endpoint.lose(other, "Connection timed out")
 
     def cut_off_from_store(self, side: Collection[int], seconds: float) -> None:
-        """Keep hosts from the store for a time."""
+        """Keeps hosts from the store for a time."""
         for host in side:
             self._storeless[host] = self._storeless.get(host, 0) + 1
 
@@ -329,12 +329,12 @@ class World:
         self.after(seconds, heal)
 
     def delay(self, deliver: Callable[[], None]) -> None:
-        """Deliver something when hosts are apart no more."""
+        """Delivers something once the hosts are connected again."""
         self._delayed.append(deliver)
 
 
 class WorldStore:
-    """The store, as a process reaches it. Which process that is tells the thread that asks."""
+    """The store as a process uses it. The calling thread determines the process."""
 
     def __init__(self, world: World, prefix: str = "") -> None:
         self._world = world
@@ -347,7 +347,7 @@ class WorldStore:
         return self
 
     def set_timeout(self, timeout: object) -> None:
-        """It has one of its own."""
+        """Does nothing: this store has its own timeout."""
 
     def has_extended_api(self) -> bool:
         return True
@@ -426,11 +426,11 @@ class Endpoint:
     """A process's connections to the others of a group.
 
     Args:
-        world: in which they are.
-        name: of the group.
+        world: the connections' world.
+        name: the group's.
         own: this process's number among the members.
-        members: of the group, in order of rank.
-        timeout: of a message, in seconds.
+        members: the group's, in order of rank.
+        timeout: a message's, in seconds.
     """
 
     def __init__(
@@ -446,18 +446,18 @@ class Endpoint:
         self._is_closed = False
         self._lost: dict[int, str] = {}
         self._came: dict[tuple[int, object], deque[Any]] = {}
-        self._sent_at: dict[int, float] = {}  # when the last message to each comes
-        self._drops: set[int] = set()  # of those, what is on its way to these
+        self._sent_at: dict[int, float] = {}  # the arrival of the last message to each member
+        self._drops: set[int] = set()  # of these, members whose messages in flight are dropped
         self._rounds = 0
 
     def size(self) -> int:
         return len(self.members)
 
     def connect(self, seconds: float) -> None:
-        """Connect to all others, each of whom does so, too.
+        """Connects to all other members, which must do the same.
 
         Raises:
-            RuntimeError: that did not happen in time.
+            RuntimeError: the members did not connect in time.
         """
         self.world.point("connect")
         self.world.endpoints[self.name, self.own] = self
@@ -485,7 +485,7 @@ class Endpoint:
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, other: int, tag: object, value: Any) -> None:
-        """Send something to a member.
+        """Sends a value to a member.
 
         Raises:
             RuntimeError: the connection is lost.
@@ -522,7 +522,7 @@ class Endpoint:
             raise RuntimeError(self._lost[other])
 
     def receive(self, other: int, tag: object) -> Any:
-        """What a member has sent.
+        """The next value from a member.
 
         Raises:
             RuntimeError: the connection is lost, or the time is over.
@@ -540,24 +540,24 @@ class Endpoint:
         raise AssertionError
 
     def exchange(self, point: str, value: Any, seconds: float | None = None) -> list[Any]:
-        """What all members have given, in order of rank."""
+        """The values of all members, in order of rank."""
         return self.exchange_parts(point, [value] * len(self.members), seconds)
 
     def exchange_parts(
         self, point: str, values: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
-        """What all members have given for this one, in order of rank.
+        """The values that all members have given for this one, in order of rank.
 
         Args:
-            point: at which this process may end, before each message.
-            values: for each member.
-            seconds: for how long to wait.
+            point: the point at which this process may end, before each message.
+            values: one for each member.
+            seconds: the longest wait.
         """
         tag = self.begin_exchange(point, values)
         return self.end_exchange(tag, values, seconds)
 
     def begin_exchange(self, point: str, values: Sequence[Any]) -> object:
-        """:meth:`exchange_parts`, as far as this one's values are sent; returns the tag."""
+        """:meth:`exchange_parts` up to the sending of this member's values; returns the tag."""
         self._rounds += 1
         tag = self._rounds
         for member, value in zip(self.members, values, strict=True):
@@ -569,7 +569,7 @@ class Endpoint:
     def end_exchange(
         self, tag: Any, values: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
-        """The rest of it."""
+        """The rest of :meth:`exchange_parts`."""
         keys = {other: (other, tag[1]) for other in self.others}
         missing = list(self.others)
 
@@ -595,14 +595,14 @@ class Endpoint:
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self, *, silently: bool = False) -> None:
-        """Close the connections: what is on its way may come, or may not."""
+        """Closes the connections: messages in flight may be lost."""
         if self._is_closed:
             return
         self._is_closed = True
         if self in self.process.endpoints:
             self.process.endpoints.remove(self)
         for other in self.others:
-            # A socket that is closed with unread data forgets what is still to be sent.
+            # A socket with unread data loses its unsent data when it is closed.
             unread = self.process.is_dead or any(
                 values for (sender, _), values in self._came.items() if sender == other
             )
@@ -621,7 +621,7 @@ class Endpoint:
             peer.lose(self.own, "Connection timed out")
 
     def lose(self, other: int, why: str = "Connection closed by peer") -> None:
-        """A connection is lost."""
+        """Marks a connection as lost."""
         if self._is_closed or other in self._lost:
             return
         # Not all of Gloo's errors name the rank.

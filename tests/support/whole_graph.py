@@ -1,4 +1,4 @@
-"""Backward compiled as one graph."""
+"""Compiles backward as one graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo import compiled_autograd
 
 
 class WholeGraph:
-    """Compiles each backward as one graph, in which no break is allowed, and counts them."""
+    """Compiles each backward as one graph without breaks, and counts the graphs."""
 
     def __init__(self) -> None:
         self.compiled = 0

@@ -245,7 +245,7 @@ inline __attribute__((always_inline)) void measure(const float* p, int64_t n, fl
   }
 }
 
-// The step of a block whose largest magnitude is `range`, as Fit in blockwise_math.h describes it.
+// The step of a block with the largest magnitude `range`; see Fit in blockwise_math.h.
 inline __attribute__((always_inline)) float fitted_step_of(const float* __restrict p, int64_t n,
                                                            float range) {
   const Fit fit = fit_to(range);

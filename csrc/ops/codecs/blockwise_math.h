@@ -20,7 +20,7 @@ namespace commhook::blockwise {
 // The integer is then in the low bits of the sum.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
 
-// Multiplies step and factor of a block whose largest q would be restored as an infinity, because
+// Multiplies step and factor of a block if its largest q would be restored as an infinity, because
 // the step was rounded up. It outweighs a few roundings up.
 constexpr float kNarrowing = 1.0f - 0x1p-22f;
 

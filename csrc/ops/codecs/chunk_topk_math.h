@@ -14,10 +14,10 @@ constexpr int kLeastChunk = 64;
 constexpr int kLargestChunk = 4096;
 constexpr uint32_t kWordBits = 32;
 
-// A message has one part for each chunk, in whole words of 32 bits: the levels; then the ascending
-// places of the entries, `place_bits` each; then their codes, `bits` each. Fields follow each other
-// from the lowest bit of the first word on. If fewer values than entries are not zero, the last
-// place repeats; decoders skip the repetitions.
+// A message has one part for each chunk, in whole words of 32 bits. A part holds the levels, then
+// the ascending places of the entries, `place_bits` each, then their codes, `bits` each. Fields
+// follow each other from the lowest bit of the first word on. If fewer values than entries are not
+// zero, the last place repeats; decoders skip the repetitions.
 struct Form {
   int k;
   int chunk;  // values; a power of two

@@ -15,7 +15,7 @@ inline __attribute__((always_inline)) Rounded round_lanes(const __m512& values) 
   using T = Traits<kE5M2>;
   constexpr int kLargerMagnitude = 3;  // selects the larger magnitude, with the sign of the first
   constexpr int kOrAnd = 0xf8;         // a | (b & c)
-  // The sum then counts exponents from the least one, by 8 bits.
+  // With this offset, exponents count from the least one, modulo 2^8.
   constexpr uint32_t kOffset = -(T::kLeastNormal >> T::kShift) & 0xffu;
   const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
   const __m512 least = _mm512_castsi512_ps(_mm512_set1_epi32(T::kLeastNormal));

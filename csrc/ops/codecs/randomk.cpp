@@ -2,9 +2,9 @@
 // device; all other kernels give the same bits. torch_commhook/codecs/randomk.py has the codec.
 //
 // A message of k entries holds k float32 values without their indices, which follow from a seed and
-// a step (randomk_math.h). So messages with the same seed and step can be added. If any value of
-// all is infinite or NaN, every value that is sent is NaN, and the error keeps what it has: such a
-// value at a place that is not sent would otherwise go unnoticed. The value itself leaves no error.
+// a step (randomk_math.h). So messages with the same seed and step can be added. If any of all
+// values is infinite or NaN, all values that are sent are NaN, and no error is dropped. Otherwise
+// such a value would go unnoticed at a place that is not sent. The value itself leaves no error.
 #include "ops/codecs/randomk.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
-// Values at random places, on the CPU: one pass over all values, which writes the error and
-// searches for values that are not finite; then a pass over the entries of the message.
+// Values at random places, on the CPU. One pass over all values writes the error and searches for
+// values that are not finite. A second pass goes over the entries of the message.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace commhook::randomk {
 namespace {
 
 constexpr int64_t kPiece = cpu::kMaxBlock;  // values that stay in the first-level cache
-constexpr int64_t kBatch = 1024;            // entries whose indices are drawn together
+constexpr int64_t kBatch = 1024;            // entries with indices that are drawn together
 // With fewer, waking a thread costs more than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
 constexpr int64_t kGrainEntries = 4 * kBatch;

@@ -2,7 +2,7 @@
 // at most kPiece values, which compilers vectorise.
 #include "ops/codecs/block_codec_kernels.inl"
 
-// error = value * scale + error, in place. A compiler would not vectorise compensated(), whose
+// error = value * scale + error, in place. A compiler would not vectorise compensated(), since its
 // source and destination might overlap.
 void compensate(const float* __restrict values, int64_t n, float scale, float* __restrict error) {
   for (int64_t i = 0; i < n; ++i) {

@@ -1,9 +1,8 @@
 // Compiles a file of kernels once for each instruction set. A source file includes this once, in an
 // anonymous namespace, with COMMHOOK_KERNELS as the name of that file. The file's contents are then
 // in the namespaces kernels_default, kernels_avx2 and kernels_avx512. The file may include only
-// other
-// files of kernels: a template of the standard library would be compiled for that instruction set
-// and could be linked into code that runs on other processors. It can use the headers of the
+// other files of kernels. A template of the standard library would be compiled for that instruction
+// set, and could then be linked into code for other processors. The file can use the headers of the
 // including source file, which must include cpu/capability.h.
 //   COMMHOOK_CHOOSE(name)   kernels_...::name, for the instruction set that capability() returns
 //   COMMHOOK_VECTOR_BYTES   in the file of kernels: 16, with AVX2 32, with AVX-512 64; GCC 12 does

@@ -41,7 +41,7 @@ class Stream {
     kernels_.fence();
   }
 
-  // Where to write the `count` bytes, at most `limit`, whose final address is `to`.
+  // The buffer for `count` bytes, at most `limit`, with the final address `to`.
   void* place(void* to, int64_t count) {
     auto* const target = static_cast<char*>(to);
     if (target != line_ + end_) {

@@ -207,7 +207,7 @@ void bind_backends(py::module_& m) {
       .def("close", &TakenBackends::close, py::call_guard<py::gil_scoped_release>());
 }
 
-// For any Work, also one of PyTorch's.
+// Bindings for any Work, including PyTorch's.
 void bind_works(py::module_& m) {
   m.def("on_completion", &on_completion, py::arg("future"), py::arg("callback"),
         "Calls callback(end, error) once a Future is complete; end in steady_seconds().");
@@ -217,7 +217,7 @@ void bind_works(py::module_& m) {
   m.def("work_exception", &work_exception, py::arg("work"),
         "What a Work has failed with, or None. PyTorch's binding cannot convert it up to 2.12.");
   m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
-  // What C++ does with a Work in Python: for tests, which have no other way to a holder.
+  // Wraps a Python Work as C++ does. For tests, which have no other way to do this.
   m.def(
       "held_work",
       [](const py::object& work) {
@@ -226,7 +226,7 @@ void bind_works(py::module_& m) {
       py::arg("work"));
 }
 
-// For Python that threads of C++ run.
+// Bindings for Python code that C++ threads run.
 void bind_for_threads(py::module_& m) {
   m.def(
       "report_unraisable",
@@ -243,7 +243,7 @@ void bind_for_threads(py::module_& m) {
         if (attributes.contains(attribute)) {
           py::object value = attributes[attribute.c_str()];
           attributes.attr("__delitem__")(attribute);
-          drop_on_main_thread(std::move(value));  // the only reference of this thread
+          drop_on_main_thread(std::move(value));  // this thread's only reference
         }
       },
       py::arg("object"), py::arg("attribute"),

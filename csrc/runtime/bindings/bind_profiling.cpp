@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-// A guard as Python's `with` takes it: on one thread, entered and left once.
+// A guard for Python's `with`: entered and left once, on one thread.
 class ProfilerUse {
  public:
   explicit ProfilerUse(std::shared_ptr<const ThreadProfiler> profiler)

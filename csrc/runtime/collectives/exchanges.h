@@ -61,9 +61,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void use_down(const Group& down);
 
   // For places that are reserved from now on, a large message is cut into as many pieces as there
-  // are connections: the first ones, and those of further groups over the same ranks. ups[i] and
-  // downs[i] form a pair. All ranks call it between the same two places, with no exchange in
-  // flight.
+  // are connections. These are the first ones, and those of further groups over the same ranks;
+  // ups[i] and downs[i] form a pair. All ranks call it between the same two places, with no
+  // exchange in flight.
   void use_more(const std::vector<Group>& ups, const std::vector<Group>& downs);
 
   // Returns when no exchange is in flight. Returns at once on a thread that waits for messages,

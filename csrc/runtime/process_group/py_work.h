@@ -60,9 +60,9 @@ std::exception_ptr error_of(const c10::ivalue::Future& future);
 // A Work for a Future. Unlike c10d's, it fails if Python has set an exception.
 c10::intrusive_ptr<c10d::Work> work_of(c10::intrusive_ptr<c10::ivalue::Future> future);
 
-// The Work of a Python object. If the object's class is a Python class, derived from this library's
-// Work or from torch.distributed.Work, the Work keeps the object as long as C++ needs it, and calls
-// all overrides of its class. Needs the GIL.
+// The Work of a Python object. The object's class may be a Python class that derives from this
+// library's Work or from torch.distributed.Work. Then the Work keeps the object as long as C++
+// needs it, and calls all overrides of its class. Needs the GIL.
 c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
                                          const pybind11::object& python);
 

@@ -9,7 +9,7 @@
 
 namespace commhook {
 
-// Parameters whose dtype, device and shape must not change, since the buckets depend on them. With
+// Parameters that must keep their dtype, device and shape, since the buckets depend on these. With
 // `in_ddp`, DDP's reducer must also keep waiting for them. A conversion ends that for good, even if
 // it is undone.
 class ParameterForms {

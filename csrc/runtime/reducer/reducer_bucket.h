@@ -56,7 +56,7 @@ class ReducerBucket : public GradientSource {
   // So that a forbidden backward in another thread does not crash.
   mutable std::mutex mutex_;
   at::Tensor storage_;
-  at::Tensor apart_storage_;       // for steps that do not change storage_
+  at::Tensor apart_storage_;  // for steps that do not change storage_
   // Of storage_; gradients are other tensors, which share their memory.
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> gradients_;

@@ -13,7 +13,7 @@ commhook::TensorHook scale(double factor) {
 }
 COMMHOOK_REGISTER_AUTOGRAD_HOOK(scale, "scale", commhook::Option<double>("factor"));
 
-// As docs/cpp_hooks.md has it.
+// The example of docs/cpp_hooks.md.
 commhook::TensorHook clip(double limit) {
   return [limit](const at::Tensor& grad) { return grad.clamp(-limit, limit); };
 }

@@ -1,4 +1,4 @@
-// Communication hooks for tests: some that work, and all that a hook can do wrong.
+// Communication hooks for tests: hooks that work, and hooks with each possible mistake.
 #include <Python.h>
 #include <commhook/comm_hook.h>
 
@@ -19,7 +19,7 @@ FuturePtr mean(GradBucket& bucket) {
                              bucket.scaledBuffer(1.0 / bucket.getProcessGroup()->getSize()));
 }
 
-// What each kind of mistake is called.
+// Makes the mistake that its option names.
 class Wrong : public commhook::CommHookInterface {
  public:
   explicit Wrong(std::string how) : how_(std::move(how)) {
@@ -93,7 +93,7 @@ class Wrong : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(Wrong, "wrong", commhook::Option<std::string>("how"));
 
-// Fails in one of its buckets, every so many of them.
+// Fails in one of its buckets, once in `every` of them.
 class FailsAt : public commhook::CommHookInterface {
  public:
   explicit FailsAt(int64_t call) : call_(call) {}
@@ -108,7 +108,7 @@ class FailsAt : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(FailsAt, "fails_at", commhook::Option<int64_t>("call"));
 
-// Says which values its options have come with.
+// Reports the values of its options.
 class Options : public commhook::CommHookInterface {
  public:
   Options(bool flag, int64_t level, double factor, std::string name, at::ScalarType dtype)
@@ -127,8 +127,8 @@ COMMHOOK_REGISTER_HOOK(Options, "options", commhook::Option<bool>("flag", false)
                              return !c10::isComplexType(dtype);
                            }));
 
-// Gives the mean of this rank alone, some time later. Makes a file, where it is given a path, as
-// soon as it is under way.
+// Returns the mean of this rank alone, after a while. If it has a path, it creates a file there
+// when it starts.
 class Late : public commhook::CommHookInterface {
  public:
   Late(double seconds, std::string marker) : seconds_(seconds), marker_(std::move(marker)) {}
@@ -151,7 +151,7 @@ class Late : public commhook::CommHookInterface {
 COMMHOOK_REGISTER_HOOK(Late, "late", commhook::Option<double>("seconds"),
                        commhook::Option<std::string>("marker", ""));
 
-// Gives back what it has averaged in the first parameter's gradient, and not in the buffer.
+// Returns an average in the first parameter's gradient instead of the buffer.
 class InGradient : public commhook::CommHookInterface {
  public:
   FuturePtr runHook(GradBucket& bucket) override {
@@ -162,7 +162,7 @@ class InGradient : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(InGradient, "in_gradient");
 
-// Its constructor needs the GIL, which is lent to other threads meanwhile.
+// Its constructor needs the GIL, and releases it to other threads meanwhile.
 class TakesTheGil : public commhook::CommHookInterface {
  public:
   TakesTheGil() {
@@ -176,7 +176,7 @@ class TakesTheGil : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(TakesTheGil, "takes_the_gil");
 
-// Goes through all that a bucket has, and writes each gradient by itself.
+// Uses all methods of a bucket, and writes each gradient separately.
 class Gradients : public commhook::CommHookInterface {
  public:
   FuturePtr runHook(GradBucket& bucket) override {
@@ -205,7 +205,7 @@ class Gradients : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(Gradients, "gradients");
 
-// Sends nothing, and says nothing about that. Replaces the buffer.
+// Sends nothing, and does not report its traffic. Replaces the buffer.
 class Alone : public commhook::CommHookInterface {
  public:
   FuturePtr runHook(GradBucket& bucket) override {
@@ -215,7 +215,7 @@ class Alone : public commhook::CommHookInterface {
 };
 COMMHOOK_REGISTER_HOOK(Alone, "alone");
 
-// With a state, and its own way to read a result.
+// Has a state, and its own parseHookResult().
 class Counted : public commhook::CppCommHookInterface<std::map<size_t, int64_t>> {
  public:
   Counted() : CppCommHookInterface({}) {}

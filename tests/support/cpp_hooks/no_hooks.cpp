@@ -1,2 +1,2 @@
-// A library of hooks with none in it.
+// A library that includes the header of hooks, but has no hooks.
 #include <commhook/autograd_hook.h>

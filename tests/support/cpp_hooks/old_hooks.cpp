@@ -1,4 +1,4 @@
-// What a library that was built for another torch says of itself.
+// Imitates a library that was built for another torch.
 #include <cstdint>
 
 struct Library {

@@ -1,4 +1,4 @@
-// Registers a good hook, and one of a name that torch_commhook has.
+// Registers a good hook, and one with a name of torch_commhook's own.
 #include <commhook/comm_hook.h>
 
 namespace {

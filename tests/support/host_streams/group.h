@@ -1,4 +1,4 @@
-// A process group whose collectives run on a stream, as NCCL's do, and over Gloo.
+// A process group that runs its collectives on a stream, as NCCL does, by means of Gloo.
 #pragma once
 
 #include <chrono>
@@ -16,11 +16,10 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Collective = std::function<WorkPtr(c10d::Backend&)>;
 
-// Who waits for it waits for its Future.
+// wait() waits for the Future.
 class FutureWork : public c10d::Work {
  public:
-  // Args:
-  //   devices: of the Future.
+  // devices: those of the Future.
   FutureWork(Tensors outputs, std::vector<c10::Device> devices)
       : future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::move(devices))),
         outputs_(std::move(outputs)) {}
@@ -39,7 +38,7 @@ class FutureWork : public c10d::Work {
   const Tensors outputs_;
 };
 
-// The collectives, in terms of how one is put on the stream.
+// Expresses each collective by functions that put one on the stream.
 class StreamGroup : public c10d::Backend {
  public:
   explicit StreamGroup(c10::intrusive_ptr<c10d::Backend> gloo)
@@ -90,15 +89,15 @@ class StreamGroup : public c10d::Backend {
 
  protected:
   virtual WorkPtr put(Tensors outputs, Collective collective) = 0;
-  // Of a collective that reads what it writes.
+  // Puts a collective that writes its inputs.
   virtual WorkPtr in_place(const Tensors& tensors, Collective collective) {
     return put(tensors, std::move(collective));
   }
-  // Of one that reads other memory, as a rule: an output may hold the input.
+  // Puts a collective that usually reads other memory than it writes; an output may hold the input.
   virtual WorkPtr to_others(const Tensors& outputs, const Tensors&, Collective collective) {
     return put(outputs, std::move(collective));
   }
-  // A tensor on the host over the memory of another one.
+  // A tensor on the host that shares another one's memory.
   virtual at::Tensor on_host(const at::Tensor& tensor) const { return tensor; }
 
   Tensors on_host_all(const Tensors& tensors) const {

@@ -1,5 +1,5 @@
-// Streams of a device on the host, for the doubles of devices and of process groups: a thread for
-// each, which runs one task after another. A stream without a thread is the host itself.
+// Streams of a device on the host, for doubles of devices and of process groups. Each is a thread
+// that runs one task after another. A stream without a thread is the host itself.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -36,13 +36,13 @@ class Queue {
     return done_ >= place;
   }
 
-  // Waits as a stream does, which passes errors on to nobody.
+  // Waits as a stream does, without errors.
   void reach(int64_t place) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return done_ >= place; });
   }
 
-  // What the first task failed with that did; empty if none did.
+  // The error of the first task that failed; empty if none did.
   std::string error() {
     const std::lock_guard lock(mutex_);
     return error_;
@@ -55,7 +55,7 @@ class Queue {
     changed_.notify_all();
   }
 
-  // Lets run() return once all tasks are done.
+  // Makes run() return once all tasks are done.
   void close() {
     const std::lock_guard lock(mutex_);
     is_closed_ = true;
@@ -98,15 +98,15 @@ class Queue {
 
 struct Streams {
   std::mutex mutex;
-  std::vector<Queue*> queues;  // by stream, without an end; nullptr for the host
+  std::vector<Queue*> queues;  // by stream, never freed; nullptr for the host
 };
 
 inline Streams& streams() {
-  static auto& only = *new Streams;  // threads use it until the process ends
+  static auto& only = *new Streams;  // never freed: threads use it until the process ends
   return only;
 }
 
-// The stream that the host is.
+// A new stream that stands for the host.
 inline c10::StreamId new_host_stream() {
   const std::lock_guard lock(streams().mutex);
   streams().queues.push_back(nullptr);
@@ -124,7 +124,7 @@ inline c10::StreamId new_stream() {
   return static_cast<c10::StreamId>(streams().queues.size() - 1);
 }
 
-// nullptr for the host's streams.
+// nullptr for streams of the host.
 inline Queue* find_queue(c10::StreamId stream) {
   const std::lock_guard lock(streams().mutex);
   return streams().queues.at(static_cast<size_t>(stream));
@@ -152,7 +152,7 @@ struct Event {
   bool has_run() const { return queue == nullptr || queue->has_run(place); }
 };
 
-// A device of its type, with these streams.
+// The device guard of a device type with these streams.
 struct Guard : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }

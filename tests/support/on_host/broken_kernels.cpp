@@ -1,4 +1,4 @@
-// Kernels with the mistakes that the host must show.
+// Kernels with mistakes that the host must report.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -15,7 +15,7 @@ constexpr unsigned kCount = 64;  // threads, two warps
 
 int32_t* shared() { return static_cast<int32_t*>(dynamic_memory()); }
 
-// Each writes a word of shared memory and reads its neighbour's.
+// Each thread writes a word of shared memory and reads its neighbour's.
 template <typename Barrier>
 void give_to_next(int32_t* out, const Barrier& barrier) {
   const unsigned i = threadIdx.x;
@@ -63,13 +63,13 @@ struct alignas(16) Vector {
   int32_t words[4];
 };
 
-// Two blocks of two warps each. Whatever goes first, `data` is the same where nothing races.
+// Two blocks of two warps each. Without a race, `data` does not depend on the order of threads.
 void run_racing(const std::string& name, int32_t* data) {
   const unsigned i = threadIdx.x;
   const unsigned all = blockIdx.x * kCount + i;
   auto* const bytes = reinterpret_cast<uint8_t*>(data);
   auto* const vectors = reinterpret_cast<Vector*>(data);
-  // One block gives data to the other, in the order in which they happen to run.
+  // One block hands data to the other, in the order in which they happen to run.
   const auto hand_over = [&](const auto& release, const auto& acquire, bool all_release = false) {
     static int32_t is_last;
     begin_static(&is_last, sizeof is_last);
@@ -88,7 +88,7 @@ void run_racing(const std::string& name, int32_t* data) {
       data[500 + i] = data[1 + i] + data[1 + kCount + i];
     }
   };
-  // A thread gives another block's thread its element, the one that runs first.
+  // The thread that runs first gives its element to a thread of another block.
   const auto signal = [&](int release, int acquire) {
     if (i != 0) {
       return;
@@ -173,7 +173,7 @@ void racing(const std::string& name) {
       [&](int32_t* words) { run_racing(name, words); }, data.mutable_data_ptr<int32_t>());
 }
 
-// Accesses of one warp, of known cost.
+// Accesses of one warp with a known cost.
 void run_watched(const std::string& name, const Vector* from, Vector* to) {
   const unsigned i = threadIdx.x;
   const auto* const words = reinterpret_cast<const int32_t*>(from);
@@ -206,7 +206,7 @@ void run_watched(const std::string& name, const Vector* from, Vector* to) {
   } else if (name == "every second shared vector") {
     vectors[2 * i] = {{1, 2, 3, 4}};
   } else if (name == "a loop of other lengths") {
-    // Lanes with more steps leave the others behind; the next loop has all of them again.
+    // Lanes with more steps leave the others behind; in the next loop all run together again.
     for (int repeated = 0; repeated < 3; ++repeated) {
       for (unsigned k = 0; k < i / 8; ++k) {
         out[32 * k + i] = 1;
@@ -226,7 +226,7 @@ void watched(const std::string& name) {
   constexpr int64_t kWords = 1024;
   const auto from = at::zeros({kWords}, at::kInt);
   auto to = at::zeros({kWords}, at::kInt);
-  const std::string own = name;  // on this stack, with the kernel's arguments
+  const std::string own = name;  // on this stack, like the kernel's arguments
   launch(
       "watched", 1, 32, 33 * 32 * sizeof(int32_t), 0,
       [&](const void* read, void* written) {
@@ -235,7 +235,7 @@ void watched(const std::string& name) {
       from.const_data_ptr(), to.mutable_data_ptr());
 }
 
-// What the threads have written.
+// Returns the values that the threads have written.
 at::Tensor broken(const std::string& name) {
   auto out = at::empty({kCount}, at::kInt);
   auto* const data = out.mutable_data_ptr<int32_t>();

@@ -1,6 +1,6 @@
-// What the compiler calls from instrumented code (-fsanitize=thread -fsanitize-coverage=trace-pc)
-// before each access of memory and in each basic block: these stand in the place of a sanitizer's
-// library, which would need LD_PRELOAD in Python and knows no warps.
+// The functions that the compiler calls from instrumented code (-fsanitize=thread
+// -fsanitize-coverage=trace-pc), before each access of memory and in each basic block. They replace
+// a sanitizer's library, which would need LD_PRELOAD in Python and does not know warps.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -18,8 +18,8 @@ bool is_of(const Dim& dim, uintptr_t address) {
   return address - reinterpret_cast<uintptr_t>(&dim) < sizeof(Dim);
 }
 
-// Whether a GPU has it in no memory that threads share: a thread's own variables, the kernel's
-// arguments, and the registers of its place.
+// Whether a GPU would keep it outside of shared and global memory: a thread's own variables, the
+// kernel's arguments, and the registers of threadIdx and blockIdx.
 bool is_local(const Observed& thread, uintptr_t address) {
   return thread.stack.contains(address) || thread.arguments.contains(address) ||
          is_of(threadIdx, address) || is_of(blockIdx, address) || is_of(blockDim, address) ||
@@ -59,7 +59,7 @@ races::Kind kind_of_store(int order) {
   return order == __ATOMIC_RELAXED ? races::Kind::kAtomicWrite : races::Kind::kRelease;
 }
 
-// A struct that is not aligned as a vector of its size moves in accesses of its members' size.
+// A struct without the alignment of a vector of its size moves in accesses of its members' size.
 void access_range(const void* memory, size_t bytes, races::Kind kind, const void* instruction) {
   const Observed* const thread = observed;
   const auto address = reinterpret_cast<uintptr_t>(memory);
@@ -96,8 +96,8 @@ using on_host::races::Kind;
   ON_HOST_ACCESS(__tsan_volatile_read##bytes, bytes, Kind::kAtomicRead) \
   ON_HOST_ACCESS(__tsan_volatile_write##bytes, bytes, Kind::kAtomicWrite)
 
-// Loads and stores of signals between ranks. The rest is of std::atomic, which only host code
-// beside the kernels has.
+// Loads and stores of signals between ranks. The other functions serve std::atomic, which only host
+// code around the kernels uses.
 #define ON_HOST_UPDATE(bits, type, name)                             \
   type __tsan_atomic##bits##_##name(type* memory, type value, int) { \
     return __atomic_##name(memory, value, __ATOMIC_SEQ_CST);         \

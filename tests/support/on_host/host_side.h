@@ -1,4 +1,4 @@
-// What tests ask of the host that plays the kernels.
+// The host's interface for tests that run kernels on it.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace on_host {
 
 struct Barriers {
-  // The one that is left out, by its name; empty for none. No kernel runs when it changes.
+  // The name of the omitted barrier; empty for none. No kernel runs when it changes.
   std::string omitted;
   std::set<std::pair<const char*, int>> reached;  // since they were last taken
 };
@@ -21,12 +21,12 @@ struct Barriers {
 // A barrier's file, with its folder, and line: "cuda/topk.cu:48".
 std::string name_of(const Place& barrier);
 
-// From here on the device has room for so many warps at once.
+// Sets the number of warps that fit on the device at once.
 void set_warps(int64_t warps);
 // The names of the kernels that were launched since the last call.
 std::vector<std::string> take_launched();
 
-// From here on this barrier orders nothing.
+// Makes this barrier order nothing from now on.
 void omit_barrier(const std::string& name);
 std::vector<std::string> take_barriers();
 

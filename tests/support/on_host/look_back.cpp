@@ -1,5 +1,5 @@
-// What a part of topk learns from the states of those before it: blocks on the host run one after
-// the other, so that no kernel meets a part that knows only its own counts.
+// Calls counts_before() of topk with given states of earlier parts. Blocks on the host run one
+// after the other, so that no kernel there meets a part that knows only its own counts.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -12,8 +12,8 @@ namespace {
 using commhook::cuda::Known;
 using commhook::cuda::RankCounts;
 
-// known, above, equal: of each part before the last one, whose own counts are 1 and 2. Returns the
-// counts before the last part, and those of its state.
+// known, above, equal: for each part before the last one, which has the counts 1 and 2. Returns the
+// counts before the last part, and those in its state.
 std::vector<int64_t> look_back(const std::vector<int64_t>& known, const std::vector<int64_t>& above,
                                const std::vector<int64_t>& equal) {
   std::vector<uint64_t> states;

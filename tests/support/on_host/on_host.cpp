@@ -41,7 +41,7 @@ namespace {
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kNoMeaning = 0xa5;
 
-// What AddressSanitizer must know of a stack that is left for another.
+// The data that AddressSanitizer needs when execution changes stacks.
 struct Stack {
   const void* bottom = nullptr;
   size_t bytes = 0;
@@ -70,17 +70,17 @@ struct Thread {
   jmp_buf here;
   bool has_started = false;
   Wait wait = Wait::kEnd;
-  Place barrier{nullptr, 0};    // at which it waits
-  uint32_t lanes = 0;           // that a warp's barrier waits for
-  std::vector<uint64_t> given;  // to other lanes, in this block
+  Place barrier{nullptr, 0};    // the barrier at which it waits
+  uint32_t lanes = 0;           // lanes for which a warp's barrier waits
+  std::vector<uint64_t> given;  // values for other lanes, in this block
   const Thread* source = nullptr;
-  size_t number = 0;  // of what the source must have given
+  size_t number = 0;  // the number of values that the source must have given
 };
 
 std::mutex mutex;
-std::vector<std::string> launched;  // and not yet told of
+std::vector<std::string> launched;  // since take_launched() was last called
 
-// Each thread of the host has one launch at a time. Those of several threads run at once, since
+// Each thread of the host has one launch at a time. Launches of several threads run at once, since
 // kernels of several ranks may wait for each other.
 std::atomic<unsigned> seeds{0};
 thread_local std::mt19937 rng(seeds++);
@@ -90,9 +90,9 @@ thread_local jmp_buf scheduler;
 thread_local Stack scheduler_stack;
 thread_local void (*kernel)(const void*) = nullptr;
 thread_local const void* kernel_context = nullptr;
-thread_local std::unique_ptr<char[]> memory;    // of a block, as much as the launch asked for
-thread_local std::unordered_set<void*> begun;   // variables of the block
-thread_local Observed thread_told;              // to the observers
+thread_local std::unique_ptr<char[]> memory;    // a block's dynamic shared memory
+thread_local std::unordered_set<void*> begun;   // the block's variables that have been filled
+thread_local Observed thread_told;              // for the observers
 thread_local std::vector<Range> shared_memory;  // of the block
 thread_local std::set<std::pair<const char*, int>> reached;  // barriers of the launch
 
@@ -158,13 +158,13 @@ void tell_barriers() {
   reached.clear();
 }
 
-// A barrier that the test leaves out still makes threads wait, so that they take no wrong values
-// for an index, but orders nothing.
+// If the test omits a barrier, threads still wait there, so that they do not use wrong values as an
+// index. But it orders nothing.
 bool orders(const Place& barrier) {
   return barriers.omitted.empty() || name_of(barrier) != barriers.omitted;
 }
 
-// The lanes of a warp that have all for which they wait.
+// The lanes of a warp for which everything that they wait for has come.
 std::vector<unsigned> released_lanes(unsigned first) {
   std::vector<unsigned> released;
   uint32_t done = 0;  // lanes that a barrier has ordered
@@ -192,7 +192,7 @@ std::vector<unsigned> released_lanes(unsigned first) {
   return released;
 }
 
-// As far as it comes before the block's next barrier, however far the other warps are.
+// Runs the warp up to the block's next barrier, however far the other warps are.
 void run_warp(unsigned first) {
   std::vector<unsigned> ready(kLanes);
   std::iota(ready.begin(), ready.end(), first);
@@ -245,7 +245,7 @@ void run_block(unsigned count, size_t shared_bytes) {
   const bool is_wrong = has(Wait::kWrong);
   const bool waits_for_block = has(Wait::kOtherBlock);
   if (!all_wait(0, count, Wait::kEnd)) {
-    threads.clear();  // with what they wait for
+    threads.clear();  // with the values that they refer to
     TORCH_CHECK(!is_wrong, "on_host: a shuffle must be one of all lanes of the warp");
     TORCH_CHECK(!waits_for_block, "on_host: a block waits for one that need not have begun");
     TORCH_CHECK(false, "on_host: threads wait for others that do not come");
@@ -270,7 +270,7 @@ void wait_at(Place barrier, Wait wait) {
   wait_as(wait);
 }
 
-// From a frame of it on, away from those that it calls.
+// The stack from one of its frames on, without the frames that this one calls.
 Range stack_above(const void* frame) {
   thread_local const void* const end = [] {
     pthread_attr_t attributes;
@@ -348,7 +348,7 @@ std::vector<std::string> take_launched() {
 }
 
 void set_warps(int64_t warps) {
-  constexpr int64_t kMost = 64;  // of a multiprocessor
+  constexpr int64_t kMost = 64;  // in a multiprocessor
   TORCH_CHECK(warps >= 1 && (warps < kMost || warps % kMost == 0),
               "on_host: no device has room for ", warps, " warps");
   const auto multiprocessors = std::max<int64_t>(warps / kMost, 1);
@@ -366,7 +366,7 @@ void omit_barrier(const std::string& name) {
 
 std::vector<std::string> take_barriers() {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::set<std::string> names;  // each source that includes a header has its own
+  std::set<std::string> names;  // each source that includes a header has its own kernels
   for (const auto& [file, line] : std::exchange(barriers.reached, {})) {
     names.insert(name_of({file, line}));
   }

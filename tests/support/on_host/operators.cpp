@@ -1,4 +1,4 @@
-// What tests ask of the host that plays the kernels, as operators.
+// The host's interface for tests, as operators.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -12,7 +12,7 @@
 namespace on_host {
 namespace {
 
-// Of each instruction of a kernel that has accessed memory: the kernel, the place, and a row of
+// For each instruction of a kernel that has accessed memory: the kernel, the place, and a row of
 // kind, requests, parts, the fewest parts, bytes.
 std::tuple<std::vector<std::string>, std::vector<std::string>, at::Tensor> requests_told() {
   constexpr int64_t kColumns = 5;

@@ -21,7 +21,7 @@ std::string output_of(const std::string& command) {
   return all;
 }
 
-// "/folder/of/the/build/cuda/row.h:12 (discriminator 3)" as "cuda/row.h:12".
+// Shortens "/folder/of/the/build/cuda/row.h:12 (discriminator 3)" to "cuda/row.h:12".
 std::string short_line(const std::string& line) {
   const auto begin =
       line.find("/cuda/") == std::string::npos ? line.rfind('/') : line.rfind("/cuda/");
@@ -37,8 +37,9 @@ std::vector<std::string> lines_of(const std::vector<const void*>& instructions) 
   for (const void* const instruction : instructions) {
     Dl_info info{};
     dladdr(instruction, &info);
-    const auto offset = static_cast<const char*>(instruction) -
-                        static_cast<const char*>(info.dli_fbase) - 1;  // in the call
+    // One byte before the return address, inside the call instruction.
+    const auto offset =
+        static_cast<const char*>(instruction) - static_cast<const char*>(info.dli_fbase) - 1;
     if (lines.empty()) {
       command << "addr2line --addresses --inlines --exe '" << info.dli_fname << "'";
     }
@@ -64,7 +65,7 @@ std::vector<std::string> lines_of(const std::vector<const void*>& instructions) 
       const auto place = short_line(line);
       if (is_first) {
         own = place;
-      } else if (place.rfind("cuda/", 0) == 0) {  // not how the host calls the kernel
+      } else if (place.rfind("cuda/", 0) == 0) {  // leaves out the host's call of the kernel
         own += " < " + place;
       }
       is_first = false;

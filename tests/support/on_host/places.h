@@ -1,4 +1,4 @@
-// Where instructions of the library stand in the sources.
+// Finds the places of the library's instructions in the sources.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace on_host {
 
-// Of each, by its return address: the file and line, then those that it is inlined into, as
-// "cuda/row.h:12 < cuda/flatten.cu:20"; the offset in the library without addr2line.
+// For each return address: the file and line, then the lines into which it is inlined, as
+// "cuda/row.h:12 < cuda/flatten.cu:20". Without addr2line, the offset in the library.
 std::vector<std::string> lines_of(const std::vector<const void*>& instructions);
 
 }  // namespace on_host

@@ -18,16 +18,16 @@ constexpr unsigned kLanes = 32;
 constexpr size_t kPageBytes = 1024;
 constexpr size_t kMostTold = 4;
 
-// What one thread does between two of its barriers and fences.
+// A thread's work between two of its barriers and fences.
 struct Segment {
   uint32_t block;
   uint32_t thread;
   uint32_t phase;  // barriers of the whole block before it
-  uint32_t step;   // of the thread, ever larger
+  uint32_t step;   // number of the thread's segment, ascending
 };
 
-// Segments of many blocks that come before something: of a block those of the phases before one,
-// and of some threads those up to a step.
+// Segments of many blocks that come before something: for each block those of the phases before
+// one, and for some threads those up to a step.
 struct Clock {
   struct OfBlock {
     uint32_t phase = 0;
@@ -52,7 +52,7 @@ struct Clock {
     known = std::max(known, step);
   }
 };
-// Few threads have one, and those of a block the same after its next barrier.
+// Few threads have a clock, and a block's threads share one after its next barrier.
 using SharedClock = std::shared_ptr<const Clock>;
 
 SharedClock joined(const SharedClock& a, const SharedClock& b) {
@@ -73,15 +73,15 @@ SharedClock joined(const SharedClock& a, const SharedClock& b) {
   return both;
 }
 
-// What comes before the next access of a thread of the running block, beside the block's phases
-// before this one.
+// Everything that comes before the next access of a thread of the running block, except the block's
+// earlier phases.
 struct Thread {
-  uint32_t segment;                    // that it is in
-  uint32_t step;                       // of that
-  std::array<uint32_t, kLanes> known;  // steps of the warp's lanes
-  SharedClock foreign;                 // by atomics and fences
-  SharedClock released;                // what was before its last fence
-  SharedClock seen;                    // by atomic reads since then
+  uint32_t segment;                    // the thread's current segment
+  uint32_t step;                       // that segment's step
+  std::array<uint32_t, kLanes> known;  // known steps of the warp's lanes
+  SharedClock foreign;                 // known by atomics and fences
+  SharedClock released;                // known before its last fence
+  SharedClock seen;                    // learned by atomic reads since then
 };
 
 struct Access {
@@ -90,7 +90,7 @@ struct Access {
 };
 constexpr Access kNone{UINT32_MAX, 0};
 
-// Accesses of a byte that no other one need have replaced.
+// Accesses of a byte that no later access has replaced.
 struct Several {
   std::vector<Access> accesses;
   size_t limit = 64;
@@ -102,7 +102,7 @@ struct Rare {
 };
 struct Byte {
   Access write = kNone;
-  Access read = kNone;  // the only one, else all are in rare
+  Access read = kNone;  // the only access, otherwise all are in rare
   std::unique_ptr<Rare> rare;
 };
 struct Page {
@@ -112,9 +112,9 @@ struct Page {
 struct Told {
   Access first;
   Access second;
-  const char* what;  // the first
+  const char* what;  // description of the first race
 };
-// A launch, one at a time for each thread of the host.
+// A launch; each thread of the host has one at a time.
 struct Launch {
   std::string kernel;
   unsigned thread_count;
@@ -166,7 +166,7 @@ Byte* Launch::bytes_at(uintptr_t address, bool is_shared) {
   return page->bytes.data() + address % kPageBytes;
 }
 
-// One access, against all that it may race with.
+// Compares one access with all that it may race with.
 class Check {
  public:
   Check(Launch& launch, unsigned i, const void* instruction)
@@ -194,7 +194,7 @@ class Check {
       against(byte.rare->reads, "a read");
       against(byte.rare->atomic_reads, "an atomic read");
       against(byte.rare->atomic_writes, "an atomic write");
-      byte.rare.reset();  // what races with these races with this write
+      byte.rare.reset();  // an access that races with these also races with this write
     } else {
       against(byte.read, "a read");
     }
@@ -220,7 +220,7 @@ class Check {
   }
 
  private:
-  // The bytes of one access mostly have had the same accesses before.
+  // The bytes of one access usually have the same earlier accesses.
   bool is_ordered(const Access& other) const {
     if (other.segment != ordered_ && launch_.comes_before(other.segment, thread_, i_)) {
       ordered_ = other.segment;
@@ -243,7 +243,8 @@ class Check {
     }
   }
 
-  // What comes before this access need not stay: whatever races with it races with this one.
+  // An access that comes before this one need not stay: a race with it is also a race with this
+  // one.
   void add(Several& several) const {
     auto& all = several.accesses;
     if (!all.empty() && is_ordered(all.back())) {
@@ -273,7 +274,7 @@ uint32_t Launch::number_of(const void* instruction) {
   return found->second;
 }
 
-// All that comes before the next access of a thread, its own accesses among it.
+// Everything that comes before the next access of a thread, including its own accesses.
 SharedClock Launch::clock_of(unsigned i) const {
   const Thread& thread = threads[i];
   auto clock = thread.foreign == nullptr ? std::make_shared<Clock>()
@@ -303,7 +304,7 @@ void Launch::exchange_clocks(unsigned i, uintptr_t address, Kind kind) {
       clock = joined(clock, thread.released);
       break;
     case Kind::kAtomicWrite:
-      clock = thread.released;  // a write that does not read ends what others have released here
+      clock = thread.released;  // a plain write drops the releases of other threads
       break;
     case Kind::kAcquire:
       thread.foreign = joined(thread.foreign, clock);
@@ -383,7 +384,7 @@ void access(unsigned i, uintptr_t address, unsigned bytes, Kind kind, bool is_sh
             const void* instruction) {
   Launch& launch = now;
   Check check(launch, i, instruction);
-  // Of an atomic access:
+  // For an atomic access:
   const bool reads = kind != Kind::kAtomicWrite && kind != Kind::kRelease;
   const bool writes = kind != Kind::kAtomicRead && kind != Kind::kAcquire;
   for (unsigned done = 0; done < bytes;) {

@@ -17,14 +17,14 @@ constexpr unsigned kSectorBytes = 32;
 constexpr unsigned kBankBytes = 4;
 constexpr unsigned kBanks = 32;
 
-// The calls that a thread is in: a tree, in which a node is a call from within another.
+// A tree of the calls in which threads are; a node is a call from inside its parent.
 struct Node {
   uint32_t parent;
   const void* call;
 };
 constexpr uint32_t kRoot = 0;
 
-// An instruction, by way of certain calls.
+// An instruction, reached through certain calls.
 struct Site {
   uint32_t node;
   const void* instruction;
@@ -32,7 +32,7 @@ struct Site {
 
 struct Event {
   uint32_t site;
-  uint8_t bytes;  // 0 where the thread only came by
+  uint8_t bytes;  // 0 if the thread accessed no memory
   Kind kind;
   uintptr_t address;
 };
@@ -49,8 +49,8 @@ struct Pair {
 };
 using Numbers = std::unordered_map<std::pair<uint32_t, const void*>, uint32_t, Pair>;
 
-std::atomic<bool> watched = false;  // all threads of the host ask for it
-// Of a thread of the host, which has one launch at a time.
+std::atomic<bool> watched = false;  // read by all threads of the host
+// For a thread of the host, which has one launch at a time.
 thread_local std::string kernel;
 thread_local std::vector<Thread> threads;
 thread_local std::vector<Node> nodes;
@@ -71,7 +71,7 @@ uint32_t site_of(const Thread& thread, const void* instruction) {
   return found->second;
 }
 
-// Of the outermost call first, the instruction last.
+// The outermost call first, the instruction last.
 std::vector<const void*> path_of(const Site& site) {
   std::vector<const void*> path{site.instruction};
   for (uint32_t node = site.node; node != kRoot; node = nodes[node].parent) {
@@ -81,7 +81,7 @@ std::vector<const void*> path_of(const Site& site) {
   return path;
 }
 
-// Ranks sites as they stand in the library, what is called in the place of the call.
+// Orders sites as they are in the library; called code counts at the place of its call.
 void rank_sites() {
   if (ranks.size() == sites.size()) {
     return;
@@ -118,7 +118,7 @@ int64_t passes_of(const Event* const* begin, const Event* const* end) {
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Distinct units of so many bytes that the events touch.
+// The number of distinct units of `unit` bytes that the events touch.
 int64_t units_of(const std::vector<const Event*>& events, unsigned unit) {
   std::vector<uintptr_t> units;
   for (const auto* const event : events) {
@@ -131,7 +131,7 @@ int64_t units_of(const std::vector<const Event*>& events, unsigned unit) {
   return std::unique(units.begin(), units.end()) - units.begin();
 }
 
-// Lanes, in order, that come to an access at once.
+// Counts one access for the lanes, in order, that execute it together.
 void count(const std::vector<const Event*>& events, const std::vector<unsigned>& lanes) {
   const Event& first = *events.front();
   const Site& site = sites[first.site];
@@ -147,7 +147,7 @@ void count(const std::vector<const Event*>& events, const std::vector<unsigned>&
     cost.fewest += up(bytes, kSectorBytes);
     return;
   }
-  // Accesses of 8 bytes come from half of a warp at once, of 16 from a quarter.
+  // The hardware executes accesses of 8 bytes for half a warp at a time, of 16 bytes for a quarter.
   const unsigned at_once = first.bytes > 8 ? kLanes / 4 : first.bytes > 4 ? kLanes / 2 : kLanes;
   for (size_t i = 0; i < events.size();) {
     size_t next = i;
@@ -160,9 +160,9 @@ void count(const std::vector<const Event*>& events, const std::vector<unsigned>&
   cost.fewest += up(units_of(events, kBankBytes), kBanks);
 }
 
-// Plays a warp: of its lanes, those that stand first in the library go on, until the others have
-// caught up. So the lanes of a loop wait at its end for those that left it, and an iteration for
-// the branches of all lanes.
+// Replays a warp: the lanes with the first place in the library go on, until the others have caught
+// up. So the lanes of a loop wait at its end for lanes that have left it, and an iteration waits
+// for the branches of all lanes.
 void put_together(const Thread* warp) {
   std::array<size_t, kLanes> next{};
   std::vector<const Event*> events;

@@ -1,5 +1,5 @@
-// The thread of the kernel that runs, as the observers of its accesses need it. What includes this
-// is compiled without instrumentation (see cuda_on_host.py).
+// The running thread of the kernel, for the observers of its accesses. Files that include this are
+// compiled without instrumentation (see cuda_on_host.py).
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace on_host {
 
-// Memory from `begin` on, up to `end`.
+// The memory [begin, end).
 struct Range {
   uintptr_t begin = 0;
   uintptr_t end = 0;
@@ -16,15 +16,15 @@ struct Range {
 };
 
 struct Observed {
-  unsigned thread = 0;  // of its block
-  Range stack;          // its own
-  Range arguments;      // the stack of the host's thread that launches holds the kernel's arguments
+  unsigned thread = 0;  // its number in the block
+  Range stack;          // the thread's own
+  Range arguments;      // the host thread's stack, which holds the kernel's arguments
 };
 
 // Null between the kernel's threads, and for other threads of the host.
 extern thread_local const Observed* observed;
 
-// Of the running block.
+// Whether the running block's shared memory contains the address.
 bool is_shared(uintptr_t address);
 
 }  // namespace on_host

@@ -1,7 +1,7 @@
-// A device whose memory is the host's, and whose operators run on streams.
+// A device with the host's memory, and with operators that run on streams.
 //
-// An operator's result is a tensor at once. Its values are there when the stream has run it; until
-// then memory holds bytes of 0xFF, which are NaN. The host waits only where it reads values.
+// An operator returns a tensor at once. Its values come when the stream has run the operator; until
+// then memory holds bytes of 0xFF, which are NaN. The host waits only to read values.
 
 #include "device.h"
 
@@ -37,7 +37,7 @@ std::vector<Queue*> all_queues() {
   return streams().queues;
 }
 
-// Waits as the host does. Throws what a task of any stream failed with.
+// Waits as the host does. Throws the error of a failed task of any stream.
 void synchronize(Queue& queue, int64_t place) {
   without_gil([&] { queue.reach(place); });
   for (auto* const each : all_queues()) {
@@ -148,7 +148,7 @@ void wait_for_current() { synchronize(current_queue(), current_queue().end()); }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   if (to.device().type() == kType) {
-    // What the host copies may change as soon as the call has returned.
+    // A copy, since the host's tensor may change as soon as the call returns.
     const auto source = self.is_cpu() ? self.clone() : on_host(self);
     current_queue().add([source, target = on_host(to)] { target.copy_(source); });
   } else {
@@ -165,7 +165,7 @@ at::Scalar item(const at::Tensor& self) {
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
                          std::optional<at::MemoryFormat> format) {
-  if (self.storage().nbytes() > 0) {  // what is under way may use it
+  if (self.storage().nbytes() > 0) {  // tasks in the queue may use it
     DeviceGuard().synchronizeDevice(0);
   }
   return at::native::resize_(self, size, format);
@@ -177,7 +177,7 @@ void record_stream(at::Tensor&, c10::Stream) {}
 
 using Stack = torch::jit::Stack;
 
-// A value with other tensors in the place of those on the device.
+// Replaces the device's tensors in a value by other tensors.
 template <typename Change>
 c10::IValue changed(const c10::IValue& value, const Change& change) {
   if (value.isTensor()) {
@@ -218,7 +218,7 @@ at::Tensor as_meta(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
-// Which argument a result is, where the operator writes and returns it.
+// The argument that an operator writes and returns as this result; none for new results.
 std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t result) {
   const auto* const alias = schema.returns()[result].alias_info();
   if (alias == nullptr) {
@@ -234,14 +234,14 @@ std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t
   TORCH_CHECK(false, "stream_device: ", schema.name(), " returns what it does not take");
 }
 
-// The results' sizes, without their values; nothing where they depend on values.
+// The results with their sizes, without values; none if sizes depend on values.
 std::optional<Stack> shapes(const c10::OperatorHandle& op, const Stack& arguments) {
   const auto& returns = op.schema().returns();
   const bool may_resize = op.schema().overload_name().find("out") != std::string::npos;
   if (!may_resize && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& each) {
         return each.alias_info() != nullptr;
       })) {
-    return Stack(returns.size());  // of what is written
+    return Stack(returns.size());  // for results that are written arguments
   }
   for (const auto& each : returns) {
     const auto& type = *each.type();
@@ -303,7 +303,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     if (tensor.device().type() == kType) {
       return on_host(tensor);
     }
-    // What the host has may change as soon as the call has returned.
+    // A copy, since the host's tensor may change as soon as the call returns.
     const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
     return is_number || !tensor.is_cpu() ? tensor : tensor.clone();
   });

@@ -1,4 +1,4 @@
-// A device whose memory is the host's, and whose operators run on streams.
+// A device with the host's memory, and with operators that run on streams.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,13 +13,13 @@ namespace stream_device {
 
 using namespace host_streams;
 
-// Calls a function without the GIL, which a task may need to let go of a tensor.
+// Calls a function without the GIL, since a task may need the GIL to free a tensor.
 extern void (*without_gil)(const std::function<void()>& function);
 
-// A tensor on the host over the memory of one on the device, which it keeps.
+// A tensor on the host that shares the memory of one on the device, and keeps it.
 at::Tensor on_host(const at::Tensor& tensor);
 
-// Has operators of the library run their kernels for the CPU on streams, as CUDA runs its own.
+// Makes operators of the library run their CPU kernels on streams, as CUDA runs its own.
 void use_cpu_kernels(const std::vector<std::string>& operators);
 
 }  // namespace stream_device

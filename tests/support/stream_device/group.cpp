@@ -1,8 +1,8 @@
-// A process group for tensors of the device, whose collectives run on a stream, as NCCL's do.
+// A process group for tensors of the device. It runs its collectives on a stream, as NCCL does.
 //
-// A collective waits for what the current stream has to do so far, then for a while, and runs over
-// Gloo. Its Future is complete at once, and a stream that waits for it waits for the values. What a
-// collective writes holds bytes of 0xFF, which are NaN, until it is done.
+// A collective waits for the current work of the current stream, then for a while, and runs over
+// Gloo. Its Future is complete at once, and a stream that waits for the Future waits for the
+// values. Until the collective is done, its outputs hold bytes of 0xFF, which are NaN.
 
 #include "../host_streams/group.h"
 
@@ -22,7 +22,7 @@ namespace {
 
 std::atomic<int64_t> issued{0};
 
-// What collectives pass before they run.
+// Collectives pass this gate before they run.
 class Gate {
  public:
   void close() {
@@ -154,8 +154,8 @@ class DeviceGroup final : public StreamGroup {
   const c10::StreamId stream_;
 };
 
-// A group that knows nothing of streams, as Gloo's for tensors on CUDA. Threads of the host add up
-// copies there. Its Future names no device, and is complete when the copies back have been queued.
+// A group without streams, such as Gloo's for tensors on CUDA: threads of the host sum copies. Its
+// Future names no device, and completes when the copies back are in the queue.
 class StagedWork final : public FutureWork {
  public:
   StagedWork(Tensors outputs, c10::StreamId stream)
@@ -235,12 +235,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return c10::intrusive_ptr<c10d::Backend>(
         c10::make_intrusive<StagedGroup>(std::move(gloo), delay));
   });
-  m.def("sleep", [](double seconds) {  // the current stream
+  m.def("sleep", [](double seconds) {  // delays the current stream
     queue_of(current()).add(
         [pause = std::chrono::duration<double>(seconds)] { std::this_thread::sleep_for(pause); });
   });
   m.def("use_cpu_kernels", &use_cpu_kernels);
-  // From here on collectives end only after the next release().
+  // From now on collectives end only after the next release().
   m.def("hold", [] { gate().close(); });
   m.def("release", [] { gate().open(); });
   m.def("issued", [] { return issued.load(); });

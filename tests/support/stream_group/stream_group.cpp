@@ -1,9 +1,9 @@
-// A process group whose collectives run on a stream, as NCCL's do, for tensors on the CPU.
+// A process group for tensors on the CPU. It runs its collectives on a stream, as NCCL does.
 //
-// A collective is put into the queue of the group's stream. Its Work and its Future are complete at
-// once. The values are there when the stream has run it, which takes a while. The streams are those
-// of a device without memory (PrivateUse1). The host itself is every other stream of that device:
-// it runs what it is given at once, and waits where a stream would.
+// A collective enters the queue of the group's stream. Its Work and its Future are complete at
+// once. The values come when the stream has run it, which takes a while. The streams belong to a
+// device without memory (PrivateUse1). The host itself stands for every other stream of that
+// device: it runs work immediately, and waits where a stream would.
 
 #include <c10/core/StreamGuard.h>
 #include <torch/extension.h>
@@ -19,7 +19,7 @@ namespace {
 using namespace host_streams;
 
 const c10::StreamId kHost = new_host_stream();
-const c10::StreamId kPool = new_host_stream();  // of callbacks
+const c10::StreamId kPool = new_host_stream();  // for callbacks
 
 struct HostGuard final : Guard {
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
@@ -38,7 +38,7 @@ struct HostGuard final : Guard {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, HostGuard);
 
-// Memory of the device, without any: a Future records its event for this.
+// An empty storage of the device, which a Future needs to record its event.
 const c10::Storage& storage() {
   static auto& only = *new c10::Storage(c10::Storage::use_byte_size_t(), 0,
                                         c10::DataPtr(nullptr, kDevice), nullptr, false);

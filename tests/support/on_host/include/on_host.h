@@ -1,10 +1,10 @@
-// CUDA kernels on the host: a block's threads are coroutines of one thread of the host. Each goes
-// on until a barrier, a warp as far as the block's next one; which goes first is drawn anew, so
-// that a missing barrier shows. A shuffle waits for the lane that it takes from and for no other,
-// as it is no barrier for memory. Shared memory begins with bytes of no meaning in each block, and
-// threads that wait for others that do not come are an error, not a hang. races.h finds accesses
-// that no barrier orders, requests.h counts what the accesses of a warp cost.
-#ifndef COMMHOOK_ON_HOST_H  // precompiled, it is another file than the one of this build
+// Runs CUDA kernels on the host: a block's threads are coroutines of one thread of the host. Each
+// runs until a barrier, and a warp until the block's next one. The order is random each time, so
+// that a missing barrier shows. A shuffle waits only for the lane that it takes from, as it is no
+// barrier for memory. Shared memory begins with arbitrary bytes in each block. Threads that wait
+// for others that do not come are an error, not a hang. races.h finds accesses that no barrier
+// orders; requests.h counts the cost of a warp's accesses.
+#ifndef COMMHOOK_ON_HOST_H  // in a precompiled header, this is another file than the build's
 #define COMMHOOK_ON_HOST_H
 
 #include <cstddef>
@@ -24,7 +24,7 @@
 struct Dim {
   unsigned x;
 };
-// Of the thread that runs.
+// Values of the running thread.
 extern thread_local Dim threadIdx;
 extern thread_local Dim blockIdx;
 extern thread_local Dim blockDim;
@@ -38,7 +38,7 @@ constexpr int kLanes = 32;
 void run_launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
                 void (*run)(const void* context), const void* context);
 
-// Launches a kernel that is a lambda. Its arguments are evaluated once, as on CUDA.
+// Launches a kernel that is a lambda. Evaluates its arguments once, as CUDA does.
 template <typename Kernel, typename... Arguments>
   requires std::is_class_v<Kernel>
 void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
@@ -55,7 +55,7 @@ void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_b
       &call);
 }
 
-// The same for a function, to whose parameters the arguments are converted once.
+// The same for a function; converts the arguments to its parameters' types once.
 template <typename... Parameters>
 void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes, int stream,
             void (*kernel)(Parameters...), std::type_identity_t<Parameters>... arguments) {
@@ -63,12 +63,12 @@ void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_b
   launch(name, blocks, threads, shared_bytes, stream, call, arguments...);
 }
 
-// The block's memory, of as many bytes as the launch asked for.
+// The block's dynamic shared memory, with the size of the launch.
 void* dynamic_memory();
-// Fills a block's variable with bytes of no meaning when its first thread comes by.
+// Fills a block's variable with arbitrary bytes when its first thread gets there.
 void begin_static(void* memory, size_t bytes);
 
-// Where the kernel calls a barrier.
+// The place of a call of a barrier in the kernel.
 struct Place {
   const char* file;
   int line;
@@ -76,13 +76,14 @@ struct Place {
 void wait_for_block(Place place);
 void wait_for_warp(uint32_t lanes, Place place);
 
-// The running thread is about to read and write memory atomically, or has a fence of the device.
+// Reports that the running thread will read and write memory atomically, or has a fence of the
+// device.
 void observe_atomic(const void* memory, size_t bytes, const void* instruction);
 void observe_fence();
 void wait_for_other_block();
 
-// What another lane of the warp gives in its call of the same number. All lanes must call it, as
-// often: no kernel shuffles among a part of a warp.
+// Takes the value that another lane of the warp gives in its call with the same number. All lanes
+// must call it equally often: no kernel shuffles in a part of a warp.
 void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from);
 
 template <typename T>
@@ -138,10 +139,10 @@ inline bool __any_sync(uint32_t lanes, bool value) { return __ballot_sync(lanes,
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
-// Blocks run one after the other, so one that waits for another waits for ever.
+// Blocks run one after the other, so a block that waits for another would wait forever.
 inline void __nanosleep(unsigned) { on_host::wait_for_other_block(); }
 
-// No other thread of the kernel runs meanwhile. The observers are told once, with the caller.
+// No other thread of the kernel runs meanwhile. Tells the observers once, with the caller.
 #define ON_HOST_ATOMIC(name, parameters, after)                          \
   template <typename T>                                                  \
   [[gnu::noinline, gnu::no_sanitize("thread")]] T name parameters {      \
@@ -183,7 +184,8 @@ struct Properties {
   int multiProcessorCount;
   int maxThreadsPerMultiProcessor;
 };
-// Of the device that is played, and its number, another one for each number of warps (set_warps).
+// The properties of the simulated device, and its number; each number of warps (set_warps) has
+// another.
 extern Properties properties;
 extern int8_t device;
 struct Guard {
@@ -196,7 +198,7 @@ namespace at::cuda {
 inline const on_host::Properties* getCurrentDeviceProperties() { return &on_host::properties; }
 }  // namespace at::cuda
 
-// The threads alone limit the blocks, not registers or shared memory.
+// Only the threads limit the blocks, not registers or shared memory.
 inline int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* /*kernel*/,
                                                          int threads, size_t /*shared_bytes*/) {
   *blocks = on_host::properties.maxThreadsPerMultiProcessor / threads;
