@@ -176,7 +176,7 @@ class MembershipEvent:
             parts.append(f"lost {_ranks(self.lost)}{with_error}{because}")
         if self.joined:
             parts.append(f"{_ranks(self.joined)} joined")
-        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks go on"
+        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks continue"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -330,8 +330,8 @@ def _unoccupied_road(model: torch.nn.Module) -> Road | None:
     road = road_in_use(first)
     if road.is_closing:
         raise RuntimeError(
-            "attach: a hook was removed from this model in a backward() that is still under "
-            "way; attach the next one after it, or replace() the hook through its handle"
+            "attach: a hook was removed from this model in a backward() that is still "
+            "running; attach the next one after it, or replace() the hook through its handle"
         )
     if not road.is_alive:
         return None

@@ -137,7 +137,7 @@ def later(
         waiting.issue()
     except BaseException as error:
         if hasattr(error, "add_note"):  # the caller adds its own bucket's name
-            error.add_note("in the second stage of the bucket before")
+            error.add_note("in the second stage of the previous bucket")
         raise
     waiting.add(continued(issue), lambda error: set_error(result, error))
     return result

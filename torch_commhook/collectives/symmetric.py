@@ -262,7 +262,7 @@ def _make(
         # No Python warning: where warnings are errors, this rank alone would raise.
         _log.warning(
             "torch_commhook: compressed sums of process group %r use its collectives, not memory "
-            "that its GPUs share: a trial of that failed on %s",
+            "that its GPUs share: a test of that memory failed on %s",
             group_name(group),
             _obstacles[group],
         )

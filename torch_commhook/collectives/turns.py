@@ -112,4 +112,4 @@ def renew_turns(group: dist.ProcessGroup) -> None:
     """Start a new order: the group has new connections. Turns announced before are over."""
     before = _of_group.pop(group, None)
     if before is not None:
-        before.close(RuntimeError("the step that this belongs to has failed"))
+        before.close(RuntimeError("the step of this collective has failed"))

@@ -209,7 +209,7 @@ class Membership:
                     self._begin(view, wanting, entries)
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
-                    f"torch_commhook: rank {self.own} has waited for {timeout:g} s to take part; "
+                    f"torch_commhook: rank {self.own} has waited for {timeout:g} s to join; "
                     f"{len(wanting)} ranks want to, {self._min_ranks} are needed"
                 )
         raise AssertionError
@@ -324,8 +324,8 @@ class Membership:
             return self.enter(self._patience)
         if current.number > before.number + 1 or self.own not in current.members:
             raise LeftOutError(
-                f"torch_commhook: the other ranks go on without this one (rank {self.own}), of "
-                "which they had no sign of life; start its process anew, and it is let in"
+                f"torch_commhook: the other ranks continue without this one (rank {self.own}), "
+                "because they saw no sign of life from it; restart its process to join again"
             )
         self.view = current
         self.is_new = self.own in current.new
@@ -357,14 +357,14 @@ class Membership:
         may_live = [rank for rank in view.members if rank not in ended]
         if 2 * len(left) <= len(may_live):
             return (
-                f"{len(left)} of the last {len(may_live)} ranks can reach each other, and go on "
-                "only if they are more than half: the others may be alive, too"
+                f"{len(left)} of the last {len(may_live)} ranks can reach each other; only "
+                "more than half of them may continue, because the others may be alive, too"
             )
         steps = max([*(here[rank].steps for rank in left), *left_before.values()])
         new = [rank for rank in left if here[rank].is_new]
         if new == left:
             if steps:
-                return "no rank is left that has trained"
+                return "no rank with trained parameters is left"
             new = left[1:]  # as at the beginning, all ranks take the first one's parameters
         wanting, entries = self._asking(view)
         # Some ranks may have counted the open step and left; those that are here then count it too.
@@ -373,8 +373,8 @@ class Membership:
             ahead = []
         if len(left) + len(wanting) + len(ahead) < self._min_ranks:
             return (
-                f"{len(left)} ranks are left and {len(wanting)} want to take part, "
-                f"of at least {self._min_ranks}"
+                f"{len(left)} ranks are left and {len(wanting)} want to join, but "
+                f"{self._min_ranks} are needed"
             )
         if not lets_in:
             trained = tuple(rank for rank in left if rank not in new)

@@ -182,7 +182,7 @@ class ElasticRanks:
         if counts and not has_results:
             self.leave()
             raise LeftOutError(
-                "torch_commhook: the other ranks have done a step of which this one has no results"
+                "torch_commhook: the other ranks have done a step, and this one lacks its results"
             )
         return counts
 
@@ -206,10 +206,10 @@ class ElasticRanks:
         if self.membership.own in left_out:
             self.leave()
             raise LeftOutError(
-                f"torch_commhook: the other ranks go on without this one (rank "
-                f"{self.membership.own}), which was too slow in {self.settings.straggler_steps} "
-                f"steps in a row: it computed for more than {self.settings.straggler:g} times "
-                "their median"
+                f"torch_commhook: the other ranks continue without this one (rank "
+                f"{self.membership.own}), because it was too slow in "
+                f"{self.settings.straggler_steps} consecutive steps: it computed for more than "
+                f"{self.settings.straggler:g} times their median"
             )
         if not wants_change and not left_out:
             return False
@@ -237,8 +237,8 @@ class ElasticRanks:
         except dist.DistNetworkError as error:
             self.leave()
             raise RuntimeError(
-                "torch_commhook: the store does not answer through which the ranks agree on who "
-                f"goes on ({error}); run another one, and start all ranks again"
+                "torch_commhook: the store through which the ranks agree on who continues does "
+                f"not answer ({error}); run another one, and restart all ranks"
             ) from (cause or error)
         except BaseException as error:
             self.leave()

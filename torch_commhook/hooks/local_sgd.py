@@ -197,7 +197,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 f"{type(hook).__qualname__}"
             )
         if hook.keeps_ranks_apart:
-            raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")
+            raise ValueError(f"local_sgd: hook must not keep ranks apart itself, got {hook}")
         if not isinstance(error_reset, bool):
             raise TypeError(
                 f"local_sgd: error_reset must be a bool, got {type(error_reset).__qualname__}"

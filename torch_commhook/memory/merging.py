@@ -35,8 +35,9 @@ def _add(merged: dict[str, Any], state: dict[str, Any], where: str) -> None:
             continue
         elif merged[key] != value:
             raise RuntimeError(
-                f"HookHandle.state_dict: the ranks' '{path}' must be the same to be in one state, "
-                f"got {shown(merged[key])} and {shown(value)}; a state of each rank has its own"
+                f"HookHandle.state_dict: the ranks' '{path}' must be the same for one state of "
+                f"all ranks, got {shown(merged[key])} and {shown(value)}; save each rank's state "
+                "instead"
             )
 
 

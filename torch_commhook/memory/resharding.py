@@ -110,8 +110,8 @@ def reshard_states(
         )
     if isinstance(states[0], dict) and PARTS in states[0]:
         raise ValueError(
-            "reshard_states: states of models with tensor parallelism only fit the ranks that they "
-            "are of"
+            "reshard_states: states of models with tensor parallelism fit only the number of ranks "
+            "that has saved them"
         )
     if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
         beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]

@@ -118,7 +118,7 @@ def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
         return state
     own = f"part{number}_"
     if not any(isinstance(key, str) and key.startswith(own) for key in state):
-        raise refuse(f"the state must be that of part {number}, of which it has nothing")
+        raise refuse(f"the state must contain part {number}, got one without it")
     return {
         key.removeprefix(own): value
         for key, value in state.items()

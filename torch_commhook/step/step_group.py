@@ -315,7 +315,7 @@ class StepGroup:
                 raise self.explain(error) from error
             raise RuntimeError(
                 f"torch_commhook: rank {self._global_rank} could not reach the other ranks again "
-                "after the last step failed; every rank has to go on with another backward()"
+                "after the last step failed; every rank must run another backward()"
             ) from error
         self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):

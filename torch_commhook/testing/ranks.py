@@ -80,7 +80,7 @@ def run_with_links(
     if current_rank() is not None:
         raise RuntimeError("run_ranks: a rank must not call run_ranks, which is running already")
     if not _one_run.acquire(blocking=False):
-        raise RuntimeError("run_ranks: one must end before the next, and another thread runs one")
+        raise RuntimeError("run_ranks: another thread is running run_ranks; wait until it ends")
     try:
         return _run(fn, world_size, seed, timeout)
     finally:

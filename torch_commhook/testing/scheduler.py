@@ -491,7 +491,7 @@ class Scheduler:
         return "\n  ".join(
             [
                 f"run_ranks: rank {stuck.number} has run for {self._timeout:g} s and neither ended "
-                "nor come to a collective",
+                "nor reached a collective",
                 *lines,
             ]
         )

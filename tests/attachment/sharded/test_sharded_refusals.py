@@ -252,7 +252,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "weights of replicate": (
         _settings(weights=codecs.blockwise),
         "replicate-2",
-        "not by replicate()",
+        "not for replicate()",
     ),
     "weights of another kind": (
         _settings(weights="int8"),

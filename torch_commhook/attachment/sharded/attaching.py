@@ -163,7 +163,7 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
         else:
             warn_user(
                 f"attach: parameter '{name}' is in no module that fully_shard() was applied to, or "
-                "in its ignored_params; neither that nor the hook averages its gradient"
+                "in its ignored_params; neither fully_shard() nor the hook averages its gradient"
             )
     return found
 
@@ -252,7 +252,7 @@ def _check_weights(units: list[Unit], weights: object) -> None:
         return
     check_weights_codec(weights)
     if fsdp.shard_group(units[0].group) is None:
-        raise ValueError("attach: weights are gathered on sharded models, and not by replicate()")
+        raise ValueError("attach: weights is for sharded models, not for replicate()")
     for unit in units:
         dtypes = fsdp.gathered_dtypes(unit.group)
         if len(dtypes) > 1:
@@ -306,7 +306,7 @@ def _shared(
         "the hook": printed_hook(attached.hook),
         "shard_hook": None if beside is None else printed_hook(beside.hook),
         "weights": None if weights is None else repr(weights),
-        "how many groups of parameters there are": len(units),
+        "the number of parameter groups": len(units),
         "the mesh": (
             None if shards is None else shards.size(),
             None if replicas is None else replicas.size(),
