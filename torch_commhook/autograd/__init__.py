@@ -3,8 +3,7 @@
 Each kind runs at the same point as PyTorch's own hook of that kind, with the same arguments and
 results. Hooks run in order of registration, each on the previous one's result. None, or the very
 object that was passed in, leaves values unchanged. The engine takes a snapshot of the hooks first:
-a
-hook that is removed meanwhile still runs, and one that is added does not.
+a hook that is removed meanwhile still runs, and one that is added does not.
 
 A hook is a Python callable; or an operator (``torch.ops.x.y``) or a C++ function (:class:`cpp`),
 which run without the GIL.

@@ -71,8 +71,7 @@ class FiniteCheck:
 
         Args:
             tensors: a module, for its parameters that require grad; or pairs of a name and a
-                tensor.
-                Tensors of one name share one count.
+                tensor. Tensors of one name share one count.
 
         Returns:
             A handle for each tensor, in order.

@@ -18,8 +18,7 @@ def assign_buckets(
 
     Parameters keep the given order, those of one dtype and device together. A bucket is full when
     it reaches its capacity, which for the first is at most 1 MiB. A parameter with a sparse
-    gradient
-    has a bucket of its own.
+    gradient has a bucket of its own.
     """
     limits = [min(FIRST_BUCKET_BYTES, capacity_bytes), capacity_bytes]
     return dist._compute_bucket_assignment_by_size(list(parameters), limits, list(sparse))[0]

@@ -136,8 +136,7 @@ class GradBucket:
 
         Args:
             buffer: flat and contiguous, with the present buffer's number of elements, dtype, layout
-                and
-                device.
+                and device.
 
         Raises:
             TypeError: it has another dtype or layout.
@@ -236,8 +235,7 @@ class GradBucket:
             scale: the factor, applied in float32 (float64 for float64 gradients).
             dtype: the result's dtype; by default the bucket's.
             out: memory for the result, of shape ``(elements,)``, or None. Its dtype is the
-                result's.
-                Written.
+                result's. Written.
 
         Raises:
             TypeError: the bucket is sparse or complex, or ``dtype`` differs from that of ``out``.
@@ -257,8 +255,7 @@ class GradBucket:
         """Return up to ``most`` values of this rank, evenly spaced: a flat view without a copy.
 
         The values come from the buffer, or from the largest gradient if gradients are not gathered
-        yet.
-        None if that is empty, sparse, complex or not contiguous.
+        yet. None if that is empty, sparse, complex or not contiguous.
         """
         return evenly_spaced(self.buffer(), most)
 
@@ -304,8 +301,7 @@ class GradBucket:
         """Return the bucket itself if it is ours, or else :meth:`from_torch` of it.
 
         With ``process_group``, the result has that group: one of ours is then copied, and shares
-        its
-        buffer.
+        its buffer.
 
         Raises:
             TypeError: ``bucket`` is neither kind of bucket.

@@ -111,8 +111,7 @@ class BucketLayout:
         """Return the gradients permuted so that their row-major order is the buffer's.
 
         Arguments for ``flatten`` and ``unflatten_into``: a gradient with its parameter's memory
-        order
-        is then contiguous.
+        order is then contiguous.
 
         Raises:
             ValueError: a gradient has another shape than its parameter, or their number differs.

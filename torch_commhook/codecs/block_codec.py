@@ -245,8 +245,7 @@ class BlockCodec(Codec):
             numel: the number of values in each.
             scale, error, rounding: as for :meth:`encode`.
             failed: one int64. If it is not zero, nothing is read or written: other ranks may still
-                be
-                reading ``message``.
+                be reading ``message``.
 
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.

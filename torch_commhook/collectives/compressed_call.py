@@ -133,13 +133,11 @@ class CompressedCall:
             group: the process group.
             is_second: whether this is a second stage; used while a compiler traces.
             place: the position in the order of the group's exchanges, if it exchanges messages;
-                None
-                for the next one.
+                None for the next one.
 
         Returns:
             A Future of the messages for :meth:`without_padding`: one after another, flat, or of
-            shape
-            ``(ranks, longest)``.
+            shape ``(ranks, longest)``.
         """
         is_exchanged = self.is_exchanged(group)
         if self.is_traced:

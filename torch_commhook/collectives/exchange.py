@@ -66,8 +66,7 @@ class Place:
     """A position in the order of a group's exchanges, for two consecutive ones.
 
     All ranks take their places in the same order. The exchanges of places may start in any order
-    and
-    on any thread, also Gloo's: a place does not reference the group.
+    and on any thread, also Gloo's: a place does not reference the group.
 
     Args:
         group: the process group.

@@ -16,9 +16,8 @@ def group_rank(group: dist.ProcessGroup) -> int:
     """This process's rank in a group.
 
     A class may override only ``size()``, as torchft's do, and is then made with rank 0 of 1 on
-    every
-    rank. In this case the rank comes from ``torch.distributed``, if the group is registered with as
-    many ranks as it has, or else from the group that it wraps.
+    every rank. In this case the rank comes from ``torch.distributed``, if the group is registered
+    with as many ranks as it has, or else from the group that it wraps.
 
     Returns:
         The rank; if it is unknown, the group's own answer. See :func:`check_place`.

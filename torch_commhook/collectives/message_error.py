@@ -45,8 +45,7 @@ class MessageError:
             meter: records it.
             codec: the codec that has encoded the message.
             error: the message's error, if it is remembered. Otherwise the sample is encoded by
-                itself:
-                a codec that chooses among all values then chooses among these.
+                itself: a codec that chooses among all values then chooses among these.
             rounding: the codec's ``rounding``.
         """
         values = self._values

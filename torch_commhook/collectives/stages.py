@@ -40,9 +40,8 @@ def two_stages(
     On the CPU over Gloo a process group of its own issues the second one, on the thread that ended
     the first; the first call makes that group. Over other groups the second one is issued after the
     next bucket's first one, if the step of a hook allows it (``pipeline.py``), or else by this
-    call.
-    Issuing it waits for the first; on CUDA a stream waits, not the thread. While a compiler traces,
-    ``start_next`` issues the second one.
+    call. Issuing it waits for the first; on CUDA a stream waits, not the thread. While a compiler
+    traces, ``start_next`` issues the second one.
 
     Args:
         issue_first: starts the first collective, which counts its own bytes.

@@ -17,8 +17,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
         rows: contiguous, of shape ``(rows, columns)``, with at least one row; float32, float16 or
             bfloat16.
         out: contiguous, of shape ``(columns,)``, of any dtype that buckets have. It shares no
-            memory
-            with ``rows``. Written.
+            memory with ``rows``. Written.
 
     Returns:
         ``out``.

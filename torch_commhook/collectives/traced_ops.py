@@ -77,8 +77,7 @@ def start_all_gather(
     Args:
         tensor: dense, with the same shape on all ranks.
         sizes: None, or the number of bytes of each rank's message, for ranks that exchange
-            messages;
-            ``tensor`` is then flat bytes.
+            messages; ``tensor`` is then flat bytes.
         group_name, is_second: as for :func:`start_all_reduce`.
 
     Returns:

@@ -276,8 +276,7 @@ class Membership:
             steps: the number of steps that this rank has done.
             lost: the ranks that it cannot reach.
             lets_in: whether new members may take part from now on. If not, those that have not
-                trained
-                yet wait for a later view.
+                trained yet wait for a later view.
 
         Returns:
             The next view, which contains this rank. Its ``steps`` are the most that a member has

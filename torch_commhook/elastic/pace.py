@@ -23,8 +23,7 @@ class Pace:
     """Measures this rank's computing time, and compares the times of all members.
 
     Each member sends its own time at the end of a step. All use the same times, so all find the
-    same
-    stragglers.
+    same stragglers.
 
     Args:
         factor: a member is slow if its time exceeds this many times the median.

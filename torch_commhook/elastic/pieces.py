@@ -76,8 +76,7 @@ class Pieces:
         Args:
             first: the place.
             nbytes: the approximate number of bytes; at least one element is copied. A parameter
-                that is
-                not contiguous is copied completely.
+                that is not contiguous is copied completely.
 
         Returns:
             The copies, and the place after them.

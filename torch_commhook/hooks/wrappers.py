@@ -114,8 +114,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
         hook: a hook that compresses, or contains one that does.
         decay: the factor of the memory in each step, in (0, 1].
         dtype: the memory's dtype: ``torch.float32`` or ``torch.bfloat16``. A decayed bfloat16
-            memory
-            is rounded at random, without bias.
+            memory is rounded at random, without bias.
 
     Raises:
         TypeError: ``hook`` is no hook of the library, ``decay`` no number, or ``dtype`` another
@@ -226,9 +225,8 @@ class after(Wrapper):  # noqa: N801
     Raises:
         TypeError: ``step`` is no int, or a hook is none of the library.
         ValueError: ``step`` is negative; only one of two lossy hooks remembers its errors;
-            ``before``
-            remembers errors and ``hook`` does not; their memories differ in dtype or decay; both
-            send parts of a bucket.
+            ``before`` remembers errors and ``hook`` does not; their memories differ in dtype or
+            decay; both send parts of a bucket.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]

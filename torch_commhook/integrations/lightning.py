@@ -28,8 +28,7 @@ class CommHookCallback(Callback):  # type: ignore[misc]
 
     The callback attaches the hook when training begins, after a checkpoint was loaded, and removes
     it at the end. Checkpoints contain the hook's memory of all ranks, and resumed training loads
-    it.
-    If the hook keeps ranks apart, all ranks get the same parameters at the end of training.
+    it. If the hook keeps ranks apart, all ranks get the same parameters at the end of training.
 
     It works with ``pytorch_lightning`` and with ``lightning``.
 

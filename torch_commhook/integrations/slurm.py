@@ -15,8 +15,7 @@ def set_variables() -> bool:
 
     Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, and, if Slurm reports the tasks of each host,
     ``LOCAL_WORLD_SIZE``. Existing values of ``MASTER_ADDR`` and ``MASTER_PORT`` stay. Their
-    defaults
-    are the step's first host, and a port derived from the job's number.
+    defaults are the step's first host, and a port derived from the job's number.
 
     Returns:
         Whether ``srun`` has started the process as one of several tasks.

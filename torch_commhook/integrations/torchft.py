@@ -43,8 +43,7 @@ def attach_to(
 
     ``backward()`` does not raise errors of collectives. The manager records the error and runs no
     more collectives in this step; ``should_commit()`` is then False, so the optimizer must not
-    step.
-    The next step begins with the hook's memory from before.
+    step. The next step begins with the hook's memory from before.
 
     Args:
         manager: a torchft ``Manager``, made with ``use_async_quorum=False``, so that a joining

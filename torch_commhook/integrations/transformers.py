@@ -28,8 +28,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
     The callback attaches the hook to the Trainer's wrapped model when training begins, and removes
     it at the end. It saves the hook's memory of all ranks beside each checkpoint, as
     ``commhook.pt``; resumed training loads it. If the hook keeps ranks apart, all ranks get the
-    same
-    parameters at the end of training.
+    same parameters at the end of training.
 
     Args:
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as

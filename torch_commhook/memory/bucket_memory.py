@@ -1,8 +1,7 @@
 """A hook's memory of one bucket between steps.
 
 It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
-them;
-a new bucket begins with the pieces of its parameters.
+them; a new bucket begins with the pieces of its parameters.
 """
 
 from __future__ import annotations
@@ -233,8 +232,7 @@ class BucketMemory:
             name: the name of this memory.
             numbers: the parameters' numbers, in the order of the tensor.
             make: called with number, parameter, and the earlier tensor or None; returns a dense
-                tensor
-                with the contents, shape and strides of the view. All have one dtype.
+                tensor with the contents, shape and strides of the view. All have one dtype.
             key: the flat tensor's key in ``tensors``.
         """
         flat = self.tensors.get(key)
@@ -260,8 +258,7 @@ class BucketMemory:
 
         Returns:
             int64 of shape (2, 2): rows of seed and step, for this rank's values and for the sum
-            that it
-            encodes.
+            that it encodes.
         """
         seed = operator.index(seed)  # with dynamic shapes a compiler would make it a variable
         name = f"{seed}, alike" if alike else f"{seed}"
@@ -388,8 +385,7 @@ class BucketMemory:
 
         Args:
             own: flat tensors by kind and parameter name. Missing ones are created as zeros, so that
-                a
-                state's contents do not depend on the buckets.
+                a state's contents do not depend on the buckets.
             name_of: the parameters' names, by id.
         """
         for name, (kind, _) in self._shards.items():

@@ -321,8 +321,7 @@ class HookMemory:
 
         Raises:
             ValueError: it is no state, or belongs to another number of ranks, to other parameters
-                or
-                shapes, or to a hook with another memory.
+                or shapes, or to a hook with another memory.
         """
         remembered = Remembered(
             own=self.store.kinds_of_pieces(),

@@ -1,8 +1,7 @@
 """The form of ``HookHandle.state_dict()``, and the checks of a state before it is loaded.
 
 A state has tensors by kind and parameter name: each rank's own under ``"rank0"``, ``"rank1"`` and
-so
-on, and tensors that are equal on all ranks under ``"shared"``; also plain values.
+so on, and tensors that are equal on all ranks under ``"shared"``; also plain values.
 """
 
 from __future__ import annotations

@@ -137,8 +137,7 @@ class ProcessGroup(_C.ProcessGroup):
 
         The call happens on the thread that completes the operation, often one of the backend's. For
         tensors on an accelerator it happens on a thread that polls every half a millisecond. If a
-        Work
-        has no Future, it happens on the thread that waits for it, and not before.
+        Work has no Future, it happens on the thread that waits for it, and not before.
         """
         self._add_hook("completion", hook_id, hook)
 

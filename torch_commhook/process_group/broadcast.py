@@ -46,9 +46,8 @@ def broadcast_coalesced(
     Args:
         process_group: the process group; None for the default one.
         tensors: any number of dense tensors, also none, of any shapes, strides and dtypes, on
-            devices
-            that the group supports. They need not agree, and may be empty. A tensor that is listed
-            twice, like tied weights, is sent once.
+            devices that the group supports. They need not agree, and may be empty. A tensor that is
+            listed twice, like tied weights, is sent once.
         buffer_size: the size of a bucket in bytes, at least 1.
         rank: the rank within the group that sends its tensors.
 

@@ -61,15 +61,13 @@ class CompressedProcessGroup(WrapperProcessGroup):
     and sums in float32. An all-reduce is a
     :func:`~torch_commhook.collectives.compressed_all_reduce`, a reduce-scatter a
     :func:`~torch_commhook.collectives.compressed_reduce_scatter`, on the parent. An all-reduce
-    gives
-    all ranks the same bits. There is no error feedback: the group does not remember errors. Tensors
-    are not compressed if this saves no bytes, and so never on one rank. ``PREMUL_SUM`` is
-    compressed
-    too; for small CPU tensors it becomes a sum of multiplied tensors, since Gloo has none.
+    gives all ranks the same bits. There is no error feedback: the group does not remember errors.
+    Tensors are not compressed if this saves no bytes, and so never on one rank. ``PREMUL_SUM`` is
+    compressed too; for small CPU tensors it becomes a sum of multiplied tensors, since Gloo has
+    none.
 
     ``gathers`` also compresses all-gathers of floating-point tensors, such as those of parameters
-    in
-    ``fully_shard``. All ranks get the same bits, and a rank's own tensor is compressed too. This
+    in ``fully_shard``. All ranks get the same bits, and a rank's own tensor is compressed too. This
     includes ``DTensor.full_tensor()``, and checkpoints that use it.
 
     Args:

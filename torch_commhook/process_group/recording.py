@@ -163,8 +163,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
         """Return a table with a line for each operation, and one for all.
 
         ``overlap`` is the part of the time in flight during which other operations of the group
-        were
-        in flight too. ``blocked`` is the part that threads waited for their works.
+        were in flight too. ``blocked`` is the part that threads waited for their works.
         """
         records = self.records
         shared = overlaps([record_interval(record) for record in records])

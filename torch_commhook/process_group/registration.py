@@ -24,9 +24,8 @@ def register(
     """Register a process group, or a class of them, with ``torch.distributed``.
 
     A class becomes a backend: ``init_process_group(name, ...)`` and ``new_group(backend=name)``
-    make
-    groups of it. A group becomes known under ``name``: the functions of ``torch.distributed`` and
-    ``DeviceMesh.from_group`` accept it, and functional collectives find it by its name, also in
+    make groups of it. A group becomes known under ``name``: the functions of ``torch.distributed``
+    and ``DeviceMesh.from_group`` accept it, and functional collectives find it by its name, also in
     compiled code. ``torch.distributed.destroy_process_group(group)`` removes it.
 
     Args:

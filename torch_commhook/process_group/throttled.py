@@ -90,16 +90,14 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
     Use it to plan: it shows the time of a training over a link that you do not have, without root
     rights. Each rank has one link. Operations start on it in the order in which the parent
-    completes
-    them, and take as long as Gloo's do. Each message of a collective puts its bytes on the link,
-    then takes the latency, and waits for the messages that Gloo waits for (``gloo_messages.py``).
-    At
-    most as many collectives run at once as the group has threads. The parent's own time comes on
-    top; it is negligible if the parent is fast (Gloo between processes of one machine).
+    completes them, and take as long as Gloo's do. Each message of a collective puts its bytes on
+    the link, then takes the latency, and waits for the messages that Gloo waits for
+    (``gloo_messages.py``). At most as many collectives run at once as the group has threads. The
+    parent's own time comes on top; it is negligible if the parent is fast (Gloo between processes
+    of one machine).
 
     Hooks treat a group around Gloo's as they treat Gloo's own: their second stages use another
-    group
-    on the same link, and the ranks agree at the end of each step.
+    group on the same link, and the ranks agree at the end of each step.
 
     Args:
         parent: the process group that does the work.

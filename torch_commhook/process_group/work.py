@@ -93,8 +93,7 @@ class Work(_C.Work):
     """The base class of Work in Python.
 
     A subclass defines ``wait(timeout)``, ``get_future()``, or both; the base class derives the
-    other
-    methods from the Future. See ``docs/process_groups.md``.
+    other methods from the Future. See ``docs/process_groups.md``.
 
     Args:
         rank: the rank that the work receives from, for ``source_rank()``.

@@ -84,8 +84,7 @@ class BucketState:
 
     def gradients(self) -> list[Tensor]:
         """The gradients, for a traced hook; zeros for missing ones."""
-        # Compiled autograd knows the tensors that it gives its hooks, but no other path to
-        # the
+        # Compiled autograd knows the tensors that it gives its hooks, but no other path to the
         # parameters.
         arrived: list[Any] = self.parameters if self.pending else self.arrived
         gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
@@ -140,8 +139,7 @@ class _BucketOfState(BucketWithMemory):
     """A bucket that gathers its gradients when a hook asks for them.
 
     So the hook's first operation (a scale, a cast into another buffer) is part of the same pass
-    over
-    memory.
+    over memory.
     """
 
     def __init__(

@@ -307,8 +307,7 @@ class Reducer:
 
     def _ready_hook(self, name: str) -> Callable[[Tensor], None]:
         """The function that compiled autograd calls with a parameter once it has its gradient."""
-        # By name: Dynamo makes variables of numbers that change with a hook's position in
-        # the list
+        # By name: Dynamo makes variables of numbers that change with a hook's position in the list
         # of its hooks.
         reducer = self
 
@@ -456,8 +455,7 @@ class Reducer:
         order.
         """
         # Ranks that are apart have no means to agree, and a rank that has joined does not know
-        # whether
-        # the others' backward is compiled.
+        # whether the others' backward is compiled.
         is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
         if not (self._order.is_final or self._compiled is not None or is_fixed):
             if is_capturing(self.device):

@@ -89,8 +89,7 @@ class Attached:
 
         Raises:
             TypeError, ValueError: as :func:`check_hook`; or the hook does not use ``state``, or has
-                a
-                process group that has been destroyed.
+                a process group that has been destroyed.
         """
         _check_is_hook(hook, op)
         check_hook(hook)

@@ -114,9 +114,8 @@ class Rendezvous:
         """Wait until all ranks want to reconnect, whatever number of attempts each has made.
 
         Each rank writes the number of its attempt to the store. Rank 0 writes the list of all
-        attempts.
-        A rank continues if the list contains its latest attempt, so that no two ranks connect in
-        different attempts.
+        attempts. A rank continues if the list contains its latest attempt, so that no two ranks
+        connect in different attempts.
 
         Returns:
             A store for this attempt only.

@@ -203,8 +203,7 @@ class StepGroup:
         """The group through which hooks communicate instead of a group that the user gave.
 
         It has connections of its own, which reconnect together with :attr:`group`. All ranks call
-        this
-        for the same groups in the same order.
+        this for the same groups in the same order.
 
         Args:
             group: a group of some of the ranks.
@@ -212,8 +211,7 @@ class StepGroup:
 
         Returns:
             The group itself if it cannot reconnect: one of another backend, or with ranks that do
-            not
-            take part here.
+            not take part here.
         """
         if not (self.recovers and device.type == "cpu" and is_gloo(group) and self._has(group)):
             self._note_outside(group)
@@ -327,8 +325,7 @@ class StepGroup:
         """Make the group visible to a compiler; a failed step may have dropped its connections.
 
         The compiler asks for the group's name, and a group without a backend has none.
-        :meth:`begin`
-        connects, since the others may be at another model's step.
+        :meth:`begin` connects, since the others may be at another model's step.
         """
         if self._broken:
             for own in self._own:
@@ -346,8 +343,7 @@ class StepGroup:
 
         Args:
             used: uint8, flat, with the same shape on all ranks: not 0 for each parameter that this
-                rank
-                has used. Becomes the maximum over the ranks.
+                rank has used. Becomes the maximum over the ranks.
 
         Raises:
             PeerError: another rank failed.
@@ -412,8 +408,7 @@ class StepGroup:
 
         This includes other models' groups over the same ranks. Several models may take part in one
         backward, and this rank may have left it before it reached them. All ranks do the same, and
-        begin
-        the next step with new connections of all.
+        begin the next step with new connections of all.
 
         Args:
             reason: the error or a text. A :class:`PeerError` passes on the reason of the rank at
@@ -481,8 +476,7 @@ class StepGroup:
         """Fail the step because of a lost connection; as :meth:`fail`. Returns the error to raise.
 
         A rank reports a reason before it closes its connections. Without a report, a process has
-        ended,
-        unless its host does not answer.
+        ended, unless its host does not answer.
         """
         lost = self._ranks[1 - self.rank] if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
@@ -532,8 +526,7 @@ class StepGroup:
         """Return a function that tells whether all ranks have the same bytes.
 
         All ranks call it between the same two steps. None for a group of another class, which may
-        not
-        support an all-reduce of the maximum.
+        not support an all-reduce of the maximum.
         """
         if self.recovers:
             return self._all_alike

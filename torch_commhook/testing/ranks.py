@@ -31,8 +31,7 @@ def run_ranks(
     Inside, ``torch.distributed`` is initialized. The default group is a
     :class:`torch_commhook.process_group.SimulatedProcessGroup`. ``new_group``, device meshes,
     functional collectives, DDP, ``fully_shard``, DTensor and :func:`torch_commhook.attach` work as
-    in
-    processes. Other threads see the process's own ``torch.distributed``.
+    in processes. Other threads see the process's own ``torch.distributed``.
 
     One rank runs at a time, until it issues a collective or waits for other ranks; then ``seed``
     decides which rank runs next. The same seed gives the same order of events.

@@ -342,8 +342,7 @@ class Scheduler:
         """Wake ranks that are blocked in C++ and hold our Futures.
 
         The Futures are completed with values, since results of the run no longer count: a C++ wait
-        for a
-        Python Future would take an exception in it for a value.
+        for a Python Future would take an exception in it for a value.
         """
         for rank in self.ranks:
             if rank.state == AWAY:

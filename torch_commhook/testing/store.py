@@ -33,8 +33,7 @@ class SimulatedStore(dist.Store):
     """The store of ``torch.distributed`` inside ``run_ranks``.
 
     It works as other stores, except that a key which never appears raises a ``DeadlockError`` and
-    not
-    a timeout.
+    not a timeout.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -203,8 +203,7 @@ def set_communication(group: ParamGroup, communication: Communication) -> None:
     """Replace the objects through which a group communicates.
 
     As ``set_custom_all_gather`` and ``set_custom_reduce_scatter``, which refuse modules with
-    several
-    groups.
+    several groups.
     """
     group._all_gather_comm, group._reduce_scatter_comm = communication
 

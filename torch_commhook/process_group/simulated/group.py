@@ -32,10 +32,10 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     :func:`torch_commhook.testing.run_ranks`.
 
     ``run_ranks`` makes these groups; inside it, ``torch.distributed.new_group`` and device meshes
-    do
-    too. The group has all collectives. On two ranks results have Gloo's bits; sums over more ranks
-    are taken in rank order. A collective completes when all ranks have issued it, a send when it is
-    received. There is no timeout: an operation that can never complete raises an error at once.
+    do too. The group has all collectives. On two ranks results have Gloo's bits; sums over more
+    ranks are taken in rank order. A collective completes when all ranks have issued it, a send when
+    it is received. There is no timeout: an operation that can never complete raises an error at
+    once.
 
     Beyond Gloo's operations it supports ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
     zero. All methods accept PyTorch's short forms, such as ``allreduce(tensor, op)``.

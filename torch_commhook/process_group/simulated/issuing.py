@@ -42,8 +42,7 @@ class IssuingProcessGroup(ProcessGroup):
 
         Each collective counts the bytes of an algorithm that sends the fewest: an all-reduce
         ``2 (W - 1) / W`` of its tensor, with W ranks. Bytes that only some ranks must send are
-        divided
-        among all ranks, as in :mod:`torch_commhook.collectives`.
+        divided among all ranks, as in :mod:`torch_commhook.collectives`.
         """
         return self._link.bytes_sent[self._rank]
 

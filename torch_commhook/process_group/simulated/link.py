@@ -240,8 +240,7 @@ class Links:
         """The link of a group that a rank makes.
 
         A name may be used again for another group once the first one has been destroyed: the ranks'
-        n-th
-        groups of a name belong together.
+        n-th groups of a name belong together.
         """
         own = (name, tuple(members), rank)
         count = self._counts[own] = self._counts.get(own, 0) + 1
