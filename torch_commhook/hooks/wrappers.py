@@ -89,8 +89,8 @@ class Wrapper(Hook):
 class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     """Add the errors of earlier messages to the next message.
 
-    With the gradient g of a step and the error memory e, the rank sends p = g + e, and remembers
-    e' = p - C(p), where C(p) is the content of its message. If a sum is encoded again for its way
+    Let g be the gradient of a step, and e the error memory. The rank sends p = g + e, and remembers
+    e' = p - C(p). C(p) is the content of its message. If a sum is encoded again for its way
     back, the rank that encodes it remembers that error. So nothing is lost for good: under SGD with
     step size lr, the parameters minus lr times the mean error memory follow the path of
     uncompressed SGD.

@@ -33,8 +33,8 @@ def called_by_cpp(function: FunctionType, name: str) -> Any:
 class ProcessGroup(_C.ProcessGroup):
     """The base class of process groups in Python: C++ calls the methods of a subclass.
 
-    See ``docs/process_groups.md``. The constructor takes ``(rank, size)`` or ``(store, rank,
-    size)``.
+    See ``docs/process_groups.md``. The constructor takes ``(rank, size)`` or
+    ``(store, rank, size)``.
 
     Every group has hooks, in Python or C++, under the names of torch 2.15: before an operation is
     issued, after it, when it has completed, and before an abort. They are called in the order of
