@@ -41,8 +41,8 @@ class JumpWatch:
     Training itself seldom does this. In each step the watch takes the norm of a sample of bucket 0.
     It compares the norms of 8 steps with those of the next 8. A jump counts under three conditions:
     it is close to a power of two; most of it is between two consecutive steps; and the norms on
-    either side vary by less than half of it. On CUDA the watch never waits: it reads a norm in the first later step in which
-    the norm is on the host.
+    either side vary by less than half of it. On CUDA the watch never waits: it reads a norm in the
+    first later step in which the norm is on the host.
 
     Args:
         hook: the hook's name, for the message.
