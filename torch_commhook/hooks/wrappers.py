@@ -359,7 +359,7 @@ class clip(Wrapper):  # noqa: N801
 
     Raises:
         ValueError: ``max_norm`` is not positive.
-    TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
+        TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
 
     Example:
         >>> def train(rank):
