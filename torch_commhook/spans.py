@@ -70,8 +70,7 @@ class BucketSpans:
         return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
 
     def note_sent(self, result: object) -> None:
-        """Record the wire span of a hook that does not use the library's collectives, until it is
-        done.
+        """Record the wire span of a hook that does not use the library's collectives.
 
         Args:
             result: the hook's result: a Future; any other value means that the hook has waited

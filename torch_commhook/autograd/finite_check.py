@@ -50,10 +50,9 @@ class FiniteCheck:
 
     @property
     def count(self) -> Tensor:
-        """Return the number of infinite and NaN values since the last :meth:`reset`: int64,
-        0-dimensional.
+        """Return the number of infinite and NaN values since the last :meth:`reset`.
 
-        On the device of the check; the host does not wait.
+        int64, 0-dimensional, on the device of the check; the host does not wait.
         """
         return torch.stack(self._counts()).sum()
 

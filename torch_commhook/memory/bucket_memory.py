@@ -190,8 +190,7 @@ class BucketMemory:
             part.fold_all_shards()
 
     def locate_error(self, number: int) -> tuple[Tensor, int, float] | None:
-        """Locate a parameter's error memory: a flat tensor, the parameter's offset in it, its
-        decay.
+        """Locate a parameter's error memory: a flat tensor, the offset in it, its decay.
 
         None if there is no error memory.
         """

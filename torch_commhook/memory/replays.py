@@ -67,8 +67,7 @@ class Replays:
         return self._before + int(self._counter)
 
     def memory_loaded(self, before: object) -> None:
-        """Note that the hook has loaded another training's memory, to which earlier replays do not
-        belong.
+        """Note that memory of another training was loaded; earlier replays do not belong to it.
 
         Args:
             before: the object with the old memory's tensors.

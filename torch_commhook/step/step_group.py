@@ -392,8 +392,7 @@ class StepGroup:
         self._open = False
 
     def lose(self, rank: int | None, why: str) -> None:
-        """Fail the step because of another rank; as :meth:`fail`. Also ends a step in the
-        background.
+        """Fail the step, also one in the background, because of another rank; as :meth:`fail`.
 
         Another thread than the step's may call this.
 
