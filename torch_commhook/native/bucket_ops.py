@@ -40,9 +40,10 @@ class FlattenStats(NamedTuple):
 def cpu_capability(limit: str | None = None) -> str:
     """Return the instruction set of the CPU kernels.
 
-    It is ``reference``, ``default``, ``avx2`` or ``avx512``. ``reference`` is plain ATen. With ``limit``, the kernels of this process use at most that
-    instruction set from now on; this is for tests and measurements. The environment variable
-    ``COMMHOOK_CPU_CAPABILITY`` sets the limit at the start.
+    It is ``reference``, ``default``, ``avx2`` or ``avx512``. ``reference`` is plain ATen. With
+    ``limit``, the kernels of this process use at most that instruction set from now on; this is for
+    tests and measurements. The environment variable ``COMMHOOK_CPU_CAPABILITY`` sets the limit at
+    the start.
 
     Raises:
         ValueError: ``limit`` is none of the four.

@@ -30,11 +30,11 @@ from torch_commhook.process_group.simulated.work import CoalescedWork, Simulated
 class SimulatedProcessGroup(IssuingProcessGroup):
     """One rank's side of a process group among the threads of ``run_ranks``.
 
-    :func:`torch_commhook.testing.run_ranks` makes these groups; inside it, ``torch.distributed.new_group`` and device meshes
-    do too. The group has all collectives. On two ranks results have Gloo's bits; sums over more
-    ranks are taken in rank order. A collective completes when all ranks have issued it, a send when
-    it is received. There is no timeout: an operation that can never complete raises an error at
-    once.
+    :func:`torch_commhook.testing.run_ranks` makes these groups; inside it,
+    ``torch.distributed.new_group`` and device meshes do too. The group has all collectives. On two
+    ranks results have Gloo's bits; sums over more ranks are taken in rank order. A collective
+    completes when all ranks have issued it, a send when it is received. There is no timeout: an
+    operation that can never complete raises an error at once.
 
     Beyond Gloo's operations it supports ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
     zero. All methods accept PyTorch's short forms, such as ``allreduce(tensor, op)``.
