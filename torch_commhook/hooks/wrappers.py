@@ -46,7 +46,7 @@ class Wrapper(Hook):
         if hook.keeps_ranks_apart:
             raise ValueError(
                 f"{type(self).__name__}: {name} must average in each step, got "
-                f"{hook}, which keeps ranks apart; give this hook to it instead, as its hook"
+                f"{hook}, which keeps ranks apart; put this wrapper inside it, as its hook"
             )
 
     def hooks_inside(self) -> Sequence[Hook]:
