@@ -25,7 +25,7 @@ class AveragingHook(Protocol):
     def average(self, bucket: Any) -> object: ...
 
 class DdpListener(Protocol):
-    """What a DDP's steps are told to (``csrc/runtime/reducer/ddp_hook.h``)."""
+    """The listener to the steps of a DDP (``csrc/runtime/reducer/ddp_hook.h``)."""
 
     def choose_delivery(self) -> str: ...
     def begin_step(
@@ -41,7 +41,7 @@ class DdpListener(Protocol):
     ) -> None: ...
 
 class ArrivalsListener(Protocol):
-    """What arriving gradients are told to (``csrc/runtime/reducer/arrivals.h``)."""
+    """The listener to arriving gradients (``csrc/runtime/reducer/arrivals.h``)."""
 
     def enter_backward(self) -> None: ...
     def bucket_full(self, index: int) -> None: ...

@@ -176,7 +176,7 @@ class MembershipEvent:
             parts.append(f"lost {_ranks(self.lost)}{with_error}{because}")
         if self.joined:
             parts.append(f"{_ranks(self.joined)} joined")
-        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks go on"
+        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks continue"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -240,8 +240,7 @@ class HookStats:
         """How many times fewer bytes the last step sent than an all-reduce sends.
 
         With ``of_shards``, than a reduce-scatter sends, which is half of that. None if the bytes
-        are
-        unknown, or nothing was sent.
+        are unknown, or nothing was sent.
         """
         plain: float = sum(
             ring_all_reduce_bytes(bucket.numel * bucket.dtype.itemsize, self.world_size)
@@ -256,8 +255,7 @@ class HookStats:
         """How many times fewer bytes all steps sent than all-reduces of all gradients send.
 
         With ``local_sgd``, than an all-reduce in each optimizer step sends. With ``of_shards``,
-        than
-        reduce-scatters send. None if the bytes are unknown, or nothing was sent.
+        than reduce-scatters send. None if the bytes are unknown, or nothing was sent.
         """
         plain: float = ring_all_reduce_bytes(self.gradient_bytes, self.world_size)
         if self.of_shards:
@@ -278,10 +276,8 @@ class HookStats:
         Returns:
             ``steps`` and ``bytes_sent``. For the last step ``bytes_sent_last_step``,
             ``bytes_received_last_step``, ``compression_ratio`` and ``relative_error`` (the largest
-            of
-            all buckets). ``encode_seconds``, ``wire_seconds`` and ``decode_seconds``: means per
-            step,
-            over all buckets.
+            of all buckets). ``encode_seconds``, ``wire_seconds`` and ``decode_seconds``: means per
+            step, over all buckets.
         """
         steps = self.steps - (before.steps if before else 0)
         found: dict[str, float | None] = {

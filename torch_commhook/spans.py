@@ -1,8 +1,8 @@
-"""Spans in a trace of PyTorch's profiler: what a hook does with each bucket, and for how long.
+"""Spans in a trace of PyTorch's profiler: a hook's work on each bucket, with its duration.
 
 ``commhook::encode``, ``commhook::wire`` and ``commhook::decode``, each with the bucket and the hook
-in its name: ``commhook::encode (bucket 0, blockwise(bits=4))``. Without a profiler there are none,
-and compiled code has none.
+in its name: ``commhook::encode (bucket 0, blockwise(bits=4))``. There are none without a profiler,
+and none in compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 class _Current(threading.local):
-    """What this thread works for."""
+    """The spans and profiler for which this thread works."""
 
     spans: BucketSpans | None = None
 
@@ -38,7 +38,7 @@ class BucketSpans:
 
     Args:
         label: names bucket and hook.
-        profiler: of the thread that calls the hook.
+        profiler: the profiler of the thread that calls the hook.
 
     Attributes:
         has_wire: whether the hook has sent anything through the library.
@@ -51,7 +51,7 @@ class BucketSpans:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let this thread's spans be these, and its profiler the one of the hook's thread."""
+        """Use these spans on this thread, with the profiler of the hook's thread."""
         before = _current.spans
         _current.spans = self
         try:
@@ -70,10 +70,11 @@ class BucketSpans:
         return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
 
     def note_sent(self, result: object) -> None:
-        """Record the wire of a hook that has sent past the library's collectives, until it is done.
+        """Record the wire span of a hook that does not use the library's collectives.
 
         Args:
-            result: what the hook gave: a Future, or anything else if it has waited itself.
+            result: the hook's result: a Future; any other value means that the hook has waited
+                itself.
         """
         if self.has_wire or not isinstance(result, torch._C.Future) or result.done():
             return
@@ -82,19 +83,19 @@ class BucketSpans:
 
 
 def current_spans() -> BucketSpans | None:
-    """Those of the hook that this thread works for; None where no profiler runs."""
+    """The spans of the hook that this thread works for; None if no profiler runs."""
     return None if _is_traced() else _current.spans
 
 
 def spans_of(label: Callable[[], str]) -> BucketSpans | None:
-    """Spans for a call of a hook that this thread is about to make.
+    """Return spans for a call of a hook that this thread is about to make.
 
     Args:
         label: names bucket and hook; only called while a profiler runs.
 
     Returns:
-        None where no profiler runs, while a compiler traces, and inside the call of another hook,
-        whose spans go on.
+        None if no profiler runs, while a compiler traces, and inside the call of another hook,
+        whose spans continue.
     """
     if _is_traced():
         return None
@@ -110,12 +111,12 @@ def active(spans: BucketSpans | None) -> AbstractContextManager[None]:
 
 
 def bucket_label(index: int, hook: str) -> str:
-    """How spans name a bucket and its hook. The bucket comes first, since tables cut names."""
+    """The text that names a bucket and its hook. The bucket comes first: tables cut long names."""
     return f"bucket {index}, {hook}"
 
 
 def continued(function: Callable[P, T]) -> Callable[P, T]:
-    """A callback that other threads call, whose work this thread's profiler is to see."""
+    """Wrap a callback of other threads, so that this thread's profiler sees its work."""
     spans = current_spans()
     if spans is None:
         return function
@@ -129,10 +130,10 @@ def continued(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def sent(start: Callable[[], torch.futures.Future[T]]) -> torch.futures.Future[T]:
-    """Start a collective, and record its span on the wire: from here until its Future is complete.
+    """Start a collective, and record its span on the wire: from now until its Future is complete.
 
     Args:
-        start: issues it.
+        start: issues it, and returns its Future.
     """
     spans = current_spans()
     if spans is None:

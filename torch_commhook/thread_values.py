@@ -1,4 +1,4 @@
-"""Values that code sets for what the same thread calls inside."""
+"""Values that code sets for functions that it calls on the same thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ThreadValue(threading.local, Generic[T]):
 
 
 class setting(Generic[T]):  # noqa: N801 (a context manager)
-    """Gives this thread's ``of`` a value inside, and its earlier value back afterwards."""
+    """Sets this thread's value of ``of`` inside a block, and restores the earlier one after it."""
 
     __slots__ = ("_before", "_of", "_value")
 

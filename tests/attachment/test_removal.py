@@ -95,7 +95,7 @@ def test_another_one_waits_for_the_end() -> None:
         attach(model, hooks.cast())
 
     handle.register_prehook(exchange)
-    with pytest.raises(RuntimeError, match=r"that is still under way; attach the next one after"):
+    with pytest.raises(RuntimeError, match=r"that is still running; attach the next one after"):
         model(batch(0)).sum().backward()
     attach(model, hooks.cast()).remove()
 

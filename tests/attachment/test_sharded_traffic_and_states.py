@@ -147,8 +147,8 @@ def load_other(rank: int, saved: dict[str, Any], loaded: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (True, False, "what a shard_hook remembers where there is one, got one"),
-        (False, True, "what a shard_hook remembers where there is one, got none"),
+        (True, False, "the memory of a shard_hook if there is one, got one"),
+        (False, True, "the memory of a shard_hook if there is one, got none"),
     ],
 )
 def test_a_state_of_another_shard_hook_is_refused(saved: bool, loaded: bool, message: str) -> None:

@@ -257,7 +257,7 @@ def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) ->
 @pytest.mark.parametrize("road", ["module", "ddp"])
 def test_a_note_names_the_bucket_before_where_its_stage_failed(road: str) -> None:
     """Not where the last bucket's own stage did."""
-    for call, found in [(2, ["in the second stage of the bucket before"]), (3, [])]:
+    for call, found in [(2, ["in the second stage of the previous bucket"]), (3, [])]:
         for said, notes, waiting in run_ranks(
             lambda rank, n=call: _fails(rank, road, "reduce", n), 2
         ):

@@ -244,7 +244,7 @@ def _trial_fails(
             assert (buffers in symmetric._memories) == is_known
         obstacle = symmetric.obstacle_of(group)
         assert len(records.texts) == (rank == 0), records.texts
-        assert rank != 0 or records.texts[0].endswith(f"a trial of that failed on {obstacle}")
+        assert rank != 0 or records.texts[0].endswith(f"a test of that memory failed on {obstacle}")
     finally:
         symmetric._log.removeHandler(records)
         dist.destroy_process_group(group)

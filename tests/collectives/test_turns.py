@@ -128,7 +128,7 @@ def test_new_connections_begin_anew() -> None:
     before.announced[1].give_up(error)
     renew_turns(group)
     assert before.failed.keys() == {0, 1, 2}
-    with pytest.raises(RuntimeError, match="the step that this belongs to has failed"):
+    with pytest.raises(RuntimeError, match="the step of this collective has failed"):
         raise before.failed[0]
     after = Stages(turns_of(group))
     after.announce(2)

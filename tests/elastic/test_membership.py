@@ -123,7 +123,7 @@ def test_a_rank_that_nobody_knows_to_be_lost_has_its_time() -> None:
     assert time.monotonic() - begun >= GRACE
     assert {view.members for view in views} == {(members[0].own, members[1].own)}
     # It comes late, and learns that the others have gone on.
-    with pytest.raises(LeftOutError, match="go on without this one"):
+    with pytest.raises(LeftOutError, match="continue without this one"):
         members[2].change(0)
 
 
@@ -174,7 +174,7 @@ def test_too_few_ranks_do_not_go_on() -> None:
     lost = Lost(ended=frozenset([members[0].own]))
     errors = _together([lambda m=m: m.change(0, lost) for m in members[1:]])
     assert all(isinstance(error, TooFewRanksError) for error in errors)
-    assert "2 ranks are left and 0 want to take part, of at least 3" in str(errors[0])
+    assert "2 ranks are left and 0 want to join, but 3 are needed" in str(errors[0])
 
 
 def test_ranks_count_the_step_after_which_the_others_have_left() -> None:
@@ -311,7 +311,7 @@ def test_nobody_that_has_trained_is_left() -> None:
     late._store.set("view", late.view.as_text())
     signs.dead.update(view.members)
     lost = Lost(ended=frozenset(view.members))
-    with pytest.raises(TooFewRanksError, match="no rank is left that has trained"):
+    with pytest.raises(TooFewRanksError, match="no rank with trained parameters is left"):
         late.change(3, lost)
 
 

@@ -60,7 +60,7 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named(caplog: pytest.LogCapture
     caplog.clear()
     pace.compare(1, fast)
     assert not pace.stragglers
-    assert [each.getMessage() for each in caplog.records] == ["rank 1: rank 2 is not slow any more"]
+    assert [each.getMessage() for each in caplog.records] == ["rank 1: rank 2 is no longer slow"]
 
 
 def test_of_two_ranks_one_can_be_slow_but_one_alone_cannot() -> None:

@@ -120,7 +120,7 @@ load_cpp_hooks(built)
 """
     done = ended(script)
     assert done.stdout == "again\n"
-    assert "has been built anew since this process loaded" in done.stderr
+    assert "has been rebuilt since this process loaded" in done.stderr
     # One that was no good stays in the process as well.
     shutil.copy(library("tests/support/cpp_hooks", "no_hooks"), built)
     script = f"""
@@ -135,7 +135,7 @@ load_cpp_hooks({str(built)!r})
 """
     done = ended(script)
     assert "registers no hooks" in done.stdout
-    assert "has been built anew since this process loaded" in done.stderr
+    assert "has been rebuilt since this process loaded" in done.stderr
 
 
 def test_a_library_with_a_name_that_is_taken_is_not_taken_at_all() -> None:

@@ -125,7 +125,7 @@ def test_a_state_that_cannot_be_gathered(two_ranks: RankPool) -> None:
     assert first[0] == f"RuntimeError: {message}"
     assert second[0] == "ZeroDivisionError: division by zero"
     for raised in (first[1], second[1]):
-        assert "the ranks' 'steps' must be the same to be in one state, got 1 and 2" in raised
+        assert "the ranks' 'steps' must be the same for one state of all ranks, got 1 and" in raised
 
 
 def _over_an_unknown_group(rank: int) -> str:

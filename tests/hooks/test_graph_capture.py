@@ -174,7 +174,7 @@ def test_a_graph_does_not_outlive_what_it_captured(
 
     graph.replay()
     for ask in (own.handle.state_dict, own.handle.stats):
-        with pytest.raises(RuntimeError, match="Capture the graph anew"):
+        with pytest.raises(RuntimeError, match="Capture the graph again"):
             ask()
     own.handle.load_state_dict(state)
     assert own.handle.state_dict()["steps"] == WARM + 2

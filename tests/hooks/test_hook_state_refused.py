@@ -120,12 +120,12 @@ def _anothers_state(rank: int) -> None:
     states["apart"] = first.state_dict()
     first.remove()
     _, handle = attached(net(), "error_feedback(sign())", False)
-    with pytest.raises(ValueError, match="'local_sgd_parameter', which the hook"):
+    with pytest.raises(ValueError, match="'local_sgd_parameter', which the attached hook"):
         handle.load_state_dict(states["apart"])
     handle.load_state_dict(states["error"])  # of a hook that remembers as much
     handle.remove()
     _, handle = attached(net(), "allreduce()", False)
-    with pytest.raises(ValueError, match="'error', which the hook"):
+    with pytest.raises(ValueError, match="'error', which the attached hook"):
         handle.load_state_dict(states["error"])
     handle.remove()
 

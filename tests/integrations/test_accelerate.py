@@ -180,6 +180,6 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_is_refused(launched: LaunchedRanks) -> None:
     for dropped, again, bare, inner in launched.run(_refused):
-        assert dropped == again and "drops anything else, such as cast" in dropped
+        assert dropped == again and "ignores anything else, such as cast" in dropped
         assert "got Net in training on 2 ranks. Start the script with" in bare
         assert "attach the hook to that, the one around " in inner and "Net: attach(ddp" in inner

@@ -145,7 +145,7 @@ def _without_state(rank: int, folder: str) -> str:
 
 def test_a_checkpoint_without_a_state(launched: LaunchedRanks, tmp_path: Path) -> None:
     for error in launched.run(_without_state, str(tmp_path)):
-        assert "has no commhook.pt to go on from; give resume_from=" in error
+        assert "has no commhook.pt; give resume_from=" in error
 
 
 def _lost_on_a_rank(rank: int, folder: str) -> str:
@@ -199,7 +199,7 @@ def _of_another(rank: int, folder: str) -> str:
 
 def test_a_checkpoint_of_another_training(launched: LaunchedRanks, tmp_path: Path) -> None:
     for error in launched.run(_of_another, str(tmp_path)):
-        assert "checkpoint-3 is of another training; give resume_from=" in error
+        assert "checkpoint-3 belongs to another training; give resume_from=" in error
 
 
 def _best(rank: int, folder: str) -> bool:

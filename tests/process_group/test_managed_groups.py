@@ -141,7 +141,7 @@ def _shards(rank: int, how: str, around: bool) -> str:
     if around:
         group = RecordingProcessGroup(WrapperProcessGroup(group))
     codec = CODECS["blockwise"](8)
-    with pytest.raises(ValueError, match="the process group must tell its rank") as error:
+    with pytest.raises(ValueError, match="the process group must know its rank") as error:
         if how == "attach":
             attach(module(), hooks.blockwise(8), process_group=group, init_sync=False)
         elif how == "inside":

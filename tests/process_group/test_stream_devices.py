@@ -344,5 +344,5 @@ def test_no_collective_meets_those_of_a_step_that_failed(
         assert said[2].startswith("OwnError: boo" if rank == 1 else "PeerError: "), said[2]
         assert "boo" in said[2]
         assert said[3].startswith("RuntimeError: "), said[3]
-        assert "its collectives may still be under way" in said[3]
+        assert "Its collectives may still be running" in said[3]
         assert is_safe

@@ -175,7 +175,7 @@ def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str
                     said.append("OwnError")
         handle.remove()
         if over != "the hook's group" and len(said) == 4:
-            with pytest.raises(RuntimeError, match="collectives may still be under way"):
+            with pytest.raises(RuntimeError, match="collectives may still be running"):
                 attach(model, hook, **own)
     return said
 
@@ -187,7 +187,7 @@ def test_no_step_after_one_that_failed(
 ) -> None:
     """Its collectives may still be under way, where those of the next step would meet them."""
     other, own = two_ranks.run(_fails_on_rank_1, paths, Mode(model, "eager"), over, timeout=30)
-    final = "its collectives may still be under way"
+    final = "Its collectives may still be running"
     assert own[:2] == ["good", "OwnError"]
     assert all(said.startswith("RuntimeError: ") and final in said for said in own[2:])
     if over != "the model's group":

@@ -121,11 +121,11 @@ attach(ddp, hooks.cast(), bucket_cap_mb=1)
 attach(ddp, hooks.cast(), init_sync=False)
     ValueError: attach: init_sync must be given to DistributedDataParallel, which has it already; got False for a model of that class
 attach(ddp.module, hooks.cast())
-    RuntimeError: attach: the gradient of parameter 'weight' is averaged by a DistributedDataParallel already; attach the hook to that, the one around torch.nn.modules.linear.Linear: attach(ddp, hook). It is trainer.model in Lightning, trainer.model_wrapped in transformers, and what prepare() returns in Accelerate
+    RuntimeError: attach: a DistributedDataParallel averages the gradient of parameter 'weight' already; attach the hook to that, the one around torch.nn.modules.linear.Linear: attach(ddp, hook). It is trainer.model in Lightning, trainer.model_wrapped in transformers, and what prepare() returns in Accelerate
 attach(taken, hooks.allreduce())
     RuntimeError: attach: hook 'cast(bfloat16)' is attached to this model already; remove() it, or replace() it through its handle
 attach(half, hooks.allreduce())
-    RuntimeError: attach: parameter '0.weight' belongs to another module as well, to which hook 'cast(bfloat16)' is attached already
+    RuntimeError: attach: parameter '0.weight' also belongs to another module, to which hook 'cast(bfloat16)' is attached already
 """,
         )
 
@@ -414,15 +414,15 @@ class TestStates(expecttest.TestCase):
             text,
             """\
 load((), "str")
-    ValueError: load_state_dict: the state must be what HookHandle.state_dict() gives, got 'three'
+    ValueError: load_state_dict: the state must come from HookHandle.state_dict(), got 'three'
 load((), "dict")
-    ValueError: load_state_dict: the state must be what HookHandle.state_dict() gives, got version None
+    ValueError: load_state_dict: the state must come from HookHandle.state_dict(), got version None
 load((), "empty list")
-    ValueError: load_state_dict: the state must be what HookHandle.state_dict() gives, got list
+    ValueError: load_state_dict: the state must come from HookHandle.state_dict(), got list
 load(("version",), "negative")
-    ValueError: load_state_dict: the state must be what HookHandle.state_dict() gives, got version -1
+    ValueError: load_state_dict: the state must come from HookHandle.state_dict(), got version -1
 load(("version",), GONE)
-    ValueError: load_state_dict: the state must be what HookHandle.state_dict() gives, got version None
+    ValueError: load_state_dict: the state must come from HookHandle.state_dict(), got version None
 load(("world_size",), "endless")
     ValueError: load_state_dict: the state must be of 1 ranks, got one of an int of 20001 bits; torch_commhook.reshard_states makes states for another number of ranks
 load(("steps",), "float")
@@ -432,7 +432,7 @@ load(("steps",), "negative")
 load(("rank0",), GONE)
     ValueError: load_state_dict: the state must be that of rank 0, got one with []
 load(("rank0",), "keys that are no names")
-    ValueError: load_state_dict: it has tuple, which the hook that is attached does not remember; a state is for a hook like the one that it is of
+    ValueError: load_state_dict: it has tuple, which the attached hook does not remember; attach a hook like the one that the state is of
 load(("rank0", "error"), "list")
     ValueError: load_state_dict: its 'error' must be a dict by parameter, got list
 load(error, "int64")

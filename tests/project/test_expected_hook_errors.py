@@ -115,9 +115,9 @@ hooks.policy(["dim <= 1"])
 hooks.policy([("dim <= 1", 3)])
     TypeError: policy: rules[0] must have one of torch_commhook.hooks, got int
 hooks.policy([("dim <= 1", hooks.clip(1.0))])
-    ValueError: policy: rules[0] must not be about all gradients together, got clip(1)
+    ValueError: policy: rules[0] must not need all gradients together, got clip(1)
 hooks.policy([], hooks.after(1, hooks.adaptive(1000)))
-    ValueError: policy: default must not be about all gradients together, got after(1, adaptive(1000))
+    ValueError: policy: default must not need all gradients together, got after(1, adaptive(1000))
 hooks.adaptive(0)
     ValueError: adaptive: budget must be at least 1, got 0
 hooks.adaptive(1.5)
@@ -160,9 +160,9 @@ hooks.error_feedback(hooks.allreduce())
 hooks.error_feedback(print)
     TypeError: error_feedback: hook must be one of torch_commhook.hooks, got builtin_function_or_method
 hooks.error_feedback(hooks.error_feedback(hooks.sign()))
-    ValueError: error_feedback: hook must be one that does not remember what it loses already, got error_feedback(sign())
+    ValueError: error_feedback: hook must be one that does not remember its errors already, got error_feedback(sign())
 hooks.error_feedback(hooks.policy())
-    ValueError: error_feedback: hook must be one that does not remember what it loses already, got policy()
+    ValueError: error_feedback: hook must be one that does not remember its errors already, got policy()
 hooks.error_feedback(hooks.after(1, hooks.cast(), before=hooks.sign()))
     ValueError: error_feedback: hook must be one whose messages lose something, got after(1, cast(bfloat16), before=sign())
 hooks.after(-1, hooks.sign())
@@ -172,13 +172,13 @@ hooks.after(1.5, hooks.sign())
 hooks.after(1, hooks.sign(), before=3)
     TypeError: after: before must be one of torch_commhook.hooks, got int
 hooks.after(1, hooks.cast(), before=hooks.error_feedback(hooks.sign()))
-    ValueError: after: hook must remember what it loses, as before does, whose losses it is to send, got cast(bfloat16) after error_feedback(sign()); use error_feedback
+    ValueError: after: hook must remember its errors, as before does, and send those of before, got cast(bfloat16) after error_feedback(sign()); use error_feedback
 hooks.after(1, hooks.error_feedback(hooks.sign()), before=hooks.blockwise())
-    ValueError: after: before must remember what it loses, as hook does, got blockwise() before error_feedback(sign()); use error_feedback
+    ValueError: after: before must remember its errors, as hook does, got blockwise() before error_feedback(sign()); use error_feedback
 hooks.after(1, hooks.policy(), before=hooks.error_feedback(hooks.sign()))
-    ValueError: after: what a policy remembers of parts of a bucket is no use to another hook, got policy() after error_feedback(sign())
+    ValueError: after: another hook cannot use a policy's memory of parts of a bucket, got policy() after error_feedback(sign())
 hooks.after(1, hooks.policy([], hooks.cast()), before=hooks.policy([], hooks.cast()))
-    ValueError: after: what a policy remembers of parts of a bucket is no use to another hook, got policy([], cast(bfloat16)) after policy([], cast(bfloat16))
+    ValueError: after: another hook cannot use a policy's memory of parts of a bucket, got policy([], cast(bfloat16)) after policy([], cast(bfloat16))
 """,
         )
 
@@ -278,7 +278,7 @@ hooks.local_sgd(2, outer=0.7)
 hooks.local_sgd(2, hook=len)
     TypeError: local_sgd: hook must be one of torch_commhook.hooks, got builtin_function_or_method
 hooks.local_sgd(2, hook=hooks.local_sgd(2))
-    ValueError: local_sgd: hook must bring the ranks together, got local_sgd(2)
+    ValueError: local_sgd: hook must not keep ranks apart itself, got local_sgd(2)
 hooks.local_sgd(4, fragments=2.0)
     TypeError: local_sgd: fragments must be an int, got float
 hooks.local_sgd(4, fragments=0)
@@ -302,17 +302,17 @@ hooks.local_sgd(4, mix=-0.5)
 hooks.local_sgd(4, mix=math.nan)
     ValueError: local_sgd: mix must be from 0 to below 1, got nan
 hooks.local_sgd(4, hook=hooks.error_feedback(hooks.sign()), error_reset=True, mix=0.5)
-    ValueError: local_sgd: error_reset must be False where there are fragments, delay or mix, got True; error feedback sends what is lost with the fragment's next exchange
+    ValueError: local_sgd: error_reset must be False with fragments, delay or mix, got True; error feedback sends errors with the fragment's next exchange
 hooks.local_sgd(4, hook=hooks.adaptive(1000), fragments=2)
-    ValueError: local_sgd: with fragments, hook must not be about all of them together, got adaptive(1000)
+    ValueError: local_sgd: with fragments, hook must not decide about all buckets together, got adaptive(1000)
 hooks.clip(1.0, hooks.local_sgd(2))
-    ValueError: clip: hook must bring the ranks together in each step, got local_sgd(2); it can go inside of that, as its hook
+    ValueError: clip: hook must average in each step, got local_sgd(2), which keeps ranks apart; put this wrapper inside it, as its hook
 hooks.after(3, hooks.local_sgd(2))
-    ValueError: after: hook must bring the ranks together in each step, got local_sgd(2); it can go inside of that, as its hook
+    ValueError: after: hook must average in each step, got local_sgd(2), which keeps ranks apart; put this wrapper inside it, as its hook
 hooks.error_feedback(hooks.local_sgd(2))
-    ValueError: error_feedback: hook must bring the ranks together in each step, got local_sgd(2); it can go inside of that, as its hook
+    ValueError: error_feedback: hook must average in each step, got local_sgd(2), which keeps ranks apart; put this wrapper inside it, as its hook
 hooks.policy([], hooks.local_sgd(2))
-    ValueError: policy: default must not be about all gradients together, got local_sgd(2)
+    ValueError: policy: default must not need all gradients together, got local_sgd(2)
 hooks.outer_sgd("1")
     TypeError: outer_sgd: lr must be a number, got str
 hooks.outer_sgd(0.0)

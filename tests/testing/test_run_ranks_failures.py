@@ -325,7 +325,7 @@ def test_a_rank_that_sleeps() -> None:
         run_ranks(run, 3, timeout=0.5)
     lines = str(raised.value).splitlines()
     assert lines[0] == (
-        "run_ranks: rank 1 has run for 0.5 s and neither ended nor come to a collective"
+        "run_ranks: rank 1 has run for 0.5 s and neither ended nor reached a collective"
     )
     assert len(lines) == 3 and lines[1].startswith("  rank 0 ")
     assert sorted(ended) == [0, 1, 2] and ended[2] == 1
@@ -393,7 +393,7 @@ def test_beside_another() -> None:
 
     seen: list[str] = []
     run_ranks(run, 1)
-    assert seen == ["run_ranks: one must end before the next, and another thread runs one"]
+    assert seen == ["run_ranks: another thread is running run_ranks; wait until it ends"]
 
 
 @pytest.mark.parametrize(

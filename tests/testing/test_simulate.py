@@ -245,7 +245,7 @@ def test_what_a_hook_raises() -> None:
             (hooks.allreduce(), gradients(1)),
             {"state": (i for i in ())},
             TypeError,
-            "must be such as can be copied for each rank, got .* with a state of generator",
+            "must be copyable for each rank, got .* with a state of generator",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def attach(
         process_group: the ranks that average, for a module. None means the default group.
         bucket_cap_mb: the capacity of a bucket in MiB, for a module. The default is 25.
         gradient_as_bucket_view: for a module: whether gradients are views of the buckets' memory.
-            Views save a copy of all gradients, in memory and in most of the time. Off by default.
+            Views save memory, and most copies of gradients. Off by default.
         broadcast_buffers: for a module: whether rank 0 sends its buffers (running statistics) to
             all ranks before each forward that trains and synchronises. On by default.
         init_sync: for a module: whether rank 0 sends its parameters and buffers to all ranks now.
@@ -128,10 +128,10 @@ def attach(
             :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
             ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; the hook
             of a sharded model needs whole gradients, which no rank has.
-        ValueError: a text is no hook expression; an annotation of the hook's return type is wrong;
-            the scale is not positive and finite (``backward()`` raises this too); ``connections``
-            is out of range; a setting belongs to DDP; no parameter requires grad; a parameter is
-            on the meta device, or has an optimizer in backward.
+        ValueError: a text is no hook expression; an annotation says that the hook takes no bucket
+            or returns no tensor; the scale is not positive and finite (``backward()`` raises this
+            too); ``connections`` is out of range; a setting belongs to DDP; no parameter requires
+            grad; a parameter is on the meta device, or has an optimizer in backward.
         RuntimeError: a hook is attached to the model, to another model with one of its parameters,
             or to DDP itself; replicate() was applied to a module; the ranks' parameters differ; a
             step over the group has failed, and its collectives may still be running;
@@ -330,8 +330,8 @@ def _unoccupied_road(model: torch.nn.Module) -> Road | None:
     road = road_in_use(first)
     if road.is_closing:
         raise RuntimeError(
-            "attach: a hook was removed from this model in a backward() that is still under "
-            "way; attach the next one after it, or replace() the hook through its handle"
+            "attach: a hook was removed from this model in a backward() that is still "
+            "running; attach the next one after it, or replace() the hook through its handle"
         )
     if not road.is_alive:
         return None

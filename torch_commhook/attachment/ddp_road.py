@@ -454,8 +454,7 @@ class DdpRoad:
         """Let our own reducer replace DDP's for good, if a hook is attached.
 
         DDP's C++ reducer does not support compiled autograd. This removes its hooks from autograd,
-        and
-        tells DDP that it has a Python reducer, so that DDP never asks the C++ one.
+        and tells DDP that it has a Python reducer, so that DDP never asks the C++ one.
         """
         model = self.model()
         if model is None or self.attached is None:

@@ -79,10 +79,9 @@ class HookHandle:
 
         From the next backward on, a DDP model averages its gradients as without a hook, and a plain
         module's gradients stay each rank's own. A running backward still uses the hook. Does
-        nothing if
-        the hook was removed before. All ranks must call this between the same two steps. If the
-        hook
-        keeps ranks apart, call :meth:`synchronize` first, or the ranks' parameters differ.
+        nothing if the hook was removed before. All ranks must call this between the same two steps.
+        If the hook keeps ranks apart, call :meth:`synchronize` first, or the ranks' parameters
+        differ.
         """
         if not self.is_attached:
             return
@@ -114,8 +113,7 @@ class HookHandle:
         """Replace the hook by another one, from the next backward on.
 
         Statistics restart, and the new hook starts without memory: what the old hook had not sent
-        is
-        lost. The scaler stays. All ranks must call this between the same two steps.
+        is lost. The scaler stays. All ranks must call this between the same two steps.
 
         Args:
             hook: as for :func:`attach`.
@@ -123,8 +121,7 @@ class HookHandle:
 
         Raises:
             RuntimeError: the handle's hook is no longer attached; the ranks' hooks differ, or
-                another
-                rank refuses its hook.
+                another rank refuses its hook.
             TypeError, ValueError: as :func:`torch_commhook.check_hook`. The old hook then stays, on
                 all ranks.
         """
@@ -176,8 +173,7 @@ class HookHandle:
         This hook and those of the next three methods stay when the communication hook is replaced.
         Their results are checked as autograd checks its hooks'. A result of the wrong type raises a
         ``TypeError``; one of another number, dtype, layout, device or size raises a
-        ``RuntimeError``.
-        Compiled autograd traces them together with the communication hook.
+        ``RuntimeError``. Compiled autograd traces them together with the communication hook.
         """
         return self._attached.stages.register("buffer_prehooks", hook)
 
@@ -187,8 +183,7 @@ class HookHandle:
         """Call ``hook(gradients)`` before the communication hook.
 
         ``gradients`` is a tuple of views of the bucket's buffer, in the order of its parameters.
-        The
-        hook returns None, or a tuple of new gradients with None for each that stays.
+        The hook returns None, or a tuple of new gradients with None for each that stays.
         """
         return self._attached.stages.register("prehooks", hook)
 
@@ -199,8 +194,7 @@ class HookHandle:
         """Call ``hook(reduced, local)`` with each bucket's result, before it is written.
 
         Both are tuples of gradients. ``reduced`` has the communication hook's results, ``local``
-        has
-        its inputs. The hook returns None, or a tuple of gradients that replace ``reduced``.
+        has its inputs. The hook returns None, or a tuple of gradients that replace ``reduced``.
         """
         return self._attached.stages.register("posthooks", hook)
 
@@ -226,12 +220,9 @@ class HookHandle:
         """Return a context manager in which ranks may have different numbers of inputs.
 
         A rank that leaves the block takes part in the others' steps with gradients of zero. Hooks
-        of
-        this library still divide by the number of all ranks. At the end all ranks get the
-        parameters of
-        a rank that left last. ``DistributedDataParallel.join()`` does the same. For other
-        participants
-        see ``torch.distributed.algorithms.join``.
+        of this library still divide by the number of all ranks. At the end all ranks get the
+        parameters of a rank that left last. ``DistributedDataParallel.join()`` does the same. For
+        other participants see ``torch.distributed.algorithms.join``.
 
         Raises:
             RuntimeError: the hook keeps ranks apart; all ranks must then take equally many steps.
@@ -248,8 +239,7 @@ class HookHandle:
         """Give all ranks the same parameters, if the hook keeps ranks apart.
 
         Call it at the end of training, before an evaluation, or before :meth:`remove`. It does
-        nothing
-        while the ranks have the same parameters, as with every hook but
+        nothing while the ranks have the same parameters, as with every hook but
         :class:`torch_commhook.hooks.local_sgd`. All ranks must call it at the same point.
 
         Raises:
@@ -302,8 +292,7 @@ class HookHandle:
         """The number of steps that training has counted. On a new rank it includes earlier steps.
 
         With local steps these are the optimizer's steps. Without ``elastic`` it is the number of
-        steps
-        since the hook was attached; with local steps, of exchanges.
+        steps since the hook was attached; with local steps, of exchanges.
         """
         elastic = getattr(self._road, "elastic", None)
         return self._attached.memory.steps if elastic is None else elastic.ranks.trained
@@ -313,8 +302,7 @@ class HookHandle:
         """Whether this rank is still receiving the state of a running training in pieces.
 
         Until it has all pieces, its parameters and loss are meaningless and its gradients do not
-        count.
-        Always False without ``elastic``.
+        count. Always False without ``elastic``.
         """
         elastic = getattr(self._road, "elastic", None)
         return elastic is not None and bool(elastic.lacks_state)
@@ -343,32 +331,26 @@ class HookHandle:
         """Return what the hook remembers on this rank, for a checkpoint.
 
         The state holds error memory, factors, momentum and steps by parameter name, as plain values
-        and
-        tensors. It loads with ``torch.load(..., weights_only=True)``, and
+        and tensors. It loads with ``torch.load(..., weights_only=True)``, and
         ``torch.distributed.checkpoint`` saves it unchanged. Each rank's state is its own, under
         ``"rank0"``, ``"rank1"`` and so on. It is empty if the hook remembers nothing.
 
         Training that resumes from it takes the same steps, bit for bit, if the buckets are the
-        same.
-        Loading gives a module the state's buckets. DDP rebuilds its buckets after the first step,
-        so
-        they may differ before. Seeds are settings of the hook, and not part of the state.
+        same. Loading gives a module the state's buckets. DDP rebuilds its buckets after the first
+        step, so they may differ before. Seeds are settings of the hook, and not part of the state.
 
         If the hook keeps ranks apart, the state contains the rank's parameters. The memory of a
-        sharded
-        model's ``shard_hook`` is under ``"shard_hook"``.
+        sharded model's ``shard_hook`` is under ``"shard_hook"``.
 
         Args:
             gather: whether to return the memory of all ranks, in one state that every rank can
-                load.
-                Use it for a file that one rank writes, as frameworks do. All ranks must then call
-                this
-                at the same point. The state is in host memory, as large as the memory of all ranks.
+                load. Use it for a file that one rank writes, as frameworks do. All ranks must then
+                call this at the same point. The state is in host memory, as large as the memory of
+                all ranks.
 
         Raises:
             RuntimeError: with ``gather``: it failed on another rank, the ranks are at different
-                steps,
-                or ``torch.distributed`` does not know the process group.
+                steps, or ``torch.distributed`` does not know the process group.
         """
         if gather:
             return self._gathered_state()
@@ -406,11 +388,9 @@ class HookHandle:
 
         Raises:
             RuntimeError: the handle's hook is no longer attached; the ranks' states are of
-                different
-                steps or buckets, or another rank refuses its state.
+                different steps or buckets, or another rank refuses its state.
             ValueError: ``state`` is no such state, or belongs to other parameters, another number
-                of
-                ranks, or another kind of hook.
+                of ranks, or another kind of hook.
 
         After an error the hook's memory is unchanged, on all ranks.
         """

@@ -253,8 +253,7 @@ class LocalSteps:
         """Whether a user has zeroed a gradient. All ranks with shards of it return the same."""
         if isinstance(gradient, DTensor):
             # One rank's shard may be empty or zero anyway. An addition of fully_shard() to an
-            # existing
-            # gradient does not change the version of the whole.
+            # existing gradient does not change the version of the whole.
             if gradient._version == self._gradient_versions.get(id(gradient), 0):
                 return False
             return not gradient.to_local().any()
@@ -427,8 +426,7 @@ class LocalSteps:
         Args:
             fragment: the fragment to exchange; None for all.
             at_the_end: whether ranks are to have the same parameters afterwards. The hook then
-                sends
-                all that is unsent, and does nothing if the parameters are equal already.
+                sends all that is unsent, and does nothing if the parameters are equal already.
 
         Raises:
             PeerError: it failed on another rank.

@@ -193,8 +193,7 @@ class ParameterExchange:
 
         Args:
             sums: float64 of shape (2,): the sums over the ranks of their exchange's number and of
-                its
-                square.
+                its square.
 
         Raises:
             RuntimeError: the ranks run different exchanges.

@@ -200,9 +200,9 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
         ):
             if attached:
                 raise RuntimeError(
-                    f"torch_commhook: a DistributedDataParallel averages the gradient of parameter "
-                    f"'{name}' too, which was made after the hook was attached, or by replicate(); "
-                    "remove() the hook, and attach it to that DDP"
+                    "torch_commhook: a DistributedDataParallel that was made after the hook was "
+                    "attached, or by replicate(), averages the gradient of parameter "
+                    f"'{name}' too; remove() the hook, and attach it to that DDP"
                 )
             around = _ddp_of(parameter)
             which = "" if around is None else f", the one around {class_name(around.module)}"

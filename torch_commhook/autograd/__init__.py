@@ -1,9 +1,9 @@
-"""Hooks of the autograd engine, with the same checks in eager and under compiled autograd.
+"""Hooks of the autograd engine, with the same checks in eager code and under compiled autograd.
 
-Each kind runs where PyTorch's own of that kind does, and gets and returns the same. Hooks run in
-order of registration, each on what the one before has made of the values; None, or the very object
-that was passed in, leaves them as they are. Whoever runs the hooks takes a snapshot first: one that
-is removed meanwhile still runs, one that is added does not.
+Each kind runs at the same point as PyTorch's own hook of that kind, with the same arguments and
+results. Hooks run in order of registration, each on the previous one's result. None, or the very
+object that was passed in, leaves values unchanged. The engine takes a snapshot of the hooks first:
+a hook that is removed meanwhile still runs, and one that is added does not.
 
 A hook is a Python callable; or an operator (``torch.ops.x.y``) or a C++ function (:class:`cpp`),
 which run without the GIL.

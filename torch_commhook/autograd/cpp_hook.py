@@ -13,17 +13,17 @@ class cpp:  # noqa: N801 (named and written as hooks.cpp)
     """A hook that is written in C++ and registered by name, for the functions of this module.
 
     It runs without the GIL. Under compiled autograd it interrupts the compiled graph.
-    :func:`torch_commhook.load_cpp_hooks` takes in such hooks; ``docs/cpp_hooks.md`` says how to
-    write one. May be called as a hook in Python of its kind.
+    :func:`torch_commhook.load_cpp_hooks` loads such hooks; ``docs/cpp_hooks.md`` explains how to
+    write one. The object may also be called like a Python hook of its kind.
 
     Args:
-        name: of the hook.
-        options: those that the hook was registered with, checked as it says there.
+        name: the hook's name.
+        options: the hook's options, checked against its registration.
 
     Raises:
-        ValueError: there is no such hook, or an option breaks a rule of its own.
+        ValueError: there is no such hook, or an option breaks the hook's own rule.
         TypeError: an option is unknown, missing, or of another type.
-        RuntimeError: what makes the hook raises that.
+        RuntimeError: the hook's factory threw it.
 
     Example:
         >>> autograd.cpp("no_such_hook")
@@ -39,7 +39,7 @@ class cpp:  # noqa: N801 (named and written as hooks.cpp)
 
     @property
     def kind(self) -> str:
-        """``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``."""
+        """Return ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``."""
         return self.native.kind
 
     @torch._disable_dynamo

@@ -1,4 +1,4 @@
-"""Whether gradients are finite, asked without waiting for the device."""
+"""Checks whether gradients are finite, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_commhook.native.check_ops import check_finite
 
 
 class FiniteCheck:
-    """Counts the infinities and NaNs in gradients, on their device, until it is asked for them.
+    """Counts the infinities and NaNs in gradients, on their device, until the host reads the count.
 
     ::
 
@@ -24,12 +24,12 @@ class FiniteCheck:
         loss.backward()
         check.raise_if_nonfinite()  # the host waits for the device here, once
 
-    As a hook it looks at the gradient that it is given, or, after accumulation, at the parameter's
-    ``.grad`` (so at any leaf's that requires grad and has one). It runs in eager, in compiled code
-    and in CUDA graphs, and leaves the gradient as it is.
+    As a hook it checks the gradient that it gets, or, after accumulation, the parameter's ``.grad``
+    (so also that of any leaf that requires grad and has one). It runs in eager code, in compiled
+    code and in CUDA graphs, and leaves the gradient unchanged.
 
     Args:
-        device: of what is checked; by default torch's default device.
+        device: the device of the checked tensors; by default torch's default device.
 
     Example:
         >>> x = torch.zeros(2, requires_grad=True)
@@ -50,14 +50,14 @@ class FiniteCheck:
 
     @property
     def count(self) -> Tensor:
-        """How many values were not finite since the last :meth:`reset`: int64, 0-dimensional.
+        """Return the number of infinite and NaN values since the last :meth:`reset`.
 
-        On the device of the check; the host waits for nothing.
+        int64, 0-dimensional, on the device of the check; the host does not wait.
         """
         return torch.stack(self._counts()).sum()
 
     def __call__(self, tensor: Tensor | None) -> None:
-        if tensor is None:  # a gradient that nobody has computed
+        if tensor is None:  # a gradient that was not computed
             return
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             tensor = tensor.grad
@@ -66,11 +66,11 @@ class FiniteCheck:
     def watch(
         self, tensors: torch.nn.Module | Iterable[tuple[Hashable, Tensor]]
     ) -> list[RemovableHandle]:
-        """Check each gradient of these tensors as it is computed, before it is accumulated.
+        """Check each gradient of these tensors when it is computed, before it is accumulated.
 
         Args:
-            tensors: a module, for those of its parameters that require grad; or names and tensors.
-                Tensors of one name have one count.
+            tensors: a module, for its parameters that require grad; or pairs of a name and a
+                tensor. Tensors of one name share one count.
 
         Returns:
             A handle for each tensor, in order.
@@ -100,10 +100,11 @@ class FiniteCheck:
     def raise_if_nonfinite(self) -> None:
         """Wait for the device, once, and raise if a value was not finite.
 
-        Counts stay as they are until :meth:`reset`.
+        Counts stay unchanged until :meth:`reset`.
 
         Raises:
-            RuntimeError: how many values were not finite, and of which watched tensors.
+            RuntimeError: a value was not finite. The message has the number of such values, and the
+                watched tensors.
         """
         own, *watched = torch.stack(self._counts()).tolist()
         parts = [f"{n} of {name!r}" for name, n in zip(self._watched, watched, strict=True) if n]
@@ -119,7 +120,7 @@ class FiniteCheck:
         )
 
     def reset(self) -> None:
-        """Set all counts to zero. The host waits for nothing."""
+        """Set all counts to zero. The host does not wait."""
         torch._foreach_zero_(self._counts())
 
     def _counts(self) -> list[Tensor]:
@@ -145,7 +146,7 @@ def _named(tensors: Any) -> list[tuple[Hashable, Tensor]]:
         "FiniteCheck.watch: tensors must be a module, or pairs of a name and a tensor, as "
         "model.named_parameters() gives them, got"
     )
-    # A tensor is iterable too, over its rows, which nobody means.
+    # A tensor is also an iterable of its rows, which is never intended.
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"{expected} {_C.type_name(tensors)}")
     named = list(tensors)
@@ -161,9 +162,9 @@ def _named(tensors: Any) -> list[tuple[Hashable, Tensor]]:
 
 
 def _new_count(device: torch.device | str | None) -> Tensor:
-    with torch.inference_mode(False):  # or it could only be written there
+    with torch.inference_mode(False):  # otherwise it could be written in that mode only
         count = torch.zeros((), dtype=torch.int64, device=device)
     if count.is_cuda:
-        # Without this, compiled code that writes it would not be put into a CUDA graph.
+        # Without this, compiled code that writes it would not become a CUDA graph.
         torch._dynamo.mark_static_address(count, guard=False)
     return count

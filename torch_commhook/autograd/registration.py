@@ -1,4 +1,4 @@
-"""Registering hooks with the autograd engine."""
+"""Registers hooks with the autograd engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch_commhook.autograd.traced import traced
 
 
 class RemovableHandle:
-    """Takes a hook off again, by itself at the end of a ``with`` block.
+    """A handle that removes a hook; at the end of a ``with`` block it does so automatically.
 
-    Keeps neither the hook nor what it is on alive.
+    It keeps neither the hook nor its tensor or node alive.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -37,7 +37,7 @@ class RemovableHandle:
         return self._registered.is_registered()
 
     def remove(self) -> None:
-        """Take the hook off. Does nothing where it is off already."""
+        """Remove the hook. Does nothing if it was removed before."""
         self._registered.remove()
 
     def __enter__(self) -> RemovableHandle:
@@ -50,21 +50,20 @@ class RemovableHandle:
 def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Call ``fn(grad)`` when the gradient of a tensor has been computed.
 
-    As ``torch.Tensor.register_hook``. ``fn`` returns None or another gradient.
+    As ``torch.Tensor.register_hook``.
 
     Args:
         tensor: any tensor that requires grad.
-        fn: the hook.
+        fn: the hook. It returns None, or a new gradient of the same dtype, layout, device and size.
 
     Returns:
-        A handle that takes the hook off.
+        A handle that removes the hook.
 
     Raises:
-        TypeError: no tensor, or no callable.
-        RuntimeError: the tensor does not require grad.
-
-    In ``backward()``: ``TypeError`` where ``fn`` returned no tensor, ``RuntimeError`` where its
-    dtype, layout, device or size is another one.
+        TypeError: ``tensor`` is no tensor, or ``fn`` not callable. In ``backward()``: ``fn``
+            returned no tensor.
+        RuntimeError: the tensor does not require grad. In ``backward()``: the new gradient has
+            another dtype, layout, device or size.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -81,22 +80,21 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
 def register_prehook(node: Node, fn: Callable[[tuple[Tensor | None, ...]], Any]) -> RemovableHandle:
     """Call ``fn(grad_outputs)`` before a node of the graph runs.
 
-    As ``torch.autograd.graph.Node.register_prehook``. ``fn`` returns None or a tuple; a None in it
-    drops that gradient.
+    As ``torch.autograd.graph.Node.register_prehook``.
 
     Args:
-        node: such as the ``grad_fn`` of a tensor.
-        fn: the hook.
+        node: a node, such as the ``grad_fn`` of a tensor.
+        fn: the hook. It returns None, or a tuple of new gradients; a None in it drops that
+            gradient.
 
     Returns:
-        A handle that takes the hook off.
+        A handle that removes the hook.
 
     Raises:
-        TypeError: no ``torch.autograd.graph.Node``, or no callable.
-
-    In ``backward()``: ``TypeError`` where ``fn`` returned something else than a tuple, or one of
-    something else than tensors; ``RuntimeError`` for another number of values, a value in place of
-    a None, another dtype, layout, device or size.
+        TypeError: ``node`` is no ``torch.autograd.graph.Node``, or ``fn`` not callable. In
+            ``backward()``: ``fn`` returned no tuple, or one with other values than tensors.
+        RuntimeError: in ``backward()``: ``fn`` returned another number of values, a value in place
+            of a None, or a gradient of another dtype, layout, device or size.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -114,14 +112,14 @@ def register_posthook(
 ) -> RemovableHandle:
     """Call ``fn(grad_inputs, grad_outputs)`` when a node of the graph has run.
 
-    As ``torch.autograd.graph.Node.register_hook``. What ``fn`` returns takes the place of
-    ``grad_inputs``.
+    As ``torch.autograd.graph.Node.register_hook``.
 
     Args:
-        node, fn: as :func:`register_prehook`.
+        node: as for :func:`register_prehook`.
+        fn: the hook. It returns None, or a tuple that replaces ``grad_inputs``.
 
     Returns:
-        A handle that takes the hook off.
+        A handle that removes the hook.
 
     Raises:
         TypeError, RuntimeError: as :func:`register_prehook`, also in ``backward()``.
@@ -144,21 +142,20 @@ def register_post_accumulate_grad_hook(
 ) -> RemovableHandle:
     """Call ``fn(tensor)`` when a leaf's gradient has been accumulated in ``.grad``.
 
-    As ``torch.Tensor.register_post_accumulate_grad_hook``. Hooks that are registered there run too,
-    after these.
+    As ``torch.Tensor.register_post_accumulate_grad_hook``. PyTorch's own hooks of this kind run
+    afterwards.
 
     Args:
         tensor: a leaf that requires grad.
-        fn: the hook. It returns None.
+        fn: the hook. It must return None.
 
     Returns:
-        A handle that takes the hook off.
+        A handle that removes the hook.
 
     Raises:
-        TypeError: no tensor, or no callable.
-        RuntimeError: the tensor is no leaf that requires grad.
-
-    In ``backward()``: ``RuntimeError`` where ``fn`` returned something.
+        TypeError: ``tensor`` is no tensor, or ``fn`` not callable.
+        RuntimeError: the tensor is no leaf that requires grad. In ``backward()``: ``fn`` returned
+            a value.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -181,17 +178,17 @@ def register_post_accumulate_grad_hook(
 def call_hooks(
     hooks: Iterable[Callable[..., Any]], args: Sequence[Any], kind: str = "tensor"
 ) -> tuple[Tensor | None, ...]:
-    """Call hooks one after another as the engine does, and give what they have made of the values.
+    """Call hooks one after another, as the engine does, and return the resulting values.
 
     Args:
         hooks: the hooks, or a dict of them.
-        args: the values; for ``posthook`` two sequences of values, of which the first is changed.
+        args: the values; for ``posthook`` two sequences of values, of which hooks change the first.
         kind: ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``.
 
     Raises:
+        TypeError: a hook is not callable, or a value no tensor.
+        ValueError: ``kind`` is another text, or the number of values is wrong.
         TypeError, RuntimeError: as in ``backward()``; see the functions that register.
-        TypeError: hooks, or values, that are none.
-        ValueError: another kind, or a wrong number of values.
 
     Example:
         >>> autograd.call_hooks([lambda grad: 2 * grad, lambda grad: grad + 1], [torch.ones(2)])
@@ -226,7 +223,7 @@ _KINDS = ("tensor", "prehook", "posthook", "post_accumulate")
 
 
 def _list(name: str, values: Any) -> list[Any]:
-    # A tensor is a sequence too, of its rows, which nobody means.
+    # A tensor is also a sequence of its rows, which is never intended.
     if isinstance(values, (Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"call_hooks: {name} must be a sequence, got {_C.type_name(values)}")
     return list(values)
@@ -242,7 +239,7 @@ def _values(name: str, values: Any) -> list[Tensor | None]:
     return listed
 
 
-@torch._disable_dynamo  # which knows nothing of C++
+@torch._disable_dynamo  # Dynamo cannot trace C++
 def _register(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
     return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, with_traced=True)))
 

@@ -1,7 +1,6 @@
-"""Which ``backward()`` a piece of Python is part of.
+"""Determines which ``backward()`` Python code is a part of.
 
-The autograd engine tells the number of the innermost one, and nothing of an outer one; but the
-stack does.
+The autograd engine only reports the number of the innermost backward; the stack shows outer ones.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class RunningBackward:
     """The outermost ``backward()`` on this thread's stack.
 
     Attributes:
-        is_nested: whether there is another one inside a node of its graph, as in reentrant
-            activation checkpointing.
+        is_nested: whether another one runs inside a node of its graph, as in reentrant activation
+            checkpointing.
         thread: the thread's number.
     """
 
@@ -49,7 +48,7 @@ class RunningBackward:
                 outermost is not None
                 and code.co_name == "apply"
                 and code.co_filename == _FUNCTION_FILE
-                # A node's; a function's own, which runs its forward, is a class method.
+                # A node's method; a function's own, which runs its forward, is a class method.
                 and code.co_varnames[0] == "self"
             ):
                 self.is_nested = True
@@ -58,15 +57,15 @@ class RunningBackward:
         self._frame_id = id(outermost)
         self._output: weakref.ref[Any] | None = None
         if outermost is not None:
-            with suppress(LookupError, TypeError):  # no tensor, which may have no weak reference
+            with suppress(LookupError, TypeError):  # no tensor, or one without a weak reference
                 self._output = weakref.ref(outermost.f_locals["t_outputs"][0])
 
     def has_left(self, earlier: RunningBackward | None) -> bool:
-        """Whether an earlier one on this thread has ended, by an exception if by nothing else."""
+        """Whether an earlier one on this thread has ended, possibly by an exception."""
         return earlier is not None and earlier.thread == self.thread and not earlier.is_same(self)
 
     def is_same(self, other: RunningBackward) -> bool:
-        """Whether two are one. Frames come again, the tensors that they are for seldom do."""
+        """Whether two are the same. Frames are reused; tensors seldom are."""
         if self.thread != other.thread or self._frame_id != other._frame_id:
             return False
         if self._output is None or other._output is None:

@@ -1,8 +1,8 @@
-"""Autograd hooks as compiled autograd calls them.
+"""Autograd hooks for compiled autograd.
 
-The compiler sees these functions, with the checks in them;
-csrc/runtime/autograd/autograd_hook_run.cpp has the same for eager. What is checked is known when
-the hook is traced, and guarded.
+The compiler traces these functions with their checks; for eager code
+csrc/runtime/autograd/autograd_hook_run.cpp has the same. The checked properties are known when the
+hook is traced, and guarded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_commhook.native.runtime import hook_name
 
 
 def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """A function that calls a hook of a kind and checks what it returns."""
+    """A function that calls a hook of a kind and checks its result."""
     name = f"hook '{hook_name(fn)}'"
 
     def tensor_hook(grad: Tensor) -> Tensor:

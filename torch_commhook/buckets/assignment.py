@@ -1,4 +1,4 @@
-"""Which parameters share a bucket."""
+"""Assigns parameters to buckets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FIRST_BUCKET_BYTES = 1 << 20
 def assign_buckets(
     parameters: Sequence[Tensor], sparse: Sequence[bool], capacity_bytes: int
 ) -> list[list[int]]:
-    """Indices of the parameters in each bucket, as DDP fills its own.
+    """Return the indices of the parameters in each bucket, as DDP fills its own.
 
-    Parameters come in the order given, those of one dtype and device together; a bucket is full
-    once it has reached its capacity, which for the first is at most 1 MiB. A parameter whose
-    gradient is sparse has a bucket of its own.
+    Parameters keep the given order, those of one dtype and device together. A bucket is full when
+    it reaches its capacity, which for the first is at most 1 MiB. A parameter with a sparse
+    gradient has a bucket of its own.
     """
     limits = [min(FIRST_BUCKET_BYTES, capacity_bytes), capacity_bytes]
     return dist._compute_bucket_assignment_by_size(list(parameters), limits, list(sparse))[0]
@@ -27,9 +27,9 @@ def assign_buckets(
 def split_by_kind(
     parameters: Sequence[Tensor], sparse: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """Indices of the parameters that may share a bucket: of one dtype and device each.
+    """Return the indices of parameters that may share a bucket: of one dtype and device each.
 
-    In the order given. A parameter whose gradient is sparse is alone.
+    In the given order. A parameter with a sparse gradient is alone.
     """
     kinds: dict[object, list[int]] = {}
     for i, parameter in enumerate(parameters):

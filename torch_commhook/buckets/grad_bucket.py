@@ -1,4 +1,4 @@
-"""Buckets of gradients, as communication hooks get them."""
+"""Buckets of gradients, the arguments of communication hooks."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class GradBucket:
-    """A bucket of gradients, as a communication hook gets it.
+    """A bucket of gradients: the argument of a communication hook.
 
-    It has the methods of ``torch.distributed.GradBucket``, can be made from Python, copied and
-    pickled, and checks what it is given.
+    It has the methods of ``torch.distributed.GradBucket``. It can be made in Python, copied and
+    pickled, and checks its arguments.
 
     Args:
-        parameters: the parameters whose gradients the bucket holds.
-        gradients: one for each parameter, of its shape, or None for a gradient of zeros. They are
-            copied into the buffer.
-        buffer: flat and contiguous; the bucket shares it. With ``gradients``, it is written.
-            Without ``buffer``, a new one is made of the gradients' dtype. A sparse tensor makes a
+        parameters: the parameters of the bucket's gradients.
+        gradients: one for each parameter, with its shape, or None for zeros. They are copied into
+            the buffer.
+        buffer: flat and contiguous; the bucket shares its memory. Written if ``gradients`` are
+            given. Without it, the bucket makes one of the gradients' dtype. A sparse tensor makes a
             sparse bucket, which holds one parameter.
-        index: of the bucket, from 0 on.
-        bucket_count: how many buckets there are.
-        sparse_grad_indices: for a sparse bucket whose indices are known beforehand.
+        index: the bucket's number, from 0.
+        bucket_count: the number of buckets.
+        sparse_grad_indices: for a sparse bucket with indices that are known in advance.
         process_group: the ranks to average over; None for the default group.
 
     Raises:
-        ValueError: neither ``gradients`` nor ``buffer``, lengths, shapes or devices that do not
-            fit, or an index outside ``bucket_count``.
-        TypeError: an argument that is no tensor, or of a dtype other than float64, float32,
-            float16, bfloat16 and complex ones, or sparse gradients beside others.
+        ValueError: neither ``gradients`` nor ``buffer`` is given; lengths, shapes or devices do not
+            fit; or ``index`` is not below ``bucket_count``.
+        TypeError: an argument is no tensor, or of a dtype other than float64, float32, float16,
+            bfloat16 and complex ones; or sparse gradients are mixed with others.
 
     Example:
         >>> bucket = GradBucket([torch.zeros(2, 3)], gradients=[torch.ones(2, 3)])
@@ -102,41 +102,45 @@ class GradBucket:
             gradients = checked_list("GradBucket", "gradients", gradients)
             self._buffer = self._buffer_of(gradients, buffer)
 
-    # ---- what PyTorch's GradBucket has -----------------------------------------------------------
+    # ---- the methods of PyTorch's GradBucket -----------------------------------------------------
 
     def index(self) -> int:
-        """The bucket's index. DDP runs hooks in this order, and bucket 0 holds the last layers."""
+        """Return the bucket's number. DDP runs hooks in this order; bucket 0 has the last layer."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients, of shape ``(elements,)``; for a sparse bucket the gradient itself."""
+        """Return all gradients, of shape ``(elements,)``; in a sparse bucket the gradient."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as views of the buffer, with their parameters' shapes and strides.
+        """Return the gradients as views of the buffer, with their parameters' shapes and strides.
 
-        For a sparse bucket, the sparse gradient itself.
+        For a sparse bucket, return the sparse gradient itself.
         """
         return self.pieces(self.buffer())
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of the gradients."""
+        """Return the parameters, in the order of the gradients."""
         return list(self._parameters)
 
     def first_parameter(self) -> Tensor:
-        """The first of the parameters, by which a bucket can be known."""
+        """Return the first parameter, which identifies a bucket."""
         return self._parameters[0]
 
     def is_last(self) -> bool:
-        """Whether no bucket comes after this one in a backward pass."""
+        """Return whether this is the last bucket of a backward pass."""
         return self._index == self._bucket_count - 1
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put another buffer in place of this one.
+        """Replace the buffer.
+
+        Args:
+            buffer: flat and contiguous, with the present buffer's number of elements, dtype, layout
+                and device.
 
         Raises:
-            TypeError: another dtype or layout than that of the buffer that is there.
-            ValueError: another number of elements, another device, or not contiguous.
+            TypeError: it has another dtype or layout.
+            ValueError: it has another number of elements or device, or is not contiguous.
         """
         buffer = self._checked_buffer(buffer)
         if buffer.dtype != self.buffer().dtype:
@@ -151,136 +155,136 @@ class GradBucket:
             )
         self._buffer = buffer
 
-    # ---- what it keeps to itself there -----------------------------------------------------------
+    # ---- further methods -------------------------------------------------------------------------
 
     def numel(self) -> int:
-        """Elements in all."""
+        """Return the number of elements."""
         return self.buffer().numel()
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
+        """Return the dtype of the gradients."""
         return self.buffer().dtype
 
     def device(self) -> torch.device:
-        """The device of the gradients."""
+        """Return the device of the gradients."""
         return self.buffer().device
 
     def is_sparse(self) -> bool:
-        """Whether the bucket holds one sparse gradient, which its buffer is then."""
+        """Return whether the bucket holds one sparse gradient. The buffer is then this gradient."""
         return self.buffer().layout is not torch.strided
 
     def bucket_count(self) -> int:
-        """How many buckets there are."""
+        """Return the number of buckets."""
         return self._bucket_count
 
     def offsets(self) -> list[int]:
-        """Elements before each gradient in the buffer."""
+        """Return each gradient's offset in the buffer, in elements."""
         return list(self.layout().offsets)
 
     def lengths(self) -> list[int]:
-        """Elements of each gradient."""
+        """Return the number of elements of each gradient."""
         return list(self.layout().lengths)
 
     def sizes(self) -> list[torch.Size]:
-        """Shape of each gradient."""
+        """Return the shape of each gradient."""
         return list(self.layout().sizes)
 
     def strides(self) -> list[tuple[int, ...]]:
-        """Strides of each gradient, in elements."""
+        """Return the strides of each gradient, in elements."""
         return list(self.layout().strides)
 
     def sparse_grad_indices(self) -> Tensor | None:
-        """The indices of a sparse gradient, where they are known beforehand."""
+        """Return the indices of a sparse gradient, if they are known in advance."""
         return self._sparse_grad_indices
 
     def layout(self) -> BucketLayout:
-        """Where each gradient lies in the buffer."""
+        """Return the layout: each gradient's place in the buffer."""
         if self._layout is None:
             self._layout = BucketLayout(self._parameters)
         return self._layout
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
-        """What of a tensor like the buffer belongs to each parameter, as views of it."""
+        """Return each parameter's part of a tensor like the buffer, as a view."""
         if flat.layout is not torch.strided:
             return [flat]
         if self._parameters[0].is_complex() and not flat.is_complex():
-            flat = torch.view_as_complex(flat.view(-1, 2))  # as DDP keeps complex gradients
+            flat = torch.view_as_complex(flat.view(-1, 2))  # as DDP stores complex gradients
         return self.layout().views(flat)
 
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None stands for the default group."""
+        """Return the ranks to average over; None means the default group."""
         return self._process_group
 
     # ---- one pass over memory --------------------------------------------------------------------
 
     def scaled_buffer(self, scale: float) -> Tensor:
-        """The buffer, multiplied by ``scale`` in place.
+        """Multiply the buffer by ``scale`` in place, and return it.
 
-        Asked for before :meth:`buffer`, it saves a pass over memory where the gradients are yet to
-        be gathered.
+        A call before :meth:`buffer` saves a pass over memory if the gradients are not gathered yet.
         """
         return self.buffer() if scale == 1.0 else self.buffer().mul_(scale)
 
     def flatten(
         self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The gradients in another flat tensor, scaled and then cast, in one pass over memory.
+        """Return the gradients in another flat tensor, scaled and cast in one pass over memory.
 
-        The bucket's own buffer stays as it is.
+        The bucket's own buffer stays unchanged.
 
         Args:
-            scale: factor, applied in float32 (float64 for float64 gradients).
-            dtype: of the result; by default the bucket's.
-            out: written, if given; of shape ``(elements,)``. Its dtype decides.
+            scale: the factor, applied in float32 (float64 for float64 gradients).
+            dtype: the result's dtype; by default the bucket's.
+            out: memory for the result, of shape ``(elements,)``, or None. Its dtype is the
+                result's. Written.
 
         Raises:
-            TypeError: the bucket is sparse or complex, or ``dtype`` is not that of ``out``.
+            TypeError: the bucket is sparse or complex, or ``dtype`` differs from that of ``out``.
             ValueError: ``out`` has another length or shares memory with the buffer.
         """
         with torch.no_grad():
             return bucket_ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
     def sources(self) -> Sequence[Tensor]:
-        """The gradients where they lie, as ``flatten`` takes them: in the order of the buffer.
+        """Return the gradients for ``flatten``, in the order of the buffer.
 
-        That is the buffer, or the gradients themselves where they are yet to be gathered.
+        These are the buffer, or the gradients themselves if they are not gathered yet.
         """
         return [self.buffer()]
 
     def sample(self, most: int) -> Tensor | None:
-        """Up to ``most`` values of this rank's, evenly spaced; a flat view that copies nothing.
+        """Return up to ``most`` values of this rank, evenly spaced: a flat view without a copy.
 
-        They come from the buffer, or from the largest gradient where the buffer is yet to be
-        gathered. None if that is empty, sparse, complex or not contiguous.
+        The values come from the buffer, or from the largest gradient if gradients are not gathered
+        yet. None if that is empty, sparse, complex or not contiguous.
         """
         return evenly_spaced(self.buffer(), most)
 
     def result_buffer(self) -> Tensor | None:
-        """Memory of the buffer's shape and dtype for a result; None where a hook is to bring it.
+        """Return memory of the buffer's shape and dtype for a result, or None if there is none.
 
-        Its contents may be the gradients.
+        It may contain the gradients.
         """
         return self.buffer()
 
     def _source(self) -> _C.ReducerBucket | None:
-        """Where C++ finds the gradients, if they are yet to be gathered."""
+        """The gradients for C++, if they are not gathered yet."""
         return None
 
     # ---- conversion and copies -------------------------------------------------------------------
 
     @classmethod
     def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
-        """Our bucket over PyTorch's: the same buffer and parameters, nothing copied.
+        """Make a bucket over PyTorch's: the same buffer and parameters, nothing copied.
 
         Raises:
-            TypeError: no bucket of PyTorch's.
+            TypeError: ``bucket`` is no bucket of PyTorch's.
         """
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 "GradBucket: bucket must be a GradBucket of torch_commhook or torch.distributed, "
                 f"got {_C.type_name(bucket)}"
             )
-        self = cls.__new__(cls)  # what DDP made fits together: nothing to check
+        self = cls.__new__(cls)  # DDP's buckets are consistent: no checks needed
         self._parameters = bucket.parameters()
         self._buffer = bucket.buffer()
         self._index = bucket.index()
@@ -294,12 +298,13 @@ class GradBucket:
     def wrap(
         cls, bucket: GradBucket | dist.GradBucket, process_group: dist.ProcessGroup | None = None
     ) -> GradBucket:
-        """The bucket itself where it is ours, else :meth:`from_torch` of it.
+        """Return the bucket itself if it is ours, or else :meth:`from_torch` of it.
 
-        With ``process_group``, it has that; one of ours is then copied, and shares its buffer.
+        With ``process_group``, the result has that group: one of ours is then copied, and shares
+        its buffer.
 
         Raises:
-            TypeError: neither kind of bucket.
+            TypeError: ``bucket`` is neither kind of bucket.
         """
         if not isinstance(bucket, cls):
             return cls.from_torch(bucket, process_group)
@@ -309,9 +314,9 @@ class GradBucket:
         return bucket
 
     def to_torch(self) -> dist.GradBucket:
-        """PyTorch's bucket over this one: the same buffer and parameters, nothing copied.
+        """Make PyTorch's bucket over this one: the same buffer and parameters, nothing copied.
 
-        Its ``gradients()`` knows no strides: gradients of permuted parameters come out permuted.
+        Its ``gradients()`` ignores strides: gradients of permuted parameters come out permuted.
         """
         return _C.make_grad_bucket(
             self._index,
@@ -325,7 +330,7 @@ class GradBucket:
         return type(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group belongs to one process; the copy in another has the default group.
+        # A process group belongs to one process; a copy in another has the default group.
         return _unpickle, (
             self._class_of_copies(),
             self._parameters,
@@ -389,7 +394,7 @@ class GradBucket:
 
     def _buffer_of(self, gradients: list[Tensor | None], buffer: Tensor | None) -> Tensor:
         if buffer is None and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # or a hook could not write to it elsewhere
+            with torch.inference_mode(False):  # otherwise hooks outside this mode could not write
                 return self._buffer_of(gradients, buffer)
         if len(gradients) != len(self._parameters):
             raise ValueError(
@@ -414,13 +419,13 @@ class GradBucket:
         with torch.no_grad():
             if not dtype.is_complex:
                 return self.layout().flatten(filled, out=buffer)
-            # The operators take no complex tensors.
+            # The operators do not support complex tensors.
             pieces = [piece.reshape(-1) for piece in self.layout().in_memory_order(filled)]
             return torch.cat(pieces) if buffer is None else torch.cat(pieces, out=buffer)
 
 
 def evenly_spaced(values: Tensor, most: int) -> Tensor | None:
-    """:meth:`GradBucket.sample` of one tensor."""
+    """As :meth:`GradBucket.sample`, for one tensor."""
     if values.layout is not torch.strided or not values.is_floating_point():
         return None
     if not values.is_contiguous() or not values.numel():

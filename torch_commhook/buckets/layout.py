@@ -1,4 +1,4 @@
-"""Where the gradients of a list of parameters lie in one flat buffer."""
+"""The places of a list of parameters' gradients in one flat buffer."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 class BucketLayout:
-    """Where the gradients of a list of parameters lie in one flat buffer.
+    """The places of a list of parameters' gradients in one flat buffer.
 
-    Gradients lie one after another, without gaps, in the order of the parameters. A gradient has
-    its parameter's strides where these are dense (channels_last, a transposed weight): its memory
-    is then copied as it lies. It has row-major strides where they are not. Since the layout comes
-    from parameters alone, every rank has the same.
+    Gradients follow one another without gaps, in the order of the parameters. A gradient has its
+    parameter's strides if these are dense (channels_last, a transposed weight), and is then copied
+    in memory order. Otherwise it has row-major strides. The layout depends on the parameters only,
+    so every rank has the same.
 
     Args:
-        parameters: tensors; only shapes, strides, dtypes and devices are read.
+        parameters: tensors; only their shapes, strides, dtypes and devices are read.
 
     Attributes:
-        offsets: elements before each gradient.
-        lengths: elements of each gradient.
-        sizes: shape of each gradient.
-        strides: strides of each gradient, in elements.
-        numel: elements in all.
+        offsets: each gradient's offset, in elements.
+        lengths: the number of elements of each gradient.
+        sizes: the shape of each gradient.
+        strides: the strides of each gradient, in elements.
+        numel: the total number of elements.
 
     Example:
         >>> layout = BucketLayout([torch.zeros(2, 3), torch.zeros(4)])
@@ -73,7 +73,7 @@ class BucketLayout:
         self._permuted = any(order is not None for order in self._orders)
 
     def __len__(self) -> int:
-        """The number of gradients."""
+        """Return the number of gradients."""
         return len(self.lengths)
 
     def __eq__(self, other: object) -> bool:
@@ -87,13 +87,13 @@ class BucketLayout:
         return f"BucketLayout({len(self)} gradients, {self.numel} elements)"
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The gradients as views of a flat buffer of ``numel`` elements.
+        """Return the gradients as views of a flat buffer of ``numel`` elements.
 
         Raises:
-            ValueError: the buffer is not one-dimensional and contiguous, or of another length.
+            ValueError: the buffer is not one-dimensional and contiguous, or has another length.
         """
         self._check(buffer)
-        if torch.compiler.is_compiling():  # which takes no writes to as_strided views
+        if torch.compiler.is_compiling():  # compilers support no writes to as_strided views
             return [
                 _in_shape(buffer.narrow(0, offset, length), size, order)
                 for offset, length, size, order in zip(
@@ -108,10 +108,10 @@ class BucketLayout:
         ]
 
     def in_memory_order(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients permuted so that their row-major order is the buffer's.
+        """Return the gradients permuted so that their row-major order is the buffer's.
 
-        What ``flatten`` and ``unflatten_into`` are given: a gradient that lies in memory as its
-        parameter does is contiguous then.
+        Arguments for ``flatten`` and ``unflatten_into``: a gradient with its parameter's memory
+        order is then contiguous.
 
         Raises:
             ValueError: a gradient has another shape than its parameter, or their number differs.
@@ -131,7 +131,7 @@ class BucketLayout:
         return self._permute(gradients)
 
     def _permute(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """:meth:`in_memory_order` without the checks, for gradients that autograd has made."""
+        """Permute without the checks of :meth:`in_memory_order`, for gradients of autograd."""
         if not self._permuted:
             return gradients
         return [
@@ -147,7 +147,7 @@ class BucketLayout:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Gradients into a flat buffer, in one pass (``bucket_ops.flatten``)."""
+        """Copy gradients into a flat buffer, in one pass (``bucket_ops.flatten``)."""
         return bucket_ops.flatten(
             self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out
         )
@@ -155,7 +155,7 @@ class BucketLayout:
     def unflatten_into(
         self, buffer: Tensor, gradients: Sequence[Tensor], *, scale: float = 1.0
     ) -> None:
-        """A flat buffer into gradients, in one pass (``bucket_ops.unflatten_into``)."""
+        """Copy a flat buffer into gradients, in one pass (``bucket_ops.unflatten_into``)."""
         bucket_ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
 
     def _check(self, buffer: Tensor) -> None:
@@ -184,14 +184,14 @@ def _row_major_strides(size: torch.Size) -> tuple[int, ...]:
 
 
 def checked_list(what: str, name: str, values: Any) -> list[Any]:
-    """Values that a caller gives as a list of tensors, as a list."""
-    # A tensor is a sequence too, of its rows, which nobody means.
+    """A user's list of tensors, checked and copied to a list."""
+    # A tensor is also a sequence of its rows, which is never intended.
     if isinstance(values, Tensor) or not isinstance(values, Iterable):
         raise TypeError(f"{what}: {name} must be a list of tensors, got {_C.type_name(values)}")
     return list(values)
 
 
 def check_tensor(what: str, name: str, value: object) -> None:
-    """Raise TypeError for what a caller gives that is no tensor."""
+    """Raise a TypeError if a user's value is no tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{what}: {name} must be a tensor, got {_C.type_name(value)}")

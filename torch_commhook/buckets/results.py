@@ -1,6 +1,6 @@
-"""What a hook gives for a bucket of the reducer, checked: the same in eager and while traced.
+"""Checks of a hook's result for a bucket of the reducer: the same in eager and traced code.
 
-For DDP's reducer ``csrc/runtime/hooks/hook_result.cpp`` does this, in the same words.
+For DDP's reducer ``csrc/runtime/hooks/hook_result.cpp`` checks the same, with the same messages.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 
 
 def checked_result(value: object, bucket: GradBucket, dtype: torch.dtype, where: str) -> Tensor:
-    """The tensor that a hook's Future holds.
+    """The tensor of a hook's Future, checked.
 
     Args:
         value: a tensor, or a list or tuple of one, or an exception.
-        bucket: the bucket that it is for.
-        dtype: that it must have.
-        where: names hook and bucket.
+        bucket: the result's bucket.
+        dtype: the required dtype.
+        where: names hook and bucket in errors.
 
     Raises:
-        TypeError: no tensor, or one of another dtype or layout.
-        ValueError: another number of elements, another device, or several tensors.
-        Exception: the exception that the value is.
+        TypeError: it is no tensor, or has another dtype or layout.
+        ValueError: it has another number of elements or device, or there are several tensors.
+        Exception: the value, if it is an exception.
     """
     result = _tensor_in(value, where)
     sparse = bucket.is_sparse()
@@ -56,20 +56,20 @@ def checked_result(value: object, bucket: GradBucket, dtype: torch.dtype, where:
 def scaled_result(result: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """A result times a step's factor, for gradients of a dtype.
 
-    As ``unflatten_into`` scales: in float32, or in float64 where the result or the gradients are of
-    that, so that nothing is rounded to 16 bits but the gradients.
+    Scales as ``unflatten_into``: in float32, or in float64 if the result or the gradients are
+    float64. So only the gradients are rounded to 16 bits.
 
     Args:
-        result: of a hook.
-        scale: what :meth:`Hook.step_scale` has given.
-        dtype: of the gradients.
+        result: a hook's result.
+        scale: the factor from :meth:`Hook.step_scale`.
+        dtype: the gradients' dtype.
     """
     wide = torch.promote_types(torch.promote_types(result.dtype, dtype), torch.float32)
     if isinstance(scale, Tensor):
         double = wide in (torch.float64, torch.complex128)
         scale = scale.to(result.device, torch.float64 if double else torch.float32)
     scaled = result.to(wide) * scale
-    # A sparse result becomes the gradient as it is.
+    # A sparse result becomes the gradient itself.
     return scaled if result.layout is torch.strided else scaled.to(dtype)
 
 

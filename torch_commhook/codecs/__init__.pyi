@@ -1,4 +1,4 @@
-# What static tools know of the package, which imports its modules in a loop.
+# The package for static tools. At run time it imports its modules in a loop.
 from torch_commhook.codecs.base import CODECS as CODECS
 from torch_commhook.codecs.base import Codec as Codec
 from torch_commhook.codecs.base import Shard as Shard

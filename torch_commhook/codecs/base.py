@@ -79,12 +79,9 @@ class Codec(ABC):
 
     #: How ranks add up their messages (:func:`torch_commhook.collectives.compressed_all_reduce`).
     #: ``"all_to_all"``: in shards, with :meth:`reduce`. ``"all_gather"``: each rank gets all
-    #: messages,
-    #: and adds them up with :meth:`decode_sum`. ``"all_reduce"``: messages are float32 numbers that
-    #: may
-    #: be added up, if all ranks give the same ``rounding``. The last two need one shard only, and
-    #: no
-    #: :meth:`reduce`.
+    #: messages, and adds them up with :meth:`decode_sum`. ``"all_reduce"``: messages are float32
+    #: numbers that may be added up, if all ranks give the same ``rounding``. The last two need one
+    #: shard only, and no :meth:`reduce`.
     exchange: str = "all_to_all"
 
     @classmethod
@@ -127,24 +124,20 @@ class Codec(ABC):
             tensors: dense tensors of dtype float64, float32, float16 or bfloat16, of any shapes and
                 strides, on one device.
             message: a contiguous uint8 tensor with the total length of :meth:`shards`, at an
-                address
-                that is a multiple of 4. All of it is written.
+                address that is a multiple of 4. All of it is written.
             shards: the number of shards.
             scale: the values' factor, applied in float32.
             error: the errors of earlier messages: a flat tensor of one of :attr:`error_dtypes`,
-                with
-                one element per value. Added to the values, and replaced by this message's error.
-                Computed in float32, and rounded to its dtype. An element stays unchanged if its
-                new error is not finite, or it would never be finite again.
+                with one element per value. Added to the values, and replaced by this message's
+                error. Computed in float32, and rounded to its dtype. An element stays unchanged if
+                its new error is not finite, or it would never be finite again.
             rounding: int64, ``[seed, step]``, on the tensors' device: determines the random
-                numbers.
-                Needed if :attr:`is_random`.
+                numbers. Needed if :attr:`is_random`.
 
         Raises:
             TypeError: a tensor has another dtype or layout.
             ValueError: there are no tensors, several devices, sizes that do not fit, or tensors
-                that
-                share memory.
+                that share memory.
             RuntimeError: a tensor requires grad while gradients are recorded.
         """
 
@@ -166,8 +159,7 @@ class Codec(ABC):
             shards: as for :meth:`encode`.
             rounding: the argument of :meth:`encode`. Only guaranteed for codecs with the
                 :attr:`exchange` ``"all_reduce"``. For others each rank has its own, so a message
-                must
-                contain all that decoding needs.
+                must contain all that decoding needs.
 
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.
@@ -184,8 +176,7 @@ class Codec(ABC):
         """Write ``scale`` times the sum of several messages' values into tensors.
 
         Sums the values in float32, in the order of the messages, then scales the sum and rounds it
-        to
-        the tensors' dtypes.
+        to the tensors' dtypes.
 
         Args:
             messages: shape ``(messages, bytes)``, one shard each.
@@ -215,19 +206,16 @@ class Codec(ABC):
         """Write one message for each of several consecutive runs of the tensors' values.
 
         The caller chooses where chunks end, unlike shards. Each chunk has its own message of one
-        shard
-        for :meth:`decode` and :meth:`decode_sum`.
+        shard for :meth:`decode` and :meth:`decode_sum`.
 
         Args:
             tensors: as for :meth:`encode`.
             message: as long as all of :meth:`chunks`. Written.
             sizes: the number of values of each chunk; at least one number. 0 is an empty chunk of
-                no
-                bytes. The sum must be the number of the tensors' values.
+                no bytes. The sum must be the number of the tensors' values.
             scale, error: as for :meth:`encode`.
             rounding: as for :meth:`encode`. Block codecs draw different numbers for each chunk; a
-                codec
-                without an operator for chunks draws the same numbers.
+                codec without an operator for chunks draws the same numbers.
 
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.

@@ -260,8 +260,7 @@ class BlockCodec(Codec):
         rounding: Tensor | None = None,
         failed: Tensor | None = None,
     ) -> None:
-        """Reduce messages in separate tensors, such as other ranks' shared memory; as
-        :meth:`reduce`.
+        """Reduce messages in separate tensors, such as shared memory; as :meth:`reduce`.
 
         Args:
             messages: 1 to 16 messages, each of ``numel`` values in one shard.
@@ -269,8 +268,7 @@ class BlockCodec(Codec):
             numel: the number of values in each.
             scale, error, rounding: as for :meth:`encode`.
             failed: one int64. If it is not zero, nothing is read or written: other ranks may still
-                be
-                reading ``message``.
+                be reading ``message``.
 
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`encode`.

@@ -60,7 +60,7 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     and its squared deviation is ``(d / k - 1) |x|^2``, which no error memory can correct.
 
     If any value is infinite or NaN, after the scaling by ``d / k`` if there is one, all sent values
-    are NaN, whether that value would be sent or not. The sent values then also stay in the error;
+    are NaN. This value itself need not be among them. The sent values then also stay in the error;
     the infinite or NaN value leaves no error.
 
     Bytes for each sent value: 4.

@@ -63,9 +63,8 @@ class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it 
     is room. They never leave an error, because it would stay in all later messages.
 
     Bytes for each sent value: 8. Each rank gets the messages of all ranks, so the traffic grows
-    with
-    their number: over W ranks it is less than that of a cast to 16 bits if the density is below
-    ``1 / (2 W)``.
+    with their number: over W ranks it is less than that of a cast to 16 bits if the density is
+    below ``1 / (2 W)``.
 
     Args:
         density: the fraction of values that are sent, in (0, 1].

@@ -1,9 +1,9 @@
 """Collectives with one interface in every mode.
 
-Each starts at once and returns a future. Eager, that is a ``torch.futures.Future``; what the group
-gives back is checked. While a compiler traces it is a :class:`TracedFuture` over PyTorch's
-functional collectives, which the compiler sees and may overlap with other work. All count the
-bytes that they put on the wire.
+Each starts at once and returns a future. In eager code this is a ``torch.futures.Future``, and the
+group's result is checked. While a compiler traces it is a :class:`TracedFuture` over PyTorch's
+functional collectives, which the compiler may overlap with other work. All count their bytes on the
+wire.
 """
 
 from torch_commhook.collectives.compressed import compressed_all_reduce

@@ -1,4 +1,4 @@
-"""Ranks that attach the same: what differs is told at once, not by what collectives make of it."""
+"""Compares what ranks attach, to report differences before collectives fail because of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_commhook.thread_values import ThreadValue, setting
 
 _of_step: ThreadValue[dist.ProcessGroup] = ThreadValue()
 
-#: Whether all ranks give the same bytes; all of them ask at the same point.
+#: Whether all ranks have the same bytes. All of them call it at the same point.
 AllAlike = Callable[[bytes], bool]
 
 
@@ -26,18 +26,19 @@ def agree(
     settings: dict[str, object],
     all_alike: AllAlike | None = None,
 ) -> None:
-    """Go on together, or not at all. All ranks of the group must call this.
+    """Raise on all ranks if one fails or settings differ. All ranks of the group must call this.
 
     Args:
-        group: the ranks; one that ``torch.distributed`` does not know is left alone.
-        what: named in errors.
-        error: why this rank cannot go on; None if it can.
+        group: the group of the ranks. Does nothing for one that ``torch.distributed`` does not
+            know.
+        what: the subject of errors.
+        error: this rank's error, or None.
         settings: names and values that must be the same.
-        all_alike: asked first, with a digest. None to send everything at once.
+        all_alike: called first, with a digest. None to send everything at once.
 
     Raises:
         Exception: ``error``.
-        RuntimeError: another rank cannot go on, or something differs. Says what, on which ranks.
+        RuntimeError: another rank failed, or settings differ. The message names ranks and values.
     """
     size = group.size()
     text = None if error is None else f"{type(error).__name__}: {error}"
@@ -70,23 +71,23 @@ def agree_across(
     settings: dict[str, object],
     some: dict[str, object] | None = None,
 ) -> None:
-    """:func:`agree`, of all ranks of a mesh. All of them must call this.
+    """Raise on all ranks of a mesh if one fails or settings differ; as :func:`agree`.
 
     Args:
-        groups: this rank's along each of the mesh's dimensions.
-        what, error, settings: as :func:`agree`.
-        some: names and values that must be the same on the ranks that give these names.
+        groups: this rank's groups along the mesh's dimensions.
+        what, error, settings: as for :func:`agree`.
+        some: names and values that must be the same on the ranks that have these names.
 
     Raises:
         Exception: ``error``.
-        RuntimeError: another rank cannot go on, or something differs. Says what.
+        RuntimeError: another rank failed, or settings differ. The message says which.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = gather_along(groups, (rank, text, settings, some or {}))
     if error is not None:
         raise error
-    first: dict[str, tuple[int, object]] = {}  # of those that some ranks give
+    first: dict[str, tuple[int, object]] = {}  # values that only some ranks have
     for rank, other, other_settings, others_own in found:
         if other is not None:
             raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
@@ -107,10 +108,10 @@ def agree_across(
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
-    """What each rank of a group gives. All of them must call this.
+    """Gather a value of each rank of a group. All of them must call this.
 
     Returns:
-        In order of rank; None for a group that ``torch.distributed`` does not know.
+        The values in rank order; None for a group that ``torch.distributed`` does not know.
     """
     if group not in distributed_c10d._world.pg_map:
         return None
@@ -120,10 +121,10 @@ def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
 
 
 def gather_in_step(group: dist.ProcessGroup, value: object) -> list[Any] | None:
-    """:func:`gather`, which in a step of an attached hook ends as soon as the step fails.
+    """Gather as :func:`gather`, but fail at once if the step of an attached hook fails.
 
-    A rank that fails closes the step's own group. Over ``group`` the others would wait for it as
-    long as that group's timeout. That of the step serves where it has the same ranks.
+    A failed rank closes the step's own group. Over ``group`` the others would wait until its
+    timeout. So the step's group is used if it has the same ranks.
     """
     of_step = _of_step.value
     if of_step is not None and group_ranks(of_step) == group_ranks(group) is not None:
@@ -132,19 +133,20 @@ def gather_in_step(group: dist.ProcessGroup, value: object) -> list[Any] | None:
 
 
 def gathering_through(group: dist.ProcessGroup) -> setting[dist.ProcessGroup]:
-    """Have :func:`gather_in_step`, on this thread inside, gather through a step's own group."""
+    """Let :func:`gather_in_step` use a step's own group, on this thread inside the block."""
     return setting(_of_step, group)
 
 
 def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any]:
-    """What each rank of a mesh gives. All of them must call this.
+    """Gather a value of each rank of a mesh. All of them must call this.
 
     Args:
-        groups: this rank's along each of the mesh's dimensions.
-        value: this rank's.
+        groups: this rank's groups along the mesh's dimensions.
+        value: this rank's value.
 
     Returns:
-        The same order on all ranks; this rank's alone where ``torch.distributed`` knows no group.
+        The values in the same order on all ranks; only this rank's if ``torch.distributed`` knows
+        none of the groups.
     """
     found: list[Any] = [value]
     for group in groups:
@@ -155,7 +157,7 @@ def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any
 
 
 def _first_difference(own: object, other: object) -> tuple[object, object]:
-    """Two values that differ; of lists, the first entries that do."""
+    """Two different values; for lists, the first entries that differ."""
     if not (isinstance(own, list) and isinstance(other, list)):
         return own, other
     for number, (mine, theirs) in enumerate(zip(own, other, strict=False)):
@@ -165,12 +167,12 @@ def _first_difference(own: object, other: object) -> tuple[object, object]:
 
 
 def _digest(*values: object) -> bytes:
-    """Of what plain values print as. The settings of ranks are in the same order."""
+    """A digest of the text of plain values. Settings have the same order on all ranks."""
     return hashlib.sha256(repr(values).encode()).digest()
 
 
 def digest_of(parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]) -> bytes:
-    """What :func:`check_agreement` asks first about: 32 bytes."""
+    """The digest that :func:`check_agreement` compares first: 32 bytes."""
     return _digest(_specs(parameters), settings)
 
 
@@ -186,16 +188,16 @@ def check_agreement(
 ) -> None:
     """Compare what each rank attaches. All ranks of the group must call this.
 
-    A group that ``torch.distributed`` does not know is left alone: it may do little.
+    Does nothing for a group that ``torch.distributed`` does not know: it may support little.
 
     Args:
-        group: the ranks.
+        group: the group of the ranks.
         parameters: names and parameters whose gradients are averaged.
         settings: names and values that must be the same.
-        all_alike: asked first, with a digest. None to send everything at once.
+        all_alike: called first, with a digest. None to send everything at once.
 
     Raises:
-        RuntimeError: something differs. Says what, on which ranks.
+        RuntimeError: something differs. The message names ranks and values.
     """
     size = group.size()
     if size == 1 or group not in distributed_c10d._world.pg_map:

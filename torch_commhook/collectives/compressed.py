@@ -1,4 +1,4 @@
-"""Sums of what codecs encode, which no all-reduce adds up."""
+"""Sums of encoded tensors, which an all-reduce cannot compute."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.tensor_checks import check_flat
 
 
-# Over 80 lines: the docstring tells each argument and error.
+# Over 80 lines: the docstring describes each argument and error.
 def compressed_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -49,65 +49,68 @@ def compressed_all_reduce(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """``scale`` times the sum of tensors over all ranks, compressed on the wire.
+    """Return a Future of ``scale`` times the sum of tensors over all ranks, sent compressed.
 
-    How depends on what the codec's messages allow (``Codec.exchange``):
+    The algorithm depends on the codec's messages (``Codec.exchange``):
 
-    * ``"all_to_all"``: each rank encodes its values in a shard for each rank and sends these there.
-      It decodes the shards that it gets, adds them up in float32, encodes the sum, and sends that
-      to all ranks, which decode it. Values are encoded twice, whatever the number of ranks. Sent by
-      each rank: about ``2 (W - 1) / W`` messages.
-    * ``"all_gather"``: each rank gets the messages of all, and adds up what they hold. Sent by each
-      rank: ``W - 1`` messages, so that it grows with the ranks.
-    * ``"all_reduce"``: the messages themselves are added up.
+    * ``"all_to_all"``: each rank encodes one shard of its values for each rank, and sends the
+      shards. It decodes the shards that it receives, sums them in float32, encodes the sum, and
+      sends it to all ranks, which decode it. Values are encoded twice, at any number of ranks. Each
+      rank sends about ``2 (W - 1) / W`` messages.
+    * ``"all_gather"``: each rank receives all messages, and sums their values. Each rank sends
+      ``W - 1`` messages, so traffic grows with the number of ranks.
+    * ``"all_reduce"``: an all-reduce sums the messages themselves.
 
-    All ranks get the same bits. Where they give other sizes or codecs, what becomes of it is the
-    backend's affair: Gloo may end the process.
+    All ranks get the same bits. If ranks give different sizes or codecs, the backend decides what
+    happens: Gloo may end the process.
 
-    On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
-    group of its own, which is made with the first call. CUDA tensors are encoded, sent and decoded
-    on a stream of their own, so that the current one goes on; over NCCL nothing waits but that
-    stream. Over other groups the call waits for the first stage, with CUDA tensors for all. In a
-    step of an attached hook the second stage may wait for the next bucket instead.
+    On the CPU over Gloo no stage waits for another bucket: second stages use a process group of
+    their own, which the first call makes. CUDA tensors are encoded, sent and decoded on a separate
+    stream, so that the current one continues; over NCCL only that stream waits. Over other groups
+    the call waits for the first stage, and with CUDA tensors for all stages. In a step of an
+    attached hook the second stage may wait for the next bucket instead.
 
-    Over NCCL on one machine, block codecs use memory that the GPUs share, where all of them are
-    linked by NVLink and the caller gives ``buffers``. The bits are the same. A rank that waits for
-    another longer than ``timeout`` writes NaNs, and its next call with these buffers raises.
-    ``COMMHOOK_SYMMETRIC_MEMORY=0`` switches it off.
+    Over NCCL on one machine, block codecs use memory that the GPUs share, if NVLink connects all of
+    them and the caller gives ``buffers``. The bits are the same. A rank that waits for another
+    longer than ``timeout`` writes NaNs, and its next call with these buffers raises.
+    ``COMMHOOK_SYMMETRIC_MEMORY=0`` disables this.
 
-    A rank that leaves a second stage out, since something raised in its first one, is out of step
-    with the others: there that call and all later ones of two stages on this group fail alike, and
-    the other ranks wait for the group's timeout. Hooks that are attached get new connections.
+    If a first stage raises on a rank, that rank cannot issue the second stage, and its order of
+    collectives no longer matches the other ranks'. That call and all its later calls with two
+    stages on this group fail with the same error, and the other ranks wait until the group's
+    timeout. Attached hooks get new connections.
 
     Args:
-        tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
-            They are encoded before the call returns.
-        codec: the same on all ranks.
-        scale: factor of the sum.
-        out: written; tensors of as many elements in all. By default a new flat tensor of the dtype
-            of the first of the tensors.
-        error: what earlier calls have lost of this rank's values: float32 or bfloat16, flat, as
-            many as these. Added to them, and replaced by what this call loses.
-        shard_error: the same of the sum that this rank encodes: float32 or bfloat16, as many as
-            ``shard_range`` says. Not asked for unless the exchange is ``"all_to_all"``.
-        error_decay: in (0, 1]: both errors are multiplied by it once they are written.
-        rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape
-            (2, 2), rows of seed and step: the first for this rank's values, the second for its sum.
-            For the exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk``,
-            ``chunk_topk`` and ``randomk`` round a bfloat16 error at random with it, and so does
-            ``error_decay``.
-        buffers: memory that is used again in the next call.
-        meter: is told how long the stages took, and asks for the error, in eager.
+        tensors: a tensor or a list of them: dense, of a bucket's dtypes, on one device, with the
+            same sizes on all ranks. They are encoded before the call returns.
+        codec: the codec, the same on all ranks.
+        scale: the factor of the sum.
+        out: a tensor or a list of them with the same total number of elements. Written. By default
+            a new flat tensor of the first tensor's dtype.
+        error: the errors of earlier calls for this rank's values: float32 or bfloat16, flat, one
+            element per value. Added to the values, and replaced by this call's errors.
+        shard_error: the same for the sum that this rank encodes: float32 or bfloat16, with the
+            elements of ``shard_range``. Only used with the exchange ``"all_to_all"``.
+        error_decay: the factor by which both errors are multiplied after they are written, in
+            (0, 1].
+        rounding: for codecs with random numbers (``Codec.is_random``): int64 of shape (2, 2), rows
+            of seed and step: the first for this rank's values, the second for its sum. With the
+            exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk``,
+            ``chunk_topk``, ``randomk`` and ``error_decay`` use it to round a bfloat16 error at
+            random.
+        buffers: memory that the next call reuses.
+        meter: records the duration of the stages, and requests error measurements, in eager code.
         group: the process group; None for the default one.
-        timeout: of each stage, in eager, given by all ranks or none; None for the group's.
+        timeout: the timeout of each stage in eager code, on all ranks or on none; None for the
+            group's.
 
     Returns:
-        A Future of ``out``, or of the first of its tensors where it is a list.
+        A Future of ``out``; of its first tensor if it is a list.
 
     Raises:
-        TypeError, ValueError: tensors, codec or memory that do not fit, as ``Codec.encode``; a
-            group that does not tell its rank, for a codec with shards.
-        RuntimeError: torch.distributed is not initialized; what the backend raises.
+        TypeError, ValueError: tensors, codec or memory do not fit, as for ``Codec.encode``; the
+            group does not know its rank, for a codec with shards.
+        RuntimeError: torch.distributed is not initialized; the backend raised it.
 
     Example:
         >>> def mean(rank):
@@ -138,8 +141,8 @@ def compressed_all_reduce(
             return call.start(sources, error, group)
 
 
-# Inductor does not see that a view of another dtype shares memory, and gives that to others while
-# a collective is still at it. So compiled code copies.
+# Inductor does not see that a view of another dtype shares memory, and reuses that memory while a
+# collective still needs it. So compiled code copies.
 
 
 @torch.library.custom_op("commhook::floats_of_bytes", mutates_args=())
@@ -172,7 +175,7 @@ def _bytes_of_floats_fake(values: Tensor) -> Tensor:
 
 
 def compressed_bytes(codec: Codec, numel: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """What this rank sends and gets in a sum of ranks that exchange messages."""
+    """Bytes that this rank sends and receives in a sum of ranks that exchange messages."""
     ranks = group.size()
     others = ranks - 1
     if codec.exchange == "all_gather":
@@ -189,7 +192,7 @@ def compressed_bytes(codec: Codec, numel: int, group: dist.ProcessGroup) -> tupl
 
 
 class _CompressedSum(CompressedCall):
-    """One sum on its way."""
+    """One running sum."""
 
     def __init__(
         self,
@@ -246,7 +249,7 @@ class _CompressedSum(CompressedCall):
     def _result(self) -> Tensor:
         return self.destinations[0]
 
-    # ---- messages that are added up --------------------------------------------------------------
+    # ---- messages that an all-reduce sums --------------------------------------------------------
 
     def _add_up(
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
@@ -268,7 +271,7 @@ class _CompressedSum(CompressedCall):
 
         return then_beside(wire, finish, self.device)
 
-    # ---- messages that everybody gets ------------------------------------------------------------
+    # ---- messages that all ranks receive ---------------------------------------------------------
 
     def _gather(
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
@@ -324,12 +327,12 @@ class _CompressedSum(CompressedCall):
         shared: SymmetricBuffers,
         group: dist.ProcessGroup,
     ) -> torch.futures.Future[Tensor]:
-        """The same with memory that the ranks share: no collective, and two barriers."""
+        """As :meth:`_exchange_shards`, with shared memory: no collective, and two barriers."""
         codec, own_bytes = self.codec, self.shard.nbytes
         assert isinstance(codec, BlockCodec)
         views = shared.views(self.sizes)
         timeout = group_timeout(group, self.device) if self.timeout is None else self.timeout
-        # What the ranks read of each other is as much as what they would send, with no padding.
+        # Ranks read of each other as much as they would send, without padding.
         to_others, from_others = sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1)
         note_collective(to_others, from_others)
         note_collective(from_others, to_others)
@@ -357,13 +360,13 @@ class _CompressedSum(CompressedCall):
                 shared.gather(views.sums, message)
                 codec.decode(message, self.destinations, shards=self.world_size)
         except BaseException:
-            with suppress(RuntimeError):  # of a device that can do no more
+            with suppress(RuntimeError):  # from a device that cannot continue
                 shared.give_up()
             raise
         return completed(self._result())
 
     def _reduce(self, received: Tensor) -> Tensor:
-        """The message of the sum of this rank's shards, as long as the longest of all."""
+        """The message of the sum of this rank's shards, as long as the longest one."""
         padded = self.buffer("sum", max(self.sizes))
         with self.later_stage("encode"):
             lost = error_for(self.codec, self.shard_error)
@@ -381,7 +384,7 @@ class _CompressedSum(CompressedCall):
 
     def _decode(self, gathered: Tensor) -> Tensor:
         with self.later_stage("decode"):
-            # The buffer of the message that has been sent by now.
+            # The buffer of a message that has been sent by now.
             message = self.without_padding("message", gathered, self.sizes)
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()

@@ -1,4 +1,4 @@
-"""What collectives of codecs' messages share."""
+"""The base of collectives of codecs' messages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch_commhook.collectives.traced_ops import traced_all_gather
 
 
 class CompressedCall:
-    """One collective of messages on its way.
+    """One running collective of messages.
 
-    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
-    that goes with it then would have that thread wait for its own end.
+    It does not reference the group: a Gloo thread may release a callback last. If a group were
+    destroyed with it, that thread would wait for its own end.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CompressedCall:
         self.error_decay = arguments.error_decay
         self.world_size: int = group.size()
         self.rank: int = group_rank(group)
-        # Asked once: later stages are other threads' work, which cannot tell who compiles.
+        # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
         self.is_traced = torch.compiler.is_compiling()
         if self.is_traced or is_capturing(self.device):  # replays would measure in each step
             self.meter = None
@@ -48,50 +48,50 @@ class CompressedCall:
 
     @contextmanager
     def later_stage(self, name: str) -> Iterator[None]:
-        """Around what follows a collective, on whatever thread.
+        """The context of work after a collective, on any thread.
 
-        Tensors that are made in ``torch.inference_mode()`` can be written in that alone.
+        Tensors made in ``torch.inference_mode()`` can be written only in that mode.
 
         Args:
-            name: of the stage, for the meter.
+            name: the stage's name, for the meter.
         """
         mode = torch.inference_mode() if self._is_inference else torch.no_grad()
         with mode, timed(self.meter, name):
             yield
 
     def decay(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """Let an error decay that was just written, and has been measured.
+        """Multiply a measured new error by the decay.
 
         Args:
-            error: as the caller keeps it.
-            rounding: seed and step of what was encoded.
+            error: the caller's tensor.
+            rounding: seed and step of the encoding.
         """
         if error is not None and self.error_decay != 1.0:
             decay_error(error, self.error_decay, rounding)
 
     def decay_own(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """:meth:`decay` of this rank's own values, as a part of the stage that has ended."""
+        """Decay the error of this rank's values, in the ended stage; as :meth:`decay`."""
         if self.error_decay != 1.0:
             with timed(self.meter, "encode"):
                 self.decay(error, rounding)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
-        if self.is_traced:  # by a compiler, which plans memory itself
+        if self.is_traced:  # the compiler plans memory itself
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
         return self.buffers.get(name, shape, torch.uint8, self.device)
 
     def is_exchanged(self, group: dist.ProcessGroup) -> bool:
-        """Whether ranks send each other messages as long as each is, with no padding."""
+        """Whether ranks exchange messages of their own lengths, without padding."""
         return self.timeout is None and self.device.type == "cpu" and exchanges(group)
 
     def issue_all_to_all(
         self, message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
-        """Send each rank its part of a message, and get this rank's parts of all.
+        """Send each rank its part of a message, and receive this rank's parts of all.
 
         Args:
             message: flat bytes.
-            sizes: of the parts, in bytes, the same on all ranks.
+            sizes: the size of each part in bytes, the same on all ranks.
             group: the process group.
 
         Returns:
@@ -108,7 +108,7 @@ class CompressedCall:
         )
 
     def gathered_bytes(self, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[int, int]:
-        """What this rank sends and gets in :meth:`issue_gather`."""
+        """Bytes that this rank sends and receives in :meth:`issue_gather`."""
         others = self.world_size - 1
         if self.is_exchanged(group):
             return sizes[self.rank] * others, sum(sizes) - sizes[self.rank]
@@ -124,19 +124,20 @@ class CompressedCall:
         is_second: bool = False,
         place: Place | None = None,
     ) -> torch.futures.Future[Tensor]:
-        """Give every rank the messages of all: not counted, on whatever thread.
+        """Send every rank all messages, on any thread. Does not count the bytes.
 
         Args:
-            name: of the buffer for them.
-            message: flat bytes: as many as the longest message has.
-            sizes: of the messages, in bytes, the same on all ranks.
+            name: the name of their buffer.
+            message: flat bytes, as long as the longest message.
+            sizes: the sizes of the messages in bytes, the same on all ranks.
             group: the process group.
-            is_second: whether it is a second stage; asked while a compiler traces.
-            place: in the order of the group's exchanges, where it exchanges; None for the next one.
+            is_second: whether this is a second stage; used while a compiler traces.
+            place: the position in the order of the group's exchanges, if it exchanges messages;
+                None for the next one.
 
         Returns:
-            A Future of the messages: one after another, flat, or of shape ``(ranks, longest)``,
-            for :meth:`without_padding`.
+            A Future of the messages for :meth:`without_padding`: one after another, flat, or of
+            shape ``(ranks, longest)``.
         """
         is_exchanged = self.is_exchanged(group)
         if self.is_traced:
@@ -151,7 +152,7 @@ class CompressedCall:
     def expect_gather(
         self, name: str, sizes: Sequence[int], place: Place, group: dist.ProcessGroup
     ) -> None:
-        """Ask for what :meth:`issue_gather` will bring to the buffer of that name, on a group."""
+        """Request the messages that :meth:`issue_gather` will write to the named buffer."""
         if self.is_exchanged(group):
             place.expect(0, self.buffer(name, sum(sizes)).split(list(sizes)))
 
@@ -159,12 +160,12 @@ class CompressedCall:
         """Messages of several lengths, one after another.
 
         Args:
-            name: of the buffer for them, where some are filled up.
-            messages: of shape ``(messages, bytes)``, or flat, with none filled up.
-            sizes: of the messages, in bytes.
+            name: the name of their buffer, if some are padded.
+            messages: shape ``(messages, bytes)``, or flat if none is padded.
+            sizes: the sizes of the messages in bytes.
 
         Returns:
-            Flat bytes, ``sum(sizes)`` of them: a view of ``messages`` where none is filled up.
+            Flat bytes, ``sum(sizes)`` of them: a view of ``messages`` if none is padded.
         """
         if messages.dim() == 1 or all(size == messages.shape[1] for size in sizes):
             return messages.view(-1)

@@ -31,9 +31,9 @@ from torch_commhook.metrics import CallMeter, note_collective
 
 
 def chunk_sizes(numel: int, world_size: int) -> list[int]:
-    """How many of ``numel`` elements each rank has: as ``torch.chunk`` and FSDP cut.
+    """The number of elements of each rank, divided as ``torch.chunk`` and FSDP do.
 
-    All have ``ceil(numel / world_size)``; the last ones have fewer, or none.
+    Each rank has ``ceil(numel / world_size)``; the last ones have fewer, or none.
     """
     most = -(-numel // world_size)
     return [min(numel, most * (rank + 1)) - min(numel, most * rank) for rank in range(world_size)]
@@ -54,47 +54,47 @@ def compressed_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Give each rank its chunk of ``scale`` times the sum of tensors over all ranks.
+    """Return a Future of this rank's chunk of ``scale`` times the sum over all ranks.
 
-    Each rank encodes its values once, in a message for each rank, and sends it there. The rank
-    decodes the messages that it gets and adds them up in float32, in the order of ranks. It does
-    not encode the sum: the result has the error of one encoding. Sent by each rank: the messages of
-    all chunks but its own, about ``(W - 1) / W`` of a message of all values.
+    Each rank encodes its values once, in one message for each rank, and sends the messages. It
+    decodes the messages that it receives, and sums them in float32 in rank order. It does not
+    encode the sum, so the result has the error of one encoding. Each rank sends the messages of all
+    chunks but its own, about ``(W - 1) / W`` of a message of all values.
 
-    Any codec will do. One that sends some of the values (``topk``, ``randomk``) takes its share of
-    each chunk; ``chunk_topk`` cuts each into its own, smaller ones.
+    Any codec works. One that sends some of the values (``topk``, ``randomk``) takes its share of
+    each chunk; ``chunk_topk`` divides each into its own, smaller chunks.
 
-    On the CPU, and on CUDA over NCCL, the call does not wait for the wire. Where ranks give other
+    On the CPU, and on CUDA over NCCL, the call does not wait for the wire. If ranks give different
     sizes or codecs, the backend decides what happens: Gloo may end the process.
 
     Args:
-        tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
-            The rank encodes them before the call returns.
-        codec: the same on all ranks.
-        sizes: elements of each rank's chunk, in order, the same on all ranks; 0 is allowed. They
-            add up to the elements of the tensors. By default all chunks have ``ceil(n / W)``
-            elements of n, and the last ones fewer or none, as ``torch.chunk`` cuts.
-        scale: factor of the sum.
-        out: written; tensors of as many elements in all as this rank's chunk. They may be part of
-            ``tensors``. By default a new flat tensor of the dtype of the first of the tensors.
-        error: what earlier calls have lost of this rank's values, of all chunks: float32 or
-            bfloat16, flat, as many as the tensors have. Added to them, and replaced by what this
-            call loses.
-        error_decay: in (0, 1]: the error is multiplied by it once it is written.
-        rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape (2,):
-            seed and step. For the exchange ``"all_reduce"`` the same on all ranks.
-        buffers: memory that is used again in the next call.
-        meter: is told how long the stages took, and asks for the error, in eager.
+        tensors: a tensor or a list of them: dense, of a bucket's dtypes, on one device, with the
+            same sizes on all ranks. They are encoded before the call returns.
+        codec: the codec, the same on all ranks.
+        sizes: the number of elements of each rank's chunk, in rank order, the same on all ranks; 0
+            is allowed. They add up to the tensors' elements. By default all chunks have
+            ``ceil(n / W)`` of n elements, and the last ones fewer or none, as with ``torch.chunk``.
+        scale: the factor of the sum.
+        out: a tensor or a list of them with as many elements as this rank's chunk. Written. They
+            may be part of ``tensors``. By default a new flat tensor of the first tensor's dtype.
+        error: the errors of earlier calls for this rank's values of all chunks: float32 or
+            bfloat16, flat, one element per value. Added to the values, and replaced by this call's
+            errors.
+        error_decay: the factor by which the error is multiplied after it is written, in (0, 1].
+        rounding: for codecs with random numbers (``Codec.is_random``): int64 of shape (2,): seed
+            and step. With the exchange ``"all_reduce"`` the same on all ranks.
+        buffers: memory that the next call reuses.
+        meter: records the duration of the stages, and requests error measurements, in eager code.
         group: the process group; None for the default one.
-        timeout: of the operation, in eager, given by all ranks or none; None for the group's.
+        timeout: the timeout in eager code, on all ranks or on none; None for the group's.
 
     Returns:
-        A Future of ``out``, or of the first of its tensors where it is a list.
+        A Future of ``out``; of its first tensor if it is a list.
 
     Raises:
-        TypeError, ValueError: tensors, codec, sizes or memory that do not fit, as
-            ``Codec.encode``; a group that does not tell its rank.
-        RuntimeError: torch.distributed is not initialized; what the backend raises.
+        TypeError, ValueError: tensors, codec, sizes or memory do not fit, as for
+            ``Codec.encode``; the group does not know its rank.
+        RuntimeError: torch.distributed is not initialized; the backend raised it.
 
     Example:
         >>> def mean_of_chunk(rank):
@@ -144,27 +144,28 @@ def compressed_all_gather(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Give every rank the chunks of all ranks, as a codec restores them.
+    """Return a Future of the chunks of all ranks, as a codec restores them.
 
-    Each rank encodes its chunk once and sends that message to all. All ranks get the same bits: the
-    rank takes its own chunk from the message, too. Sent by each rank: ``W - 1`` messages, each
-    filled up to the longest one.
+    Each rank encodes its chunk once and sends the message to all. All ranks get the same bits: a
+    rank's own chunk comes from its message, too. Each rank sends ``W - 1`` messages, each padded to
+    the longest one.
 
     Args:
-        tensors: this rank's chunk: dense, of dtypes that buckets have, on one device. The rank
-            encodes them before the call returns.
-        codec: the same on all ranks.
-        sizes: elements of each rank's chunk, in order, the same on all ranks; 0 is allowed. By
-            default all ranks have as many.
-        out: written; tensors of as many elements in all as the chunks of all ranks. They may share
-            memory with ``tensors``. By default a new flat tensor of the dtype of the first of the
-            tensors.
-        error: what earlier calls have lost of this rank's chunk: float32 or bfloat16, flat, as many
-            as it has. Added to it, and replaced by what this call loses.
-        error_decay, rounding, buffers, meter, group, timeout: as :func:`compressed_reduce_scatter`.
+        tensors: this rank's chunk, a tensor or a list of them: dense, of a bucket's dtypes, on one
+            device. They are encoded before the call returns.
+        codec: the codec, the same on all ranks.
+        sizes: the number of elements of each rank's chunk, in rank order, the same on all ranks; 0
+            is allowed. By default all ranks have equally many.
+        out: a tensor or a list of them with as many elements as the chunks of all ranks. Written.
+            They may share memory with ``tensors``. By default a new flat tensor of the first
+            tensor's dtype.
+        error: the errors of earlier calls for this rank's chunk: float32 or bfloat16, flat, one
+            element per value. Added to the chunk, and replaced by this call's errors.
+        error_decay, rounding, buffers, meter, group, timeout: as for
+            :func:`compressed_reduce_scatter`.
 
     Returns:
-        A Future of ``out``, or of the first of its tensors where it is a list.
+        A Future of ``out``; of its first tensor if it is a list.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`compressed_reduce_scatter`.
@@ -214,8 +215,8 @@ class _ChunkCall(CompressedCall):
     """A collective that encodes once.
 
     Attributes:
-        counts: elements of each rank's chunk.
-        nbytes: of the message of each rank's chunk.
+        counts: the number of elements of each rank's chunk.
+        nbytes: the size of each rank's chunk's message.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class _ChunkCall(CompressedCall):
         self.counts = counts
         self.nbytes = [part.nbytes for part in self.codec.chunks(counts)]
         if self.is_exchanged(group) and takes_turns(group, max(self.nbytes)):
-            # The connections for messages to lower ranks, which all ranks make here.
+            # Connections for messages to lower ranks, which all ranks make here.
             second_group(group)
 
     def encode(
@@ -251,7 +252,7 @@ class _ChunkCall(CompressedCall):
 
     @property
     def common_rounding(self) -> Tensor | None:
-        """What other ranks' messages are decoded with."""
+        """The ``rounding`` with which other ranks' messages are decoded."""
         return self.rounding if self.codec.exchange == "all_reduce" else None
 
 

@@ -1,6 +1,6 @@
-"""Sums of small tensors in one round trip or two, where a ring takes one for each of its hops.
+"""Sums of small tensors in one or two round trips; a ring takes one for each of its hops.
 
-Each rank adds up values in the order of the ranks, so that all have the same bits.
+Each rank sums values in the order of ranks, so that all have the same bits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch_commhook.collectives.sum_rows import sum_rows
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.spans import continued
 
-#: Bytes that a rank gets at once. From more on, a rank adds up a shard, and sends that to all.
+#: The most bytes that a rank receives at once. For more, each rank sums a shard and sends it to
+#: all.
 _MOST_GATHERED = 64 * 1024
-#: Bytes of a tensor from which on a ring's hops are worth its even load.
+#: From this number of bytes on, a ring's even load outweighs its hops.
 MOST_SUMMED = 4 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def sums_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether :func:`start_sum` takes a tensor; the same on all ranks."""
+    """Whether :func:`start_sum` supports a tensor; the same on all ranks."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
@@ -34,12 +35,12 @@ def sums_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def is_gathered(nbytes: float, ranks: int) -> bool:
-    """Whether each rank gets the whole tensors of all, of so many bytes each."""
+    """Whether each rank receives the whole tensors of all, of this size each."""
     return ranks == 2 or (ranks - 1) * nbytes <= _MOST_GATHERED
 
 
 def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
-    """What a rank sends and gets in :func:`start_sum`."""
+    """Bytes that a rank sends and receives in :func:`start_sum`."""
     nbytes = tensor_bytes(tensor)
     if is_gathered(nbytes, ranks):
         return nbytes * (ranks - 1), nbytes * (ranks - 1)
@@ -49,11 +50,11 @@ def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def expect_sum(place: Place, like: Tensor, group: dist.ProcessGroup) -> None:
-    """Ask the other ranks for their values, before this rank has its own ones.
+    """Request the other ranks' values, before this rank has its own.
 
     Args:
-        place: in which :func:`start_sum` will exchange them.
-        like: of the dtype and as many elements as the tensor that will be summed.
+        place: the position in which :func:`start_sum` will exchange them.
+        like: a tensor with the dtype and the number of elements of the one to sum.
         group: the process group.
     """
     if sums_directly(like, group):
@@ -62,7 +63,7 @@ def expect_sum(place: Place, like: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _new_rows(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Memory for what each rank sends in the first stage."""
+    """Memory for the messages of all ranks in the first stage."""
     ranks = group.size()
     if is_gathered(tensor_bytes(flat), ranks):
         return flat.new_empty((ranks, flat.numel()))
@@ -72,12 +73,12 @@ def _new_rows(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 def start_sum(
     tensor: Tensor, group: dist.ProcessGroup, place: Place | None = None
 ) -> torch.futures.Future[Tensor]:
-    """Sum a tensor over all ranks, on whatever thread.
+    """Sum a tensor over all ranks, on any thread.
 
     Args:
-        tensor: contiguous, as :func:`sums_directly` takes it. Written.
+        tensor: contiguous, supported by :func:`sums_directly`. Written.
         group: the process group.
-        place: in the order of its exchanges; None for the next one.
+        place: the position in the order of its exchanges; None for the next one.
 
     Returns:
         A Future of the same tensor.
@@ -92,7 +93,7 @@ def start_sum(
     shards = flat.split(_shards(flat.numel(), ranks))
     messages = [shard.view(torch.uint8) for shard in shards]
     own = shards[rank]
-    # A rank sends its sum once it has got this rank's shard, whose memory takes that sum.
+    # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
     place.expect(1, messages)
     first = place.exchange(0, messages, list(rows.view(torch.uint8)), rows)
 
@@ -104,7 +105,7 @@ def start_sum(
 
 
 def _add_up(rows: Tensor, out: Tensor, result: Tensor) -> Tensor:
-    # Tensors that are made in inference mode can be written in that alone.
+    # Tensors made in inference mode can be written only in that mode.
     with torch.inference_mode() if out.is_inference() else torch.no_grad():
         if rows.dtype == torch.float64:
             out.copy_(rows[0])
@@ -116,6 +117,6 @@ def _add_up(rows: Tensor, out: Tensor, result: Tensor) -> Tensor:
 
 
 def _shards(numel: int, ranks: int) -> list[int]:
-    """How many elements each rank adds up."""
+    """The number of elements that each rank sums."""
     each, left = divmod(numel, ranks)
     return [each + (rank < left) for rank in range(ranks)]

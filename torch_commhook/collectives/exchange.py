@@ -1,16 +1,17 @@
-"""Exchanges over Gloo: a message to each rank and one from each, any number of them at once.
+"""Exchanges over Gloo: one message to each rank and one from each, any number of them at once.
 
-A collective of Gloo has a thread, which waits for its messages; those that have none wait for the
-threads of others. An exchange has no thread of its own. So a step with many buckets waits for one
-round trip where it would wait for several.
+A Gloo collective occupies a thread, which waits for its messages; with all threads occupied, other
+collectives wait. An exchange has no thread of its own. So a step with many buckets waits for one
+round trip instead of several.
 
-A message waits until its receiver has asked for it. Where the receiver knows early what will come
-and where to (:meth:`Place.expect`), it has asked by then, and the message takes half a round trip.
+A message waits until its receiver has requested it. If the receiver knows early what it will
+receive and where (:meth:`Place.expect`), it requests it in advance, and the message takes half a
+round trip.
 
-Gloo says that it is ready for a message on the connection on which it sends its own, behind that.
-So the two directions of an all-to-all of few large messages take turns, and a link carries half of
-what it could. With a second group, messages to higher ranks have connections of their own, and
-their receivers ask for them at once. Among many ranks other connections fill the gaps.
+Gloo sends its request for a message on the connection of its own messages, behind them. So the two
+directions of an all-to-all of few large messages alternate, and a link carries half of its
+capacity. With a second group, messages to higher ranks have their own connections, and their
+receivers request them at once. Among many ranks other connections fill the gaps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch_commhook.spans import sent
 
 #: An exchange has a thread for each other rank, and connects all ranks to each other.
 MOST_RANKS = 16
-#: Of a message for which connections in one direction each are faster, among so many ranks.
+#: The message size from which connections for each direction are faster, among so many ranks.
 _LARGE_BYTES = 128 * 1024
 MOST_IN_BOTH_DIRECTIONS = 4
 
@@ -37,12 +38,12 @@ def exchanges(group: dist.ProcessGroup) -> bool:
     return 1 < group.size() <= MOST_RANKS and (is_or_was_gloo(group) or has_places(group))
 
 
-# Compilers take the result for a constant.
+# Compilers treat the result as a constant.
 exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_places(group: dist.ProcessGroup) -> bool:
-    """Whether a group stands around one of Gloo's, and has exchanges over that."""
+    """Whether a group is around a Gloo group, and uses that one's exchanges."""
     return getattr(group, "_commhook_has_places", False)
 
 
@@ -50,8 +51,8 @@ def takes_turns(group: dist.ProcessGroup, longest: int) -> bool:
     """Whether a second group makes exchanges faster.
 
     Args:
-        group: over which they go.
-        longest: bytes of the longest message, the same on all ranks.
+        group: the group of the exchanges.
+        longest: the size of the longest message in bytes, the same on all ranks.
     """
     return longest > _LARGE_BYTES and has_few_ranks(group)
 
@@ -62,10 +63,10 @@ def has_few_ranks(group: dist.ProcessGroup) -> bool:
 
 
 class Place:
-    """A place in the order of a group's exchanges, for two that follow each other.
+    """A position in the order of a group's exchanges, for two consecutive ones.
 
-    All ranks take their places in the same order. What is started in one may be started in any
-    order and on any thread, of Gloo's too: a place does not keep the group.
+    All ranks take their places in the same order. The exchanges of places may start in any order
+    and on any thread, also Gloo's: a place does not reference the group.
 
     Args:
         group: the process group.
@@ -75,29 +76,29 @@ class Place:
         self._exchanges = exchanges_of(group)
         self._number = self._exchanges.reserve()
         self._rank: int = group.rank()
-        #: Where messages are expected, for whoever exchanges them later.
+        #: The expected messages, for the exchange that follows.
         self.memory: Tensor | None = None
 
     def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        """Ask each rank for its message now, before this rank has its own ones.
+        """Request each rank's message now, before this rank has its own messages.
 
         Args:
-            stage: of the :meth:`exchange` that follows, unless something fails.
-            outputs: as that one will take them, of the same memory. Nobody else uses it from now
-                on until that one has ended.
+            stage: the stage of the :meth:`exchange` that follows, unless something fails.
+            outputs: the outputs of that exchange, in the same memory. Nothing else may use it until
+                that exchange has ended.
         """
         self._exchanges.expect(list(outputs), self._number, stage)
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
-        """Send a message to each rank, and get one from each.
+        """Send a message to each rank, and receive one from each.
 
         Args:
             stage: 0 or 1, each once.
-            inputs: for each rank what goes there, flat bytes.
-            outputs: for each rank where comes what comes from there, flat bytes.
-            result: what the Future is to hold.
+            inputs: the message to each rank, flat bytes.
+            outputs: memory for the message from each rank, flat bytes.
+            result: the Future's value.
         """
         own = inputs[self._rank], outputs[self._rank]
         if own[0].data_ptr() != own[1].data_ptr():
@@ -108,7 +109,7 @@ class Place:
 
 
 def place_in(group: dist.ProcessGroup) -> Place:
-    """The next place in the order of a group's exchanges."""
+    """Take the next place in the order of a group's exchanges."""
     if not has_places(group):
         return Place(group)
     around: Any = group
@@ -123,9 +124,9 @@ def exchange(
     group: dist.ProcessGroup,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Send a message to each rank, and get one from each: :meth:`Place.exchange`.
+    """Send a message to each rank, and receive one from each: :meth:`Place.exchange`.
 
-    All ranks issue the same exchanges on a group, in the same order, except for those that have a
-    place in it already.
+    All ranks issue the same exchanges on a group in the same order, except for those that already
+    have a place.
     """
     return (place or place_in(group)).exchange(0, inputs, outputs, result)

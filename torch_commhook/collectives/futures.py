@@ -1,4 +1,4 @@
-"""What collectives return."""
+"""The futures that collectives return."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch_commhook.spans import continued
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:  # whoever gets one uses it as a Future of a tensor
+if TYPE_CHECKING:  # callers use one as a Future of a tensor
     _FutureOfTensor = torch.futures.Future[Tensor]
 else:
     _FutureOfTensor = object
 
 
 class TracedFuture(_FutureOfTensor):
-    """What a collective returns while a compiler traces: a Future as far as hooks need one.
+    """The Future of a collective while a compiler traces, with the methods that hooks need.
 
-    Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
-    callback runs when its result is asked for.
+    Compilers cannot trace ``torch.futures.Future``. Here everything runs on one thread: a callback
+    runs when its result is needed.
 
     Args:
-        wait: returns the result. Called once, when the result is first asked for.
+        wait: returns the result. Called once, when the result is first needed.
 
     Example:
         >>> future = collectives.TracedFuture(lambda: torch.ones(2))
@@ -38,7 +38,7 @@ class TracedFuture(_FutureOfTensor):
         self._tensor: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Return the result, once it is complete."""
         if self._wait is not None:
             self._tensor = self._wait()
             self._wait = None
@@ -50,12 +50,12 @@ class TracedFuture(_FutureOfTensor):
         return self.wait()
 
     def start_next(self) -> None:
-        """Start the next collective, where several follow each other, as soon as it can."""
+        """Start the next collective, if several follow each other, as soon as possible."""
 
     def then(  # type: ignore[override]  # of tensors alone
         self, callback: Callable[[torch.futures.Future[Tensor]], Tensor]
     ) -> TracedFuture:
-        """A future of ``callback(self)``."""
+        """Return a future of ``callback(self)``."""
 
         def run() -> Tensor:
             self.wait()
@@ -65,7 +65,7 @@ class TracedFuture(_FutureOfTensor):
 
 
 class TracedStages(TracedFuture):
-    """Collectives of which one needs the result of the one before."""
+    """Consecutive collectives: each needs the result of the previous one."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class TracedStages(TracedFuture):
 
 
 def traced(tensor: Tensor) -> TracedFuture:
-    """The result of one of PyTorch's functional collectives."""
+    """The future of one of PyTorch's functional collectives."""
     return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
 
 
 def is_driven_by_wait(future: Any) -> bool:
     """Whether a Future may complete only when it is waited for.
 
-    Such as torchft's, which is of a class with a ``wait()`` of its own; callbacks never run.
+    torchft's do: their class has a ``wait()`` of its own, and callbacks never run.
     """
     if not isinstance(future, torch._C.Future):
         return False
@@ -104,7 +104,7 @@ def is_driven_by_wait(future: Any) -> bool:
 
 
 def driven(result: Any) -> Any:
-    """What a hook gave; of a Future that :func:`is_driven_by_wait`, the outcome, waited for."""
+    """A hook's result; for a Future that :func:`is_driven_by_wait`, its outcome after a wait."""
     if not is_driven_by_wait(result):
         return result
     try:
@@ -118,7 +118,7 @@ def driven(result: Any) -> Any:
 def completed(value: T) -> torch.futures.Future[T]:
     """A Future that holds a tensor, or a list of them, of the current streams.
 
-    It names the tensors' devices: streams wait only for those that a Future knows.
+    It names the tensors' devices: streams wait only for devices that a Future knows.
     """
     tensors = value if isinstance(value, (list, tuple)) else [value]
     devices = {each.device for each in tensors if isinstance(each, Tensor)}
@@ -135,10 +135,11 @@ def then(
     callback: Callable[[torch.futures.Future[T]], Tensor],
     device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """``future.then(callback)``, of tensors on a device.
+    """Run ``future.then(callback)`` for tensors on a device.
 
-    On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
-    its text. On other devices that stays so, since ``then`` is what takes care of streams.
+    On the CPU an exception of the callback keeps its type; PyTorch would replace it by a
+    RuntimeError with its text. On other devices PyTorch's behaviour stays, since ``then``
+    synchronizes streams.
     """
     callback = continued(callback)
     if isinstance(future, TracedFuture) or device.type != "cpu":
@@ -156,15 +157,15 @@ def chained(
     start: Callable[[Tensor], torch.futures.Future[Tensor]],
     end: Callable[[Tensor], Tensor],
 ) -> torch.futures.Future[Tensor]:
-    """What follows a Future on the CPU, started by the thread that completes it.
+    """Run an asynchronous continuation of a CPU Future, on the thread that completes it.
 
     Args:
         first: a Future.
-        start: starts the next, with the value of ``first``. It must not wait.
-        end: makes the result of the value of the next.
+        start: starts the continuation, from the value of ``first``. It must not wait.
+        end: makes the result from the continuation's value.
 
     Returns:
-        A Future of what ``end`` gives, or of what has failed before.
+        A Future of the result of ``end``, or of an earlier error.
     """
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 
@@ -190,10 +191,10 @@ def then_beside(
     callback: Callable[[torch.futures.Future[T]], Tensor],
     device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """:func:`then`, inside :func:`torch_commhook.collectives.streams.beside`.
+    """Run :func:`then` inside :func:`torch_commhook.collectives.streams.beside`.
 
-    A future on a device that is complete at once, such as NCCL's, leaves waiting to the stream:
-    here to one that has nothing else to do, and runs the callback's work, too.
+    A device Future that is complete at once, such as NCCL's, leaves the wait to the stream. Here a
+    stream without other work waits, and runs the callback's work too.
     """
     if isinstance(future, TracedFuture) or device.type == "cpu" or not future.done():
         return then(future, callback, device)
@@ -212,18 +213,18 @@ def then_all(
     combine: Callable[[list[Tensor]], Tensor],
     device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """A Future of what ``combine`` makes of the results of several, once all are there.
+    """Return a Future of ``combine`` of the results of several futures, once all are complete.
 
-    ``collect_all`` knows no devices: who waits for its Future has the current stream wait for all
-    results. Here a stream of PyTorch's pool does, which runs ``combine``, too.
+    With ``collect_all``, which knows no devices, a waiting caller's stream would wait for all
+    results. Here a stream of PyTorch's pool waits, and runs ``combine`` too.
 
     Args:
         futures: at least one; of tensors on one device.
-        combine: is given the results, in order. On any thread.
-        device: of the tensors.
+        combine: gets the results in order. May run on any thread.
+        device: the tensors' device.
     """
     together = torch.futures.collect_all(list(futures))
-    if device.index is None:  # as the CPU
+    if device.index is None:  # such as the CPU
         return then(together, lambda _: combine([each.wait() for each in futures]), device)
     result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
     combine = continued(combine)
@@ -247,12 +248,13 @@ def set_outcome(
     *,
     caught: type[BaseException] = Exception,
 ) -> None:
-    """Complete a Future with what ``compute()`` returns or raises.
+    """Complete a Future with the result or the exception of ``compute()``.
 
     Args:
-        future: is not complete yet.
-        compute: gives its value.
-        caught: BaseException where nobody would get what is raised, as in a callback.
+        future: an incomplete Future.
+        compute: returns the value.
+        caught: the exceptions to set; BaseException if nobody else would see them, as in a
+            callback.
     """
     try:
         value = compute()
@@ -263,9 +265,9 @@ def set_outcome(
 
 
 def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """``future.set_exception(error)``, which refuses those that are to end the program.
+    """Run ``future.set_exception(error)``, which refuses exceptions that end the program.
 
-    Nobody would get these from a callback, and whoever waits for the future would wait for ever.
+    In a callback nobody would see those, and waits for the future would never end.
     """
     if not isinstance(error, Exception):
         stand_in = RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Backends of Gloo with as many threads as a step has collectives, and their connections."""
+"""Gloo backends with as many threads as a step has collectives, and their connections."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.collectives.lost_hosts import cut
 
-#: Among more ranks a group connects those two that send each other something, when they first do.
+#: With more ranks, a group connects two ranks only when one first sends the other a message.
 MOST_IN_FULL_MESH = 16
-#: Collectives of one group that are under way at once. Gloo has a thread for each, and two by
-#: default. A collective in a ring takes a round trip for each of its hops, which the others share
-#: where they are under way at the same time. A thread that waits for work costs 16 KiB of memory.
+#: The number of collectives of one group that run at once. Gloo has a thread for each, and two by
+#: default. A collective in a ring takes a round trip for each hop; collectives that run at the same
+#: time share it. An idle thread costs 16 KiB of memory.
 MOST_UNDER_WAY = 32
-#: After each round of an agreement among many a rank knows of so many times as many.
+#: After each round of an agreement a rank of many has heard from this many times as many ranks.
 _BASE = 4
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# Those of agreements are above.
+# Tags of agreements are above.
 _TAG = (1 << 30) - 17
-#: Of a greeting, whatever it says: a longer one than was asked for would end the process.
+#: The length of every greeting: a longer one than requested would end the process.
 _GREETING_BYTES = 32
 
 
 @dataclass
 class GlooBackend:
-    """What the library knows of a backend of Gloo that it has made.
+    """A Gloo backend that the library has made, with what it must remember about it.
 
     Attributes:
-        addresses: the store in which the backend has left this rank's address.
-        last: one of its messages, which has come. Whoever ends the backend lets go of it last. None
-            before :func:`connect`.
-        greeting: what this rank has told its partners; None where nobody may ask about it.
-        is_greeted_alike: whether its partners have told it the same.
+        addresses: the store in which the backend has put this rank's address.
+        last: a completed message of the backend. The code that destroys the backend releases it
+            last. None before :func:`connect`.
+        greeting: this rank's greeting to its partners; None if nobody may ask about it.
+        is_greeted_alike: whether its partners have sent the same greeting.
     """
 
     addresses: _C.AddressStore
@@ -48,9 +48,9 @@ class GlooBackend:
     is_greeted_alike: bool = False
 
     def take_greeting(self, own: bytes) -> bool | None:
-        """Whether the partners' greetings were ``own`` as well; None if this rank's was not.
+        """Whether the partners' greetings equal ``own``; None if this rank's own did not.
 
-        The next call gives None.
+        The next call returns None.
         """
         greeting, self.greeting = self.greeting, None
         return self.is_greeted_alike if greeting == own else None
@@ -62,16 +62,16 @@ def add_gloo(
     timeout: timedelta,
     threads: int = MOST_UNDER_WAY,
 ) -> GlooBackend:
-    """Give a process group a backend of Gloo for the CPU. It connects to nobody yet.
+    """Add a Gloo backend for the CPU to a process group. It connects to no rank yet.
 
-    :func:`connect` connects ranks that often send each other something. Two other ranks are
-    connected when one first sends the other something.
+    :func:`connect` connects ranks that often exchange messages. Two other ranks connect when one
+    first sends the other a message.
 
     Args:
-        group: without a backend for the CPU.
-        store: for this backend alone.
-        timeout: of its collectives.
-        threads: so many of these are under way at once.
+        group: a group without a backend for the CPU.
+        store: a store for this backend only.
+        timeout: the timeout of its collectives.
+        threads: the number of these that run at once.
     """
     rank, size = group.rank(), group.size()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -79,12 +79,12 @@ def add_gloo(
     options._threads = threads
     # As PyTorch reads it.
     interfaces = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
-    # Gloo's other way connects one rank after another, which takes a round trip for each.
+    # Gloo's other method connects one rank after another, with a round trip for each.
     options._devices = [
         dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
     ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     addresses = _C.AddressStore(store, partners(rank, size))
-    # Nobody else holds the backend, so that it ends where its group is closed.
+    # Nothing else references the backend, so it is destroyed when its group is closed.
     backend = dist.ProcessGroupGloo(addresses, rank, size, options)
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -94,24 +94,24 @@ def add_gloo(
 def connect(
     group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta, greeting: bytes = b""
 ) -> None:
-    """Connect to the ranks of :func:`partners`, to all at once. All ranks do at the same point.
+    """Connect to the ranks of :func:`partners`, all at once. All ranks call this at the same point.
 
-    A rank that returns has heard from all of its partners, and told them. It may close its
-    connections without failing theirs.
+    A rank that returns has heard from all of its partners, and has sent its greeting. It may close
+    its connections without failing theirs.
 
     Args:
-        group: whose backend it is.
-        backend: by :func:`add_gloo`.
+        group: the backend's group.
+        backend: from :func:`add_gloo`.
         timeout: how long to wait for the other ranks' addresses.
-        greeting: told to the partners, as :meth:`GlooBackend.take_greeting` says; 32 bytes at most.
+        greeting: sent to the partners; see :meth:`GlooBackend.take_greeting`. At most 32 bytes.
 
     Raises:
-        RuntimeError: a rank does not come within the timeout, or its process has ended.
+        RuntimeError: a rank does not connect within the timeout, or its process has ended.
     """
     peers = partners(group.rank(), group.size())
     if not peers:
         return
-    backend.addresses.read(timeout)  # those of all, in one request
+    backend.addresses.read(timeout)  # those of all ranks, in one request
     outcomes: SimpleQueue[tuple[dist.Work, bool] | BaseException] = SimpleQueue()
     told = torch.frombuffer(bytearray(greeting.ljust(_GREETING_BYTES, b"\0")), dtype=torch.uint8)
     for peer in peers:  # each waits until its rank is connected
@@ -128,7 +128,7 @@ def connect(
             backend.last, is_equal = outcome
             is_alike = is_alike and is_equal
     except BaseException:
-        cut(backend.addresses)  # else others would wait for this rank's messages
+        cut(backend.addresses)  # otherwise others would wait for this rank's messages
         raise
     backend.greeting, backend.is_greeted_alike = greeting, is_alike
 
@@ -139,7 +139,7 @@ def _greet(
     told: Tensor,
     outcomes: SimpleQueue[tuple[dist.Work, bool] | BaseException],
 ) -> None:
-    """Exchange greetings with another rank, and say how that went."""
+    """Exchange greetings with another rank, and report the outcome."""
     works: list[dist.Work] = []
     try:
         received = torch.empty_like(told)
@@ -150,12 +150,12 @@ def _greet(
         outcome: tuple[dist.Work, bool] | BaseException = works[0], torch.equal(received, told)
     except BaseException as error:
         outcome = error
-    works.clear()  # a Work that somebody has keeps its connections open
+    works.clear()  # a Work in use keeps its connections open
     outcomes.put(outcome)
 
 
 def partners(rank: int, size: int) -> list[int]:
-    """The ranks that one is connected to from the start: all of a few, of many its neighbours."""
+    """The ranks that a rank connects to at once: all of a few; only its neighbours of many."""
     if size <= MOST_IN_FULL_MESH:
         return [other for other in range(size) if other != rank]
     return neighbours(rank, size)
@@ -164,7 +164,7 @@ def partners(rank: int, size: int) -> list[int]:
 def neighbours(rank: int, size: int) -> list[int]:
     """The ranks that one exchanges messages with in rings, doubled distances, and agreements.
 
-    These are barriers, broadcasts, all-reduces, and what ranks tell each other in rounds.
+    These are barriers, broadcasts, all-reduces, and agreements in rounds.
     """
     distances = [distance for each in rounds_among_many(size) for distance in each]
     return sorted(
@@ -173,11 +173,11 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 def rounds_among_many(size: int) -> list[list[int]]:
-    """The distances at which ranks tell each other in each round, until all know of all.
+    """The distances at which ranks send in each round, until all have heard from all.
 
-    In each round a rank tells three others, so that it knows of four times as many ranks after it.
-    That halves the rounds of doubled distances, which are among these, for half as many messages
-    more.
+    In each round a rank sends to three others, so that it has heard from four times as many ranks
+    afterwards. This halves the rounds of doubled distances, which are among these, for half as many
+    messages more.
     """
     rounds = []
     distance = 1

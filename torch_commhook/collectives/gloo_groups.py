@@ -1,4 +1,4 @@
-"""Gloo process groups of the library's own, beside those that a user has made."""
+"""The library's own Gloo process groups, beside those of the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
 
-#: Makes the group of second stages for another.
+#: Makes the group of second stages for another group.
 _Provider = Callable[[], dist.ProcessGroup | None]
 
 _seconds: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
@@ -36,12 +36,12 @@ _firsts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 _exchanges: weakref.WeakKeyDictionary[
     dist.ProcessGroup, tuple[_C.Exchanges, weakref.finalize[..., Any]]
 ] = weakref.WeakKeyDictionary()
-#: Groups whose connections large messages take, too: in each direction.
+#: Groups whose connections large messages use too, in each direction.
 _more: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 _made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-#: Of groups of the library's own.
+#: The backends of the library's own groups.
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, GlooBackend] = weakref.WeakKeyDictionary()
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
@@ -52,20 +52,20 @@ def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
         return False
     try:
         backend = group._get_backend(torch.device(device))
-    except RuntimeError:  # none for it
+    except RuntimeError:  # it has none for the device
         return False
     return type(backend) is dist.ProcessGroupGloo
 
 
 def is_or_was_gloo(group: dist.ProcessGroup) -> bool:
-    """:func:`is_gloo`, or one of the library's own, whose backend a failed step has dropped."""
-    # Newer compilers have another object while they trace.
+    """As :func:`is_gloo`; also for own groups after a failed step has dropped the backend."""
+    # Newer compilers use another object while they trace.
     group = getattr(group, "real_obj", group)
     return group in _made or is_gloo(group)
 
 
 def lacks_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether a group is PyTorch's own, with no backend for tensors on the CPU, as one of NCCL."""
+    """Whether a group is PyTorch's own, without a backend for CPU tensors, such as NCCL's."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
     try:
@@ -76,11 +76,12 @@ def lacks_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """How long a group's collectives may take; PyTorch's default where it does not tell.
+    """A group's timeout for collectives; PyTorch's default if it does not report one.
 
     Args:
         group: the process group.
-        device: of the tensors. A group without a backend for it gives another device's timeout.
+        device: the tensors' device. A group without a backend for it returns another device's
+            timeout.
     """
     for each in (device, *getattr(group, "_device_types", ())):
         try:
@@ -91,9 +92,9 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
 
 
 def group_threads(group: dist.ProcessGroup) -> int:
-    """How many collectives a Gloo group runs at once; for groups of other kinds, of a new one.
+    """The number of collectives that a Gloo group runs at once; for others, that of a new group.
 
-    Those of :func:`make_group` run ``gloo_backend.MOST_UNDER_WAY``.
+    Groups of :func:`make_group` run ``gloo_backend.MOST_UNDER_WAY``.
     """
     if not dist.is_gloo_available():
         return 2
@@ -105,27 +106,27 @@ def group_threads(group: dist.ProcessGroup) -> int:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store through which a group's ranks have met; None where nobody knows."""
+    """The store through which a group's ranks have met; None if unknown."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """A group's name, or something like one."""
+    """A group's name, or a text in its place."""
     try:
         return group.group_name
-    except (RuntimeError, ValueError):  # one that was made by hand has none; torchft's say so, too
+    except (RuntimeError, ValueError):  # a group without a name, and torchft's, raise these
         return f"group {id(group):x}"
 
 
 def group_description(group: dist.ProcessGroup) -> str:
-    """What PyTorch's flight recorder and logs call a group."""
+    """A group's name in PyTorch's flight recorder and logs."""
     described: str = group.group_desc
     return group_name(group) if described in ("", "undefined") else described
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """The global ranks of a group, or of the group that it wraps; None where none is known."""
+    """The global ranks of a group, or of the group that it wraps; None if unknown."""
     for each in group_and_inner(group):
         known = distributed_c10d._world.pg_group_ranks.get(each)
         if known is not None:
@@ -145,12 +146,12 @@ def group_and_inner(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether ``torch.distributed`` has known a group of its own, and knows it no longer."""
+    """Whether ``torch.distributed`` once knew a group of its own, and no longer does."""
     if type(group) is not dist.ProcessGroup or group in distributed_c10d._world.pg_map:
         return False
     try:
         name = group.group_name
-    except RuntimeError:  # one that was made by hand was never known
+    except RuntimeError:  # a group made by hand was never known
         return False
     try:
         return distributed_c10d._resolve_process_group(name) is not group
@@ -168,21 +169,21 @@ def make_group(
     description: str,
     threads: int = MOST_UNDER_WAY,
 ) -> dist.ProcessGroup:
-    """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
+    """Make a Gloo process group that ``torch.distributed`` knows. All of its ranks must call this.
 
-    It connects to nobody yet: see :func:`connect_group`.
+    It connects to no rank yet: see :func:`connect_group`.
 
     Args:
-        store: for this group alone.
-        rank: this process's in it.
+        store: a store for this group only.
+        rank: this process's rank in it.
         ranks: its members, as ranks of the default group.
-        name: that no other group has.
-        timeout: of its collectives.
-        description: what the group is for, as PyTorch's flight recorder and logs show it.
-        threads: so many collectives are under way at once.
+        name: a name that no other group has.
+        timeout: the timeout of its collectives.
+        description: the group's purpose, for PyTorch's flight recorder and logs.
+        threads: the number of collectives that run at once.
     """
-    # Not new_group(), which all ranks of the default group would have to call, and which gives a
-    # backend two threads.
+    # Not new_group(): all ranks of the default group would have to call it, and it gives a backend
+    # two threads.
     if name in distributed_c10d._world.pg_names.values():
         raise ValueError(f"torch_commhook: there is a process group {name!r} already")
     group = dist.ProcessGroup(store, rank, len(ranks))
@@ -198,16 +199,16 @@ def make_group(
 def connect_group(
     group: dist.ProcessGroup, greeting: bytes = b"", within: timedelta | None = None
 ) -> GlooBackend:
-    """Connect a group of the library's own, as :func:`gloo_backend.connect` does.
+    """Connect one of the library's own groups, as :func:`gloo_backend.connect` does.
 
     Args:
-        group: by :func:`make_group` or :func:`make_backend`.
-        greeting: as :func:`gloo_backend.connect`.
-        within: how long to wait for the other ranks' addresses. Until then nobody else can use the
-            group's connection to the store. None: for the group's timeout.
+        group: from :func:`make_group` or :func:`make_backend`.
+        greeting: as for :func:`gloo_backend.connect`.
+        within: how long to wait for the other ranks' addresses. Until then nothing else can use
+            the group's connection to the store. ``None``: the group's timeout.
 
     Raises:
-        RuntimeError: a rank does not come in that time, or its process has ended.
+        RuntimeError: a rank does not connect in that time, or its process has ended.
     """
     backend = _backends[group]
     connect(group, backend, group_timeout(group) if within is None else within, greeting)
@@ -215,19 +216,19 @@ def connect_group(
 
 
 def take_greeting(group: dist.ProcessGroup, own: bytes) -> bool | None:
-    """:meth:`GlooBackend.take_greeting` of a group of the library's own."""
+    """Call :meth:`GlooBackend.take_greeting` of one of the library's own groups."""
     return _backends[group].take_greeting(own)
 
 
 def make_backend(
     store: dist.Store, rank: int, size: int, timeout: timedelta, threads: int
 ) -> dist.ProcessGroup:
-    """A new backend for a group that has lost its own, in a group that nobody knows.
+    """Make a new backend for a group that has lost its own, in an unregistered group.
 
     Args:
-        store: for this backend alone.
-        rank, size: of the group.
-        timeout, threads: as :func:`make_group`.
+        store: a store for this backend only.
+        rank, size: the group's rank and size.
+        timeout, threads: as for :func:`make_group`.
     """
     group = dist.ProcessGroup(store, rank, size)
     _backends[group] = add_gloo(group, store, timeout, threads)
@@ -237,7 +238,7 @@ def make_backend(
 def _make_known(
     group: dist.ProcessGroup, store: dist.Store, name: str, ranks: Sequence[int]
 ) -> None:
-    """Enter a group of Gloo for the CPU where ``torch.distributed`` looks for groups."""
+    """Register a Gloo group for the CPU with ``torch.distributed``."""
     world: Any = distributed_c10d._world
     config = distributed_c10d.BackendConfig(dist.Backend("cpu:gloo"))
     tag = f"ptd:{name}"
@@ -252,30 +253,30 @@ def _make_known(
 
 
 def move_backend(source: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Give a group the backend of another one, and take its last address out of the store.
+    """Give a group the backend of another one, and remove its last address from the store.
 
     Args:
-        source: by :func:`make_backend`. It has none from then on.
-        group: by :func:`make_group`, with connections that are closed. All ranks have connected to
-            the new backend.
+        source: from :func:`make_backend`. It has no backend afterwards.
+        group: from :func:`make_group`, with closed connections. All ranks have connected to the new
+            backend.
     """
     before, _backends[group] = _backends[group], _backends.pop(source)
     group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, source._get_backend(_CPU))
-    with suppress(RuntimeError):  # the store may have gone with its process
+    with suppress(RuntimeError):  # the store may have ended with its process
         before.addresses.remove_own()
 
 
 @left_to_python
 def destroy_group(group: dist.ProcessGroup, *, in_background: bool = False) -> None:
-    """Forget a group that :func:`make_group` has made, and end its threads.
+    """Destroy a group that :func:`make_group` has made, and end its threads.
 
     Args:
         group: the group.
-        in_background: as :func:`close_connections`.
+        in_background: as for :func:`close_connections`.
     """
     world = distributed_c10d._world
-    if group in world.pg_map:  # or torch.distributed has ended itself
-        # Not destroy_process_group(), which asks the backends that a failed step has dropped.
+    if group in world.pg_map:  # torch.distributed may have ended already
+        # Not destroy_process_group(), which needs the backends that a failed step has dropped.
         tag = world.pg_to_tag.get(group, "")
         for groups in (world.tags_to_pg.get(tag, []), world.tags_to_pg.get("", [])):
             if group in groups:
@@ -294,22 +295,22 @@ def destroy_group(group: dist.ProcessGroup, *, in_background: bool = False) -> N
 
 
 def close_connections(*groups: dist.ProcessGroup, in_background: bool = False) -> None:
-    """Take groups' backends off, so that the other ranks' collectives on them end.
+    """Remove groups' backends, so that the other ranks' collectives on them end.
 
     Args:
         groups: the groups.
-        in_background: return before connections are closed, which takes a tenth of a second. The
-            interpreter's end waits for that.
+        in_background: whether to return before connections are closed, which takes a tenth of a
+            second. The interpreter waits for it at its end.
     """
-    for group in groups:  # of all first, since they take the connections of two
+    for group in groups:  # all before any is closed: they share connections
         stop_exchanges(group)
     taken = [_taken(group) for group in groups]
-    # A thread that Python has not started may be a backend's own, which drops what its callback has
-    # kept, and must not wait for its own end.
+    # A thread that Python has not started may be a backend's own. It releases its callback's
+    # objects, and must not wait for its own end.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    # What the interpreter calls at its end is too late for another thread.
+    # Handlers at the interpreter's end are too late for another thread.
     if is_foreign or (in_background and threading.main_thread().is_alive()):
-        # The interpreter's end waits for it.
+        # The interpreter waits for it at its end.
         threading.Thread(target=_close, args=(taken,), name="commhook-close").start()
     else:
         _close(taken)
@@ -332,24 +333,24 @@ def _close(taken: Sequence[_C.TakenBackends]) -> None:
 
 
 def second_stages(description: str) -> str:
-    """What describes the group of second stages beside the one of that description."""
+    """The description of the group of second stages, from that of the first group."""
     return f"{description}, second stages"
 
 
 def provide_second_group(group: dist.ProcessGroup, provider: _Provider) -> None:
-    """Have :func:`second_group` ask ``provider`` for this group."""
+    """Let :func:`second_group` call ``provider`` for this group."""
     _providers[group] = provider
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The group over the same ranks on which the second stage of a collective is issued.
+    """The group over the same ranks that issues the second stage of collectives.
 
-    On Gloo, where stages are issued by whatever thread has ended the one before, each needs a group
-    of its own: the order of collectives on one must be the same on all ranks. It is made when it is
-    asked for first, by all ranks at the same point.
+    On Gloo the thread that ends one stage issues the next, so each stage needs a group of its own:
+    collectives on one group must have the same order on all ranks. The first call makes it, on all
+    ranks at the same point.
 
     Returns:
-        None for groups of other kinds.
+        The group; None for groups of other kinds.
     """
     found = _seconds.get(group)
     if found is not None:
@@ -384,16 +385,16 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
-    """Those that are issued on a group.
+    """The exchanges of a group.
 
-    Of the group of second stages they are made before the first of these, since that may be issued
-    by a thread of the first group's, which must not hold it.
+    For a group of second stages they are made before its first exchange, because a thread of the
+    first group may issue that one, and must not reference the group.
     """
     found = _exchanges.get(group)
     if found is None:
         is_second = group in _firsts
         up: Any = _firsts[group]() if is_second else group
-        down = _seconds.get(up, up)  # the same where it is alone
+        down = _seconds.get(up, up)  # the same if there is only one
         names = list(distributed_c10d._world.pg_group_ranks.get(group, ()))
         exchanges = _C.Exchanges(up, down, is_second, names)
         _use_more(exchanges, _more.get(up, ()))
@@ -405,14 +406,14 @@ def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
 def use_more_connections(
     group: dist.ProcessGroup, more: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ) -> None:
-    """Have large messages of a group, and of its second stages, take more connections.
+    """Let large messages of a group, and of its second stages, use more connections.
 
-    All ranks call this between the same two exchanges, with none under way.
+    All ranks call this between the same two exchanges, while none is running.
 
     Args:
-        group: of which the messages are.
-        more: groups of Gloo over the same ranks, in pairs: of messages to higher ranks, and of
-            those to lower ranks. Instead of those that were given before.
+        group: the group of the messages.
+        more: Gloo groups over the same ranks, in pairs: for messages to higher ranks, and for those
+            to lower ranks. They replace earlier ones.
     """
     _more[group] = list(more)
     for each in (group, _seconds.get(group)):
@@ -428,14 +429,14 @@ def _use_more(
 
 
 def finish_exchanges(group: dist.ProcessGroup) -> None:
-    """Wait until none is under way on a group, as Gloo's own end waits for its collectives."""
+    """Wait until no exchange of a group is running, as Gloo's own end waits for collectives."""
     found = _exchanges.get(group)
     if found is not None:
         found[0].finish()
 
 
 def stop_exchanges(group: dist.ProcessGroup) -> None:
-    """Let those that are under way on a group fail; new connections have others."""
+    """Fail the running exchanges of a group; new connections have new exchanges."""
     found = _exchanges.pop(group, None)
     if found is not None:
         _, stop = found

@@ -1,4 +1,4 @@
-"""Which of its ranks this process is in a group, also in one that does not tell."""
+"""This process's rank in a group, even if the group does not report it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_commhook.collectives.gloo_groups import group_and_inner
 def group_rank(group: dist.ProcessGroup) -> int:
     """This process's rank in a group.
 
-    A class may override ``size()`` alone, as torchft's do: it is then made as rank 0 of 1 on every
-    rank. In that case the rank comes from ``torch.distributed``, where the group is registered with
-    as many ranks as it has, or else from the group that it wraps.
+    A class may override only ``size()``, as torchft's do, and is then made with rank 0 of 1 on
+    every rank. In this case the rank comes from ``torch.distributed``, if the group is registered
+    with as many ranks as it has, or else from the group that it wraps.
 
     Returns:
-        What the group says itself, where nobody knows more; see :func:`check_place`.
+        The rank; if it is unknown, the group's own answer. See :func:`check_place`.
     """
     if type(group) is dist.ProcessGroup:
         return group.rank()
@@ -29,14 +29,14 @@ def group_rank(group: dist.ProcessGroup) -> int:
 
 
 def check_place(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse a group whose rank nobody knows: shards go by that.
+    """Refuse a group with an unknown rank, because shards depend on it.
 
     Args:
-        op: named in errors.
+        op: the function's name in errors.
         group: the group.
 
     Raises:
-        ValueError: its class has a ``size()`` of its own and no ``rank()``, and neither
+        ValueError: its class has its own ``size()`` and no ``rank()``, and neither
             ``torch.distributed`` nor the group that it wraps knows the rank; or its rank is none of
             its ranks.
     """
@@ -46,11 +46,11 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
     if rank is None:
         which = _class_of(_asked(group), _SIZE).__qualname__
         raise ValueError(
-            f"{op}: the process group must tell its rank, of which each has a shard; class "
-            f"{which} has a size() of its own, and no rank(). "
-            "register(group, name, ranks=...) of torch_commhook.process_group tells it. Codecs "
+            f"{op}: the process group must know its rank, since each rank has a shard; class "
+            f"{which} has a size() of its own, and no rank(). Register its ranks with "
+            "register(group, name, ranks=...) of torch_commhook.process_group. Codecs "
             "whose messages all ranks get (topk, chunk_topk, randomk) and hooks such as "
-            "allreduce() need none"
+            "allreduce() need no rank"
         )
     if not 0 <= rank < group.size():
         raise ValueError(
@@ -59,16 +59,16 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
 
 
 def check_not_managed(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse torchft's managed group, also inside of another.
+    """Refuse torchft's managed group, also inside another group.
 
     Its ``size()`` counts some of its ranks, and a rank that is not counted must send zeros.
 
     Args:
-        op: named in errors.
+        op: the function's name in errors.
         group: the group.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is such a group.
     """
     for each in group_and_inner(group):
         for cls in type(each).__mro__:
@@ -85,9 +85,9 @@ _RANK, _SIZE = ("rank", "getRank"), ("size", "getSize")
 
 
 def tells_its_rank(group: dist.ProcessGroup) -> bool:
-    """Whether a class that overrides the size overrides the rank, too.
+    """Whether a class that overrides the size also overrides the rank.
 
-    Of a wrapper that has its parent's rank: whether the parent's class does.
+    A wrapper with its parent's rank answers for its parent's class.
     """
     group = _asked(group)
     if type(group) is dist.ProcessGroup:
@@ -97,18 +97,19 @@ def tells_its_rank(group: dist.ProcessGroup) -> bool:
 
 
 def all_tell_their_rank(group: dist.ProcessGroup) -> bool:
-    """:func:`tells_its_rank`, of a group and of those that it wraps."""
+    """As :func:`tells_its_rank`, for a group and all groups that it wraps."""
     return all(map(tells_its_rank, group_and_inner(group)))
 
 
 def gathers_flat(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
-    """Whether a group, and those that it wraps, gather into one tensor.
+    """Whether a group, and those that it wraps, can gather into one tensor.
 
-    PyTorch lets no class in Python override that before torch 2.14, so torchft's have lists alone.
+    Before torch 2.14 a Python class cannot override that method, so torchft's groups only gather
+    into lists.
 
     Args:
         group: the group.
-        names: of the method.
+        names: the method's names.
     """
     for each in group_and_inner(group):
         if type(each) is dist.ProcessGroup:
@@ -126,21 +127,21 @@ def _of_torch(name: str) -> object:
 def is_alone(group: dist.ProcessGroup) -> bool:
     """Whether no other rank takes part in the group's sums.
 
-    A group that has a ``size()`` of its own alone may count some of its ranks, as torchft's managed
-    group does: the others take part all the same, with zeros.
+    A group that overrides only ``size()`` may count some of its ranks, as torchft's managed group
+    does: the others still take part, with zeros.
     """
     return group.size() == 1 and tells_its_rank(group)
 
 
 def is_seen_by_cpp(group: dist.ProcessGroup) -> bool:
-    """Whether C++ sees the size that Python sees: of PyTorch's groups it sees ``getSize``."""
+    """Whether C++ sees the size that Python sees: for PyTorch's groups it calls ``getSize``."""
     if isinstance(group, _C.ProcessGroup) or hasattr(type(group), "getSize"):
         return True
     return _class_of(group, ("size",)) is dist.ProcessGroup
 
 
 def _class_of(group: dist.ProcessGroup, names: tuple[str, ...]) -> type:
-    """The class whose method of these names counts."""
+    """The class that defines a method with one of these names."""
     return next(each for each in type(group).__mro__ if any(name in vars(each) for name in names))
 
 
@@ -161,7 +162,7 @@ def _known_rank(group: dist.ProcessGroup) -> int | None:
 
 
 def _asked(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that tells the rank: a wrapper that asks its parent knows no more than that."""
+    """The group to ask for the rank: a wrapper that forwards to its parent knows no more."""
     group = _real(group)
     while vars(_class_of(group, _RANK)).get("_rank_is_the_parents", False):
         group = _real(group.parent)  # type: ignore[attr-defined]
@@ -169,10 +170,10 @@ def _asked(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself, for which newer compilers have another object while they trace."""
+    """The group itself; newer compilers use another object while they trace."""
     return getattr(group, "real_obj", group)
 
 
-# Compilers take the result for a constant, as they do with a group's own rank().
+# Compilers treat the result as a constant, like a group's own rank().
 for _constant in (_known_rank, tells_its_rank):
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]

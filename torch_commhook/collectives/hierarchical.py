@@ -49,40 +49,40 @@ def hierarchical_all_reduce(
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """``scale`` times the sum of tensors over all ranks of all nodes, compressed between nodes.
+    """Return a Future of ``scale`` times the sum over all ranks, sent compressed between nodes.
 
     A reduce-scatter in float32 inside the node gives each of its ranks the node's sum of one share
-    of the elements; :func:`compressed_all_reduce` adds that up over the nodes; an all-gather inside
-    the node brings the shares together. So the links between nodes carry compressed messages of
-    each element once for each node, and the links inside exact ones. All ranks get the same bits.
+    of the elements. :func:`compressed_all_reduce` sums the shares over the nodes. An all-gather
+    inside the node collects them. So links between nodes carry each element once per node,
+    compressed, and links inside a node carry exact values. All ranks get the same bits.
 
-    Nodes may be nested, as hosts in a rack: each level then adds up the shares of the level inside.
+    Nodes may be nested, as hosts in a rack: each level then sums the shares of the next inner
+    level.
 
-    On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and those of
-    several calls are under way at once: each is issued by the thread that ends the one before. If a
-    rank fails between two stages, its later calls with this ``inter_group`` fail alike, and the
-    other ranks wait for the group's timeout. Hooks that are attached get new connections. Elsewhere
-    the call waits for all stages but the last; with CUDA tensors and NCCL it is the stream that
-    waits.
+    On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and stages of
+    several calls run at once: the thread that ends one stage issues the next. If a rank fails
+    between two stages, its later calls with this ``inter_group`` fail with the same error, and the
+    other ranks wait until the group's timeout. Attached hooks get new connections. In other cases
+    the call waits for all stages but the last; with CUDA tensors and NCCL the stream waits instead.
 
     Args:
-        tensors: as :func:`compressed_all_reduce` takes them.
-        codec: the same on all ranks.
-        intra_group: the ranks of this node; equally many on all nodes. Of nested nodes a group for
-            each level, from the innermost on: the ranks that have this rank's place in the parts of
-            its node, one of each.
-        inter_group: the ranks that have this rank's place in their nodes, one of each.
-        scale: factor of the sum.
-        out: written; as in :func:`compressed_all_reduce`.
-        carry: added to this rank's values, if given, and then zeros: float32 or bfloat16, flat, as
-            many.
-        error: what the node's earlier messages have lost: float32 or bfloat16, as many as the share
-            has.
-        shard_error, error_decay, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of
-            the share.
+        tensors: as for :func:`compressed_all_reduce`.
+        codec: the codec, the same on all ranks.
+        intra_group: the ranks of this node. All nodes have the same number of ranks. For nested
+            nodes a list with one group for each level, from the innermost outward: the ranks with
+            this rank's position in the parts of its node, one of each part.
+        inter_group: the ranks with this rank's position in their nodes, one of each node.
+        scale: the factor of the sum.
+        out: as for :func:`compressed_all_reduce`. Written.
+        carry: values to add to this rank's values, or None: float32 or bfloat16, flat, one element
+            per value. Set to zeros.
+        error: the errors of the node's earlier messages: float32 or bfloat16, with the share's
+            number of elements.
+        shard_error, error_decay, rounding, buffers, meter: as for :func:`compressed_all_reduce`,
+            applied to the share.
 
     Returns:
-        A Future of ``out``, or of the first of its tensors where it is a list.
+        A Future of ``out``; of its first tensor if it is a list.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
@@ -161,8 +161,8 @@ def _checked_groups(
     for number, group in enumerate(groups):
         if any(group is other for other in groups[:number]) and group.size() > 1:
             raise ValueError(
-                "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
-                "common, got the same group"
+                "hierarchical_all_reduce: intra_group and inter_group must share this rank only, "
+                "got the same group"
             )
     for group in groups:
         check_place("hierarchical_all_reduce", group)
@@ -184,14 +184,14 @@ def _check_carry(carry: object, numel: int) -> None:
 
 
 def _mode_of_now(is_traced: bool) -> Callable[[], AbstractContextManager[object]]:
-    """For stages on other threads: inference mode's tensors can be written in that alone."""
+    """The context for stages on other threads: only inference mode can write its tensors."""
     if not is_traced and torch.is_inference_mode_enabled():
         return torch.inference_mode
     return torch.no_grad
 
 
 def _waits_for_nothing(device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether all stages are exchanges, in whose order each has its place."""
+    """Whether all stages are exchanges; each then has its place in their order."""
     return device.type == "cpu" and all(group.size() == 1 or exchanges(group) for group in groups)
 
 
@@ -202,27 +202,27 @@ def _in_background(
     intra_groups: Sequence[dist.ProcessGroup],
     inter_group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
-    """All stages, each issued by the thread that ends the one before.
+    """Run all stages; the thread that ends one stage issues the next.
 
     Args:
-        flat: this rank's values, a share for each rank of the node.
-        numel: elements of this rank's own share, which may be shorter.
-        arguments: of the sum over the nodes.
-        intra_groups: of the levels, from the innermost on.
-        inter_group: the ranks with this rank's place in their nodes.
+        flat: this rank's values, one share for each rank of the node.
+        numel: the number of elements of this rank's own share, which may be shorter.
+        arguments: the arguments of the sum over the nodes.
+        intra_groups: the groups of the levels, from the innermost outward.
+        inter_group: the ranks with this rank's position in their nodes.
 
     Returns:
-        A Future of all shares' sums, as many elements as ``flat``.
+        A Future of all shares' sums, with as many elements as ``flat``.
     """
     if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
         second_group(inter_group)  # made here, by all ranks at the same point
-    # Here, since the stages are issued where nobody counts.
+    # Here, since the threads that issue the stages count nothing.
     if numel:
         note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
     nbytes = tensor_bytes(flat)
     for level, group in enumerate(intra_groups):
         ranks = group.size()
-        # Of the reduce-scatter and the all-gather; the first reduce-scatter counts itself.
+        # The reduce-scatter and the all-gather; the first reduce-scatter counts itself.
         note_collective(nbytes // ranks * (ranks - 1) * (1 if level == 0 else 2))
         nbytes //= ranks
     return _in_level(flat, numel, arguments, intra_groups, inter_group)
@@ -235,7 +235,7 @@ def _in_level(
     intra_groups: Sequence[dist.ProcessGroup],
     inter_group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
-    """The stages of :func:`_in_background` in the first of these levels, and beyond it."""
+    """Run the stages of :func:`_in_background` in the first of these levels, and beyond it."""
     intra_group, *beyond = intra_groups
     ranks, mode = intra_group.size(), _mode_of_now(False)
     first = reduce_scatter(flat, group=intra_group)
@@ -254,7 +254,7 @@ def _in_level(
             return completed(own)
 
         def summed(done: torch.futures.Future[Tensor]) -> Tensor:
-            done.value()  # written in place; raises what failed
+            done.value()  # written in place; raises an error
             return own
 
         with mode(), counting(WireMeter()):
@@ -276,10 +276,10 @@ def _in_level(
 def _flattened(
     sources: list[Tensor], carry: Tensor | None, buffers: MessageBuffers, ranks: int
 ) -> Tensor:
-    """This rank's values in float32, filled up to shares of one length."""
+    """This rank's values in float32, padded to shares of one length."""
     numel = sum(tensor.numel() for tensor in sources)
     padded, device = (-(-numel // ranks) * ranks,), sources[0].device
-    if torch.compiler.is_compiling():  # which plans memory itself
+    if torch.compiler.is_compiling():  # the compiler plans memory itself
         flat = torch.empty(padded, dtype=torch.float32, device=device)
     else:
         flat = buffers.get("flat", padded, torch.float32, device)
@@ -294,7 +294,7 @@ def _flattened(
 def _start_over_nodes(
     own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
-    """Start replacing a share's sum of the node by that of all nodes."""
+    """Start to replace a share's sum of the node by the sum of all nodes."""
     return compressed_all_reduce(
         own,
         arguments.codec,
@@ -317,7 +317,7 @@ def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def place_in_node(intra_groups: Sequence[dist.ProcessGroup]) -> dict[str, int]:
-    """Whose share of the elements this rank has: its number among so many ranks of a node."""
+    """This rank's position in its node, and the node's number of ranks: they select its share."""
     rank, ranks = 0, 1
     for group in intra_groups:
         rank, ranks = rank * group.size() + group_rank(group), ranks * group.size()

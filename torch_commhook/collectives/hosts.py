@@ -1,4 +1,4 @@
-"""Which ranks share a host, and process groups of nested parts of the ranks."""
+"""Determines which ranks share a host, and makes process groups of nested parts of the ranks."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from torch_commhook.collectives.gloo_groups import (
     make_group,
 )
 
-#: Of a level whose units are the machines.
+#: The name of the level whose units are the machines.
 HOST = "host"
-#: Threads of a group of one's own, as many as PyTorch gives a group.
+#: The number of threads of an own group, the same as in PyTorch's groups.
 _THREADS = 2
 
-#: Exchanges of labels over a group that have begun: each has keys of its own.
+#: The number of label exchanges that have begun over a group: each has keys of its own.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-#: For each group those over some of its ranks that were made here, by these ranks; the last one is
-#: in use.
+#: For each group, the groups over some of its ranks that were made here, by these ranks; the last
+#: one is in use.
 _made: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
 class Nesting(NamedTuple):
-    """The groups of each rank, as ranks of the whole.
+    """The groups of each rank, as ranks of the whole group.
 
     Attributes:
-        sizes: ranks of each level's groups, from the innermost on, and then the number of units
-            that are left.
+        sizes: the number of ranks in each level's groups, from the innermost outward, and last the
+            number of remaining units.
         inner: for each rank its group in each level.
-        outer: for each rank the ranks with its place in the other units.
-        uneven: for each level that splits units, since they have different numbers of parts, the
+        outer: for each rank the ranks with its position in the other units.
+        uneven: for each level whose units have different numbers of parts and are split, the
             level's number and these numbers.
     """
 
@@ -60,33 +60,33 @@ class Nesting(NamedTuple):
 
 
 def machine() -> str:
-    """A text that processes have in common if they are on one machine and see the same network."""
+    """A text that processes share if they are on one machine and see the same network."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.stat("/proc/self/ns/net")
-    except OSError:  # another system than Linux
+    except OSError:  # a system other than Linux
         return platform.node()
     return f"{platform.node()} {booted} {network.st_dev} {network.st_ino}"
 
 
 def label_of_host() -> str:
-    """A short text that processes have in common if they share a host; see :func:`machine`."""
+    """A short text that processes share if they share a host; see :func:`machine`."""
     return hashlib.sha256(machine().encode()).hexdigest()[:16]
 
 
 def nest(levels: Sequence[int | Sequence[int]], ranks: int) -> Nesting:
-    """Nested parts of the ranks, whose groups in each level have the same number of ranks.
+    """Compute nested parts of the ranks. In each level all groups have the same number of ranks.
 
-    A unit of a level consists of units of the level inside. If units have different numbers of
-    parts, each is split into units of as many parts as divides all of these numbers.
+    A unit of a level consists of units of the next inner level. If units have different numbers of
+    parts, each is split into units whose number of parts is the greatest common divisor of these.
 
     Args:
-        levels: from the innermost on: for each rank the number of its unit, or how many
-            consecutive units of the level inside make one.
-        ranks: how many there are.
+        levels: from the innermost outward: for each rank the number of its unit, or the number of
+            consecutive inner units in one unit.
+        ranks: the number of ranks.
 
     Raises:
-        ValueError: a number that does not divide the units, or two ranks of a unit that are in
+        ValueError: a number does not divide the number of units, or two ranks of a unit are in
             different units of the next level.
     """
     units = [[rank] for rank in range(ranks)]
@@ -116,9 +116,9 @@ def nest(levels: Sequence[int | Sequence[int]], ranks: int) -> Nesting:
 
 
 def _joined(parts: Sequence[Sequence[int]], inner: list[list[list[int]]]) -> list[int]:
-    """One unit of several; adds the groups of its ranks to ``inner``.
+    """Join several units into one; adds the groups of its ranks to ``inner``.
 
-    Its places go by the ranks' order in their groups, which PyTorch sorts.
+    Positions follow the ranks' order in their groups, which PyTorch sorts.
     """
     groups = [sorted(same_place) for same_place in zip(*parts, strict=True)]
     for group in groups:
@@ -130,7 +130,7 @@ def _joined(parts: Sequence[Sequence[int]], inner: list[list[list[int]]]) -> lis
 def _label(
     level: int | Sequence[int], number: int, place: int, unit: Sequence[int], units: int
 ) -> int:
-    """The unit of a level to which one of the level inside belongs."""
+    """The unit of a level that contains a unit of the next inner level."""
     if isinstance(level, int):
         if units % level:
             raise ValueError(
@@ -151,35 +151,38 @@ def _label(
 
 
 def known_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or the one that it wraps, which ``torch.distributed`` knows.
+    """The group, or the group that it wraps, that ``torch.distributed`` knows.
 
     Raises:
-        ValueError: it knows none.
+        ValueError: it knows neither.
     """
     for each in group_and_inner(group):
         if group_ranks(each) is not None and group_store(each) is not None:
             return each
     raise ValueError(
-        "hierarchical: to find out which ranks share a host, the process group must be one that "
+        "hierarchical: to determine which ranks share a host, the process group must be one that "
         f"torch.distributed knows, got {type(group).__qualname__}; give intra_group= and "
         "inter_group="
     )
 
 
 def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[list[int]]:
-    """For each of the labels that ranks give, a number for each rank: the same for the same label.
+    """Number the labels of all ranks: equal labels get equal numbers.
 
-    All ranks of the group call this at the same point. Each makes a few requests of the group's
-    store, whatever the number of ranks. Over stores that do not append, as files, it makes one for
-    each rank.
+    All ranks of the group call this at the same point. Each makes a few requests to the group's
+    store, at any number of ranks. Over stores that cannot append, such as files, it makes one
+    request for each rank.
 
     Args:
-        group: one that ``torch.distributed`` knows.
-        labels: this rank's; as many on all ranks.
+        group: a group that ``torch.distributed`` knows.
+        labels: this rank's labels; all ranks give equally many.
+
+    Returns:
+        For each label of a rank, the number of each rank's label.
 
     Raises:
         ValueError: ranks give different numbers of labels.
-        RuntimeError: a rank does not come within the group's timeout.
+        RuntimeError: a rank does not call this within the group's timeout.
     """
     size, rank = group.size(), group.rank()
     if size == 1:
@@ -194,7 +197,7 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
         every = [json.loads(store.get(str(other))) for other in range(size)]
         return _equally_many(_numbers(every))
     store.append("labels", f"{rank} {own}\n")  # type: ignore[attr-defined]
-    if store.add("told", 1) == size:  # the last one gives all the numbers
+    if store.add("told", 1) == size:  # the last rank writes all numbers
         lines = store.get("labels").decode().splitlines()
         texts = dict(line.split(" ", 1) for line in lines)
         ordered = [json.loads(texts[str(other)]) for other in range(size)]
@@ -208,7 +211,7 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
 
 
 def _numbers(every: list[list[str]]) -> list[list[int]]:
-    """Of all ranks' labels; empty where ranks give different numbers of labels."""
+    """The numbers of all ranks' labels; empty if ranks give different numbers of labels."""
     if len({len(labels) for labels in every}) != 1:
         return []
     found = []
@@ -225,14 +228,14 @@ def _equally_many(found: list[list[int]]) -> list[list[int]]:
 
 
 def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group over some ranks of another. These ranks make it at the same point.
+    """Make a group over some ranks of another group. These ranks call it at the same point.
 
-    Over Gloo it connects two ranks when they first send each other something. It lives as long as
-    ``group``, and the next call returns it again, unless it has been destroyed.
+    Over Gloo two ranks connect when they first send each other a message. The group lives as long
+    as ``group``; the next call returns it again, unless it has been destroyed.
 
     Args:
-        group: one that ``torch.distributed`` knows.
-        ranks: of ``group``, in ascending order; this one is among them.
+        group: a group that ``torch.distributed`` knows.
+        ranks: ranks of ``group`` in ascending order, including this one.
     """
     made = _made.setdefault(group, {}).setdefault(tuple(ranks), [])
     if made and made[-1] in distributed_c10d._world.pg_map:

@@ -1,6 +1,6 @@
-"""Issuing collectives in eager: unchecked, not counted, on whatever thread.
+"""Issues collectives in eager code: unchecked, uncounted, on any thread.
 
-Over Gloo, tensors on the CPU are exchanged (``exchange.py``) where the ranks are few.
+Over Gloo, tensors on the CPU are exchanged (``exchange.py``) if there are few ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALL_GATHER, _ALL_TO_ALL = (
 
 
 def is_exchanged(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> bool:
-    """Whether collectives that move a tensor's values exchange them; the same on all ranks."""
+    """Whether collectives exchange a tensor's values; the same on all ranks."""
     # Exchanges have the group's timeout.
     return timeout is None and tensor.device.type == "cpu" and exchanges(group)
 
@@ -50,8 +50,9 @@ def issue_all_reduce(
     Args:
         tensor: contiguous.
         group: the process group.
-        timeout: of the operation; None for the group's.
-        place: in the order of the group's exchanges, where it exchanges; None for the next one.
+        timeout: the operation's timeout; None for the group's.
+        place: the position in the order of the group's exchanges, if it exchanges; None for the
+            next one.
 
     Returns:
         A Future of the same tensor.
@@ -73,14 +74,14 @@ def issue_all_gather(
     *,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Give every rank the tensors of all.
+    """Gather the tensors of all ranks on every rank.
 
     Args:
-        tensor: contiguous, of the same shape on all ranks.
-        out: written: contiguous, of shape ``(ranks, *tensor.shape)``.
+        tensor: contiguous, with the same shape on all ranks.
+        out: contiguous, of shape ``(ranks, *tensor.shape)``. Written.
         group: the process group.
-        timeout: of the operation; None for the group's.
-        place: as :func:`issue_all_reduce`.
+        timeout: the operation's timeout; None for the group's.
+        place: as for :func:`issue_all_reduce`.
 
     Returns:
         A Future of ``out``.
@@ -101,7 +102,7 @@ def issue_all_gather(
             return _all_gather(out.view(-1), flat, group=group, async_op=True)
         return getattr(group, _ALL_GATHER)(out.view(-1), flat, options)
 
-    # What its Future holds differs between backends: one tensor, or one for each rank.
+    # The value of its Future differs between backends: one tensor, or one for each rank.
     done = issued_on_device(issue, group, "all_gather", out)
     return done.then(lambda done: when_good(done, out))
 
@@ -113,14 +114,14 @@ def issue_gather_of_sizes(
     group: dist.ProcessGroup,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Give every rank the messages of all, as long as each is, by an exchange.
+    """Gather messages of different lengths on every rank, by an exchange.
 
     Args:
-        message: flat bytes, of which the first are sent.
-        sizes: of each rank's message, in bytes, the same on all ranks.
-        out: written: flat, ``sum(sizes)`` bytes.
-        group: whose ranks exchange messages.
-        place: in the order of its exchanges; None for the next one.
+        message: flat bytes; the first ones are sent.
+        sizes: the size of each rank's message in bytes, the same on all ranks.
+        out: flat, ``sum(sizes)`` bytes. Written.
+        group: a group whose ranks exchange messages.
+        place: the position in the order of its exchanges; None for the next one.
 
     Returns:
         A Future of ``out``.
@@ -137,15 +138,15 @@ def issue_all_to_all(
     group: dist.ProcessGroup,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Send a piece of a tensor to each rank, and get one from each.
+    """Send a piece of a tensor to each rank, and receive one from each.
 
     Args:
-        tensor: contiguous; cut along its first dimension.
-        sends: rows that go to each rank.
-        gets: rows that come from each rank.
-        out: written: contiguous, ``sum(gets)`` rows.
+        tensor: contiguous; split along its first dimension.
+        sends: the number of rows for each rank.
+        gets: the number of rows from each rank.
+        out: contiguous, ``sum(gets)`` rows. Written.
         group: the process group.
-        timeout: of the operation; None for the group's.
+        timeout: the operation's timeout; None for the group's.
 
     Returns:
         A Future of ``out``.
@@ -170,12 +171,12 @@ def issue_all_to_all(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat."""
+    """The memory of a contiguous tensor as flat bytes."""
     return as_real(tensor.detach()).reshape(-1).view(torch.uint8)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs: not all backends move them."""
+    """Complex numbers as pairs: not all backends support them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

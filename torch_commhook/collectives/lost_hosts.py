@@ -1,7 +1,7 @@
-"""Notice hosts that vanish without closing their connections.
+"""Detects hosts that vanish without closing their connections.
 
-TCP waits for such a host for minutes, or without end where nothing is sent. Gloo's own timeout is
-as long as its group's. So the sockets of a group ask their peers from time to time.
+TCP waits for such a host for minutes, or forever if nothing is sent. Gloo's own timeout is its
+group's. So the sockets of a group probe their peers regularly.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Protocol
 
-#: A host is lost that has not answered for so long, in seconds.
+#: A host that has not answered for this time is lost, in seconds.
 SECONDS = 15
-#: Less than two questions take: TCP counts them in whole seconds.
+#: Two probes take at least this long: TCP counts them in whole seconds.
 _LEAST_SECONDS = 2
 
 
 class Connections(Protocol):
-    """Of one backend of Gloo, such as the store of its addresses knows."""
+    """The connections of one Gloo backend, as the store of its addresses knows them."""
 
     def sockets(self) -> list[tuple[int, int]]:
-        """The descriptor of each connection, and its inode. None where the system tells none."""
+        """The file descriptor and inode of each connection; empty if the system has none."""
 
 
 def notice_lost_hosts(connections: Connections, seconds: float = SECONDS) -> None:
-    """Let the TCP connections that there are now notice it when their peers vanish.
+    """Let the existing TCP connections detect that their peers vanish.
 
     Args:
-        connections: of a backend.
-        seconds: after which a host counts as lost that does not answer; 2 at least.
+        connections: the connections of a backend.
+        seconds: the time without an answer after which a host counts as lost; at least 2.
     """
     for own in _opened(connections):
         with suppress(OSError):
@@ -38,10 +38,10 @@ def notice_lost_hosts(connections: Connections, seconds: float = SECONDS) -> Non
 
 
 def cut(connections: Connections) -> None:
-    """End connections, so that whoever waits for a message on them gets an error.
+    """Close connections, so that waits for their messages fail.
 
     Args:
-        connections: of a backend.
+        connections: the connections of a backend.
     """
     for own in _opened(connections):
         with suppress(OSError):
@@ -49,7 +49,7 @@ def cut(connections: Connections) -> None:
 
 
 def _opened(connections: Connections) -> Iterator[socket.socket]:
-    """The connections that are open still, each under a descriptor of its own."""
+    """The connections that are still open, each under a new file descriptor."""
     for number, inode in connections.sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
             # Another file may have got the number meanwhile.
@@ -59,7 +59,7 @@ def _opened(connections: Connections) -> Iterator[socket.socket]:
 
 def _ask_from_time_to_time(own: socket.socket, seconds: int) -> None:
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Without a message it asks after a third of the time, and then again and again.
+    # Without a message it probes after a third of the time, and then repeatedly.
     idle, between = max(1, seconds // 3), max(1, seconds // 7)
     for option, value in (
         ("TCP_KEEPIDLE", idle),

@@ -11,11 +11,11 @@ from torch_commhook.collectives.streams import StreamNumber
 
 
 class MessageBuffers:
-    """Memory for messages, which stays from call to call."""
+    """Memory for messages that is reused from call to call."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self.stream = StreamNumber()  # of the one on which CUDA work uses them
+        self.stream = StreamNumber()  # the stream on which CUDA work uses them
 
     def get(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -28,9 +28,9 @@ class MessageBuffers:
             or buffer.dtype != dtype
             or buffer.device != device
         ):
-            with torch.inference_mode(False):  # or no other call could write to it
+            with torch.inference_mode(False):  # otherwise no other call could write to it
                 buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
         return buffer
 
     def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
-        return MessageBuffers, ()  # what they hold is of no use to a copy
+        return MessageBuffers, ()  # a copy needs no contents

@@ -1,7 +1,7 @@
-"""The error of a message, measured on a sample of its values.
+"""Measures the error of a message, on a sample of its values.
 
-Measuring takes a few passes over the values. On all of them it would cost more than the rest of a
-step, in time and in memory; so a large message is measured on some of its values.
+A measurement takes a few passes over the values. On all values it would cost more than the rest of
+a step, in time and in memory. So large messages are measured on some of their values.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from torch_commhook.codecs.base import Codec
 from torch_commhook.metrics import CallMeter
 
-#: Values that are measured: all of so few, one in so many of more, and never more than so many.
+#: The sample: all values of a small message, one in so many of a larger one, up to a maximum.
 _LEAST, _ONE_IN, _MOST = 1 << 14, 32, 1 << 20
-#: Values that follow each other in a sample: whole blocks of any codec that has blocks.
+#: Consecutive values in a sample: whole blocks of any codec that has blocks.
 _PIECE = 1 << 12
 
 
 class MessageError:
-    """A sample of the values that a message is to hold, taken before it is encoded.
+    """A sample of the values of a message, taken before the message is encoded.
 
     Args:
-        sources: the values, as a codec encodes them.
-        error: what is added to them; flat.
+        sources: the values, as for a codec's ``encode``.
+        error: the error that is added to them; flat.
     """
 
     def __init__(self, sources: Sequence[Tensor], error: Tensor | None) -> None:
@@ -39,14 +39,14 @@ class MessageError:
     def note(
         self, meter: CallMeter, codec: Codec, error: Tensor | None, rounding: Tensor | None
     ) -> None:
-        """Note what has been lost.
+        """Record the message's error.
 
         Args:
-            meter: of the messages.
-            codec: that has encoded the message.
-            error: what the message has lost, where that is remembered. Else the sample is encoded
-                by itself: a codec that chooses among all values then chooses among those.
-            rounding: as the codec was given it.
+            meter: records it.
+            codec: the codec that has encoded the message.
+            error: the message's error, if it is remembered. Otherwise the sample is encoded by
+                itself: a codec that chooses among all values then chooses among these.
+            rounding: the codec's ``rounding``.
         """
         values = self._values
         with torch.no_grad():
@@ -67,11 +67,11 @@ class MessageError:
 def begin_measuring(
     meter: CallMeter | None, sources: Sequence[Tensor], error: Tensor | None
 ) -> MessageError | None:
-    """A sample of what is to be encoded, where its error is to be measured.
+    """Take a sample of the values to encode, if their error is to be measured.
 
     Args:
-        meter: of the messages; None where nothing is measured.
-        sources, error: as :class:`MessageError`.
+        meter: records the error; None to measure nothing.
+        sources, error: as for :class:`MessageError`.
     """
     if meter is None or not meter.is_due():
         return None
@@ -79,7 +79,7 @@ def begin_measuring(
 
 
 def _places(numel: int) -> list[tuple[int, int]]:
-    """Where the sample's values are: pieces, each by its begin and end."""
+    """The positions of the sample's values: pieces, each by begin and end."""
     if numel <= _LEAST:
         return [(0, numel)]
     pieces = min(max(numel // _ONE_IN, _LEAST), _MOST) // _PIECE
@@ -91,8 +91,8 @@ def _values_at(tensors: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> 
     """Values of tensors, one after another, as float32.
 
     Args:
-        tensors: whose values follow each other in the order of ``flatten``.
-        places: in their order.
+        tensors: tensors whose values are numbered in the order of ``flatten``.
+        places: pieces in ascending order.
     """
     found: list[Tensor] = []
     waiting = list(reversed(places))

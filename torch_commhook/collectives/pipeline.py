@@ -1,13 +1,13 @@
-"""Second stages of a step's collectives on the process group of the first ones.
+"""Second stages of a step's collectives on the process group of the first stages.
 
-Where both stages have one communicator, such as NCCL's, the second stage of a bucket must not be
-issued behind the first: the wire would then idle while a rank adds up and encodes. It waits until
-the next bucket's first stage has been issued, or until the last bucket has come. So the order
-follows from the order of the buckets alone, which is the same on all ranks.
+If both stages share one communicator, such as NCCL's, a bucket's second stage must not be issued
+right behind the first: the wire would be idle while a rank sums and encodes. It waits until the
+next bucket's first stage has been issued, or until the last bucket has come. So the order depends
+on the order of the buckets only, which is the same on all ranks.
 
-Another communicator for second stages would need no such order. But collectives of two NCCL
-communicators at once may wait for each other's resources on different devices for ever, which NCCL
-and PyTorch warn of, and each takes memory of the device.
+A separate communicator for second stages would not need this order. But collectives of two NCCL
+communicators that run at once may deadlock, waiting for each other's resources on different
+devices; NCCL and PyTorch warn about this. Each communicator also takes device memory.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class SecondStages:
         self._waiting: deque[_Waiting] = deque()
 
     def add(self, issue: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Have a stage issued with the next call of :meth:`issue`.
+        """Let the next call of :meth:`issue` issue a stage.
 
         Args:
-            issue: issues it. Raises what keeps the rank from it.
-            failed: called with an error where it is not issued.
+            issue: issues it. May raise.
+            failed: called with an error if it is not issued.
         """
         self._waiting.append(_Waiting(issue, failed))
 
     def issue(self) -> None:
-        """Issue those that wait, in order.
+        """Issue the waiting stages, in order.
 
         Raises:
-            Exception: what one raised. Those behind it fail, too: other ranks would pair them with
-                the one that is left out.
+            Exception: a stage raised it. The stages behind it fail too: other ranks would pair them
+                with the missing one.
         """
         while self._waiting:
             waiting = self._waiting.popleft()
@@ -58,7 +58,7 @@ class SecondStages:
                 raise
 
     def give_up(self, error: BaseException) -> None:
-        """Let those that wait fail: the step has failed on this rank, or was left."""
+        """Fail the waiting stages: the step has failed on this rank, or was abandoned."""
         while self._waiting:
             self._waiting.popleft().failed(error)
 
@@ -67,14 +67,14 @@ class SecondStages:
 
 
 def issuing_later(stages: SecondStages) -> setting[SecondStages]:
-    """Let second stages of collectives that this thread begins inside wait in ``stages``.
+    """Let second stages of collectives that this thread begins inside the block wait in ``stages``.
 
-    Whoever uses it must not wait for a result inside, and calls :meth:`SecondStages.issue` after
-    the last bucket of a step.
+    The caller must not wait for a result inside the block, and must call
+    :meth:`SecondStages.issue` after the last bucket of a step.
     """
     return setting(_stages, stages)
 
 
 def current_second_stages() -> SecondStages | None:
-    """Those that wait for the hook which this thread runs; None where no stage is to wait."""
+    """The waiting stages of the hook that this thread runs; None if no stage is to wait."""
     return _stages.value

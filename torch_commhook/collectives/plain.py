@@ -1,4 +1,4 @@
-"""Collectives that move tensors as they are."""
+"""Collectives on uncompressed tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The process group itself: the default one for None.
+    """Return the process group itself; the default group for None.
 
     Args:
         group: a process group, or None.
@@ -54,7 +54,7 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     Raises:
         RuntimeError: torch.distributed is not initialized.
         ValueError: this rank is not in the group, or the group has been destroyed.
-        TypeError: no process group.
+        TypeError: ``group`` is no process group.
 
     Example:
         >>> run_ranks(lambda rank: collectives.resolve_group(None).size(), 2)
@@ -67,7 +67,7 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
                 "torch.distributed.init_process_group() first, or pass process_group="
             )
         group = dist.group.WORLD
-    if torch.compiler.is_compiling():  # which was checked where it was made
+    if torch.compiler.is_compiling():  # it was checked where it was made
         return group  # type: ignore[return-value]
     if group is _NON_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
@@ -86,25 +86,24 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Sum a tensor over all ranks.
+    """Return a Future of the sum of a tensor over all ranks.
 
     Args:
-        tensor: contiguous, of a dtype that the group's backend reduces (Gloo takes bfloat16), or
-            sparse_coo where the backend reduces that (Gloo does). The bytes of a sparse tensor are
-            counted as those of this rank's entries. Its contents are undefined from here on.
+        tensor: contiguous, of a dtype that the group's backend reduces (Gloo supports bfloat16); or
+            sparse_coo if the backend reduces it (Gloo does). For a sparse tensor, the bytes of this
+            rank's entries are counted. Its contents are undefined afterwards.
         group: the process group; None for the default one.
-        timeout: of the operation, in eager; None for the group's.
+        timeout: the operation's timeout in eager code; None for the group's.
 
     Returns:
-        A Future of the sum. In eager that is the same tensor, written in place. With one rank it is
-        complete at once.
+        A Future of the sum. In eager code this is the same tensor, written in place. With one rank
+        it is complete at once.
 
     Raises:
-        TypeError: no tensor, or one of a layout that cannot be sent; the group gives back no Work,
-            or its Work no Future.
-        ValueError: the tensor is not contiguous, or on the meta device.
-        RuntimeError: torch.distributed is not initialized; what the backend raises for a dtype that
-            it does not know.
+        TypeError: ``tensor`` is no tensor, or has a layout that cannot be sent; the group returns
+            no Work, or its Work no Future.
+        ValueError: ``tensor`` is not contiguous, or on the meta device.
+        RuntimeError: torch.distributed is not initialized; the backend does not support the dtype.
 
     Example:
         >>> def total(rank):
@@ -124,7 +123,7 @@ def all_reduce(
 def all_reduce_bytes(
     tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
 ) -> tuple[int, int]:
-    """What this rank sends and gets in an all-reduce."""
+    """Bytes that this rank sends and receives in an all-reduce."""
     if timeout is None and sums_directly(tensor, group):
         return direct_bytes(tensor, group_rank(group), group.size())
     nbytes = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
@@ -138,13 +137,13 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Give every rank the tensors of all ranks.
+    """Return a Future of the tensors of all ranks.
 
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks.
-        out: written in eager, if given; as the result.
+        out: memory for the result in eager code, or None. Written.
         group: the process group; None for the default one.
-        timeout: as :func:`all_reduce`.
+        timeout: as for :func:`all_reduce`.
 
     Returns:
         A Future of a new tensor, or ``out``, of shape ``(ranks, *tensor.shape)``.
@@ -180,22 +179,23 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Send a piece of a tensor to each rank, and get one from each.
+    """Send a piece of a tensor to each rank, and receive one from each.
 
     Args:
-        tensor: contiguous; cut along its first dimension.
-        input_split_sizes: rows that go to each rank; by default equal shares, and the rows must
-            then be a multiple of the ranks.
-        output_split_sizes: rows that come from each rank; by default equal shares of as many rows.
-        out: written in eager, if given; as the result.
+        tensor: contiguous; split along its first dimension.
+        input_split_sizes: the number of rows for each rank. By default equal shares; the number of
+            rows must then be a multiple of the number of ranks.
+        output_split_sizes: the number of rows from each rank. By default equal shares of as many
+            rows as ``tensor`` has.
+        out: memory for the result in eager code, or None. Written.
         group: the process group; None for the default one.
-        timeout: as :func:`all_reduce`.
+        timeout: as for :func:`all_reduce`.
 
     Returns:
-        A Future of a new tensor, or ``out``: the pieces in order of rank.
+        A Future of a new tensor, or ``out``: the pieces in rank order.
 
     Raises:
-        ValueError: the rows do not fit the splits; as :func:`all_reduce`.
+        ValueError: the rows do not fit the splits; or as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
 
     Example:
@@ -233,17 +233,18 @@ def all_to_all(
 def reduce_scatter(
     tensor: Tensor, *, group: dist.ProcessGroup | None = None
 ) -> torch.futures.Future[Tensor]:
-    """Sum a tensor over all ranks and give each rank its share of the sum.
+    """Return a Future of this rank's share of the sum of a tensor over all ranks.
 
     Args:
-        tensor: contiguous; its first dimension is a multiple of the ranks.
+        tensor: contiguous; its first dimension is a multiple of the number of ranks.
         group: the process group; None for the default one.
 
     Returns:
-        A Future of a new tensor: of the rows, the share with this rank's number.
+        A Future of a new tensor: the share of the rows with this rank's number.
 
     Raises:
-        ValueError: the rows are no multiple of the ranks; as :func:`all_reduce`.
+        ValueError: the number of rows is no multiple of the number of ranks; or as
+            :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
 
     Example:
@@ -265,7 +266,7 @@ def reduce_scatter(
         )
     if world_size == 1:
         return _C.as_future(tensor.clone(), "reduce_scatter")
-    # Gloo's has no Future: as much traffic, in fixed order.
+    # Gloo's has no Future: the same traffic, in fixed order.
     if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
         splits = [rows] * world_size
@@ -291,18 +292,18 @@ def issue_reduce_scatter(
     """Sum a tensor over all ranks, as the backend does, and give each rank its share.
 
     Args:
-        tensor: flat and contiguous: as many elements for each rank.
-        out: written; flat and contiguous.
+        tensor: flat and contiguous, with equally many elements for each rank.
+        out: flat and contiguous. Written.
         op: the backend's operation.
         group: the process group.
-        scale: what the sum is multiplied by where the backend does not have ``op``.
+        scale: the factor of the sum, if the backend does not support ``op``.
 
     Returns:
-        A Future of ``out``. On the CPU, where Gloo's Works have none, it is complete.
+        A Future of ``out``. On the CPU, where Gloo's Works have no Future, it is complete.
     """
     ranks = group.size()
     note_collective(tensor_bytes(tensor) // ranks * (ranks - 1))
-    # A group around Gloo's, such as one that counts, gives its Works on.
+    # A group around Gloo's, such as one that counts, passes its Works on.
     if tensor.device.type != "cpu" and not is_gloo(group, tensor.device.type):
         return issued(
             lambda: _reduce_scatter(out, tensor, op=op, group=group, async_op=True),
@@ -322,19 +323,19 @@ def issue_reduce_scatter(
 def broadcast(
     tensor: Tensor, *, src: int = 0, group: dist.ProcessGroup | None = None
 ) -> torch.futures.Future[Tensor]:
-    """Give every rank the tensor of one.
+    """Return a Future of one rank's tensor on every rank.
 
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks. Its contents are undefined
-            from here on.
-        src: the rank within the group whose tensor it is.
+            afterwards.
+        src: the rank within the group that sends its tensor.
         group: the process group; None for the default one.
 
     Returns:
-        A Future of that rank's tensor. In eager that is the same tensor, written in place.
+        A Future of that rank's tensor. In eager code this is the same tensor, written in place.
 
     Raises:
-        ValueError: no such rank; as :func:`all_reduce`.
+        ValueError: ``src`` is no rank; or as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
 
     Example:
@@ -350,7 +351,7 @@ def broadcast(
         raise TypeError(f"broadcast: src must be an int, got {type(src).__qualname__}")
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
-    # Each rank but one has to be sent it, by whom is the backend's choice: an equal share each.
+    # All ranks but one must receive it. The backend chooses the senders: an equal share each.
     note_collective(round(tensor_bytes(tensor) * (world_size - 1) / world_size))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
@@ -366,6 +367,6 @@ def broadcast(
 
 
 def _sum(shares: Tensor) -> Tensor:
-    """Over the first dimension, rounded once."""
+    """Sum over the first dimension, rounded once."""
     dtype = torch.float32 if shares.dtype in (torch.float16, torch.bfloat16) else shares.dtype
     return shares.sum(0, dtype=dtype).to(shares.dtype)

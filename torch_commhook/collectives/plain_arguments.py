@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives that move tensors as they are."""
+"""Checks of the arguments of collectives on uncompressed tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = False) -> None:
-    """Refuse what a backend would send as memory that it is not, without an error.
+    """Refuse tensors of which a backend would silently send the wrong memory.
 
     Args:
-        op: names the collective in errors.
-        tensor: to be sent.
-        sparse: whether sparse_coo is taken.
-        rows: whether it must have a first dimension, along which it is cut.
+        op: the collective's name in errors.
+        tensor: the tensor to send.
+        sparse: whether sparse_coo is supported.
+        rows: whether it must have a first dimension, along which it is split.
 
     Raises:
-        TypeError: no tensor, or one of a layout that cannot be sent.
+        TypeError: it is no tensor, or has a layout that cannot be sent.
         ValueError: it has no memory, is not contiguous, or is a lazy conjugate or negative.
     """
     if not isinstance(tensor, Tensor):
@@ -50,7 +50,7 @@ def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = 
 
 
 def check_timeout(op: str, timeout: object) -> None:
-    """Refuse what is no duration, or None, with a TypeError."""
+    """Raise a TypeError unless a timeout is a timedelta or None."""
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(
             f"{op}: timeout must be a timedelta or None, got {type(timeout).__qualname__}"
@@ -58,10 +58,10 @@ def check_timeout(op: str, timeout: object) -> None:
 
 
 def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> list[int]:
-    """Rows for each rank, equally many.
+    """Equal numbers of rows for all ranks.
 
     Raises:
-        ValueError: the rows are no multiple of the ranks.
+        ValueError: the number of rows is no multiple of the number of ranks.
     """
     if tensor.shape[0] % world_size:
         raise ValueError(
@@ -72,11 +72,11 @@ def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> li
 
 
 def checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
-    """Rows for each rank, as given.
+    """Numbers of rows for each rank, checked.
 
     Raises:
-        TypeError: no list of ints.
-        ValueError: not one for each rank, or one below 0.
+        TypeError: they are no list of ints.
+        ValueError: there is not one for each rank, or one is negative.
     """
     if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
         raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")

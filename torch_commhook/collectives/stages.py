@@ -1,4 +1,4 @@
-"""Two collectives of which the second sends what is made of the first one's result."""
+"""Two collectives; the second sends data that is computed from the first one's result."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ def two_stages(
     group: dist.ProcessGroup,
     meter: CallMeter | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Run two collectives, one after the other, without holding up those of other buckets.
+    """Run two collectives, one after the other, without delaying those of other buckets.
 
-    On the CPU over Gloo the second is issued on a process group of its own, which is made with the
-    first call, by whatever thread has ended the first. Over other groups the second is issued once
-    the next bucket's first one is, where a hook's step allows it (``pipeline.py``), or else by this
-    call. Issuing it waits for the first; on CUDA that holds up a stream, not the thread. While a
-    compiler traces, the second is issued with ``start_next``.
+    On the CPU over Gloo a process group of its own issues the second one, on the thread that ended
+    the first; the first call makes that group. Over other groups the second one is issued after the
+    next bucket's first one, if the step of a hook allows it (``pipeline.py``), or else by this
+    call. Issuing it waits for the first; on CUDA a stream waits, not the thread. While a compiler
+    traces, ``start_next`` issues the second one.
 
     Args:
-        issue_first: starts the first collective; it counts its own bytes.
-        between: what the second sends, made of what the first gives. On any thread.
-        issue_second: starts the second on a group; counts and checks nothing, since another thread
-            may call it. Called with the group, and its place in the order of the exchanges there,
-            where the group has exchanges.
-        finish: the result, made of what the second gives. On any thread.
-        expect: where the second exchanges messages, asks for them in the place that it will have on
-            a group, before the first is issued.
-        second_bytes: what this rank sends and gets in the second.
-        device: of the tensors.
-        group: the process group of the first.
-        meter: is told how long both are on the wire.
+        issue_first: starts the first collective, which counts its own bytes.
+        between: computes the second one's data from the first one's result. On any thread.
+        issue_second: starts the second one on a group; it counts and checks nothing, since another
+            thread may call it. Called with the group, and its place in the order of the group's
+            exchanges, if it has exchanges.
+        finish: computes the result from the second one's result. On any thread.
+        expect: if the second one exchanges messages: requests them in its future place on a group,
+            before the first one is issued.
+        second_bytes: bytes that this rank sends and receives in the second one.
+        device: the tensors' device.
+        group: the process group of the first one.
+        meter: records how long both are on the wire.
 
     Returns:
-        A Future of what ``finish`` gives.
+        A Future of the result of ``finish``.
     """
-    # Asked once: later stages are other threads' work, which cannot tell who compiles.
+    # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
     is_traced = torch.compiler.is_compiling()
     own_group: dist.ProcessGroup | None = None
     place: Place | None = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
         if own_group is not None and exchanges(own_group):
-            # Here, on a thread that may hold the first group.
+            # Here, on a thread that may reference the first group.
             place = place_in(own_group)
             if expect is not None:
                 expect(place, own_group)
     first = issue_first()
-    note_collective(*second_bytes)  # here, since it may be issued where nobody counts
+    note_collective(*second_bytes)  # here, since the issuing thread may not count
 
     def send(received: Tensor) -> Tensor:
         with torch.no_grad():
@@ -99,7 +99,7 @@ def two_stages(
         waiting = None if group.size() == 1 else current_second_stages()
         return both() if waiting is None else later(both, waiting, device)
 
-    # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
+    # Callbacks do not reference the first group: a Gloo thread that released it last would wait for
     # its own end.
     def issue(tensor: Tensor) -> torch.futures.Future[Tensor]:
         return on_wire(issue_second(tensor, own_group, place), meter, device)
@@ -110,15 +110,15 @@ def two_stages(
 def later(
     stage: Callable[[], torch.futures.Future[Tensor]], waiting: SecondStages, device: torch.device
 ) -> torch.futures.Future[Tensor]:
-    """Let a stage wait for the first stage of the next bucket, which this call issues if it waits.
+    """Let a stage wait for the first stage of the next bucket; issues earlier waiting stages.
 
     Args:
-        stage: issues it, and gives a Future of its result. On the stream that is current now.
-        waiting: the stages that wait: of those before this one none does any longer.
-        device: of the tensors.
+        stage: issues it, and returns a Future of its result. Runs on the present current stream.
+        waiting: the waiting stages; this call issues all earlier ones.
+        device: the tensors' device.
 
     Returns:
-        A Future of the result. It is complete no sooner than ``stage`` has been called.
+        A Future of the result. It completes only after ``stage`` was called.
     """
     result: torch.futures.Future[Tensor]
     result = torch.futures.Future(devices=None if device.type == "cpu" else [device])
@@ -135,8 +135,8 @@ def later(
     try:
         waiting.issue()
     except BaseException as error:
-        if hasattr(error, "add_note"):  # the caller names its own bucket
-            error.add_note("in the second stage of the bucket before")
+        if hasattr(error, "add_note"):  # the caller adds its own bucket's name
+            error.add_note("in the second stage of the previous bucket")
         raise
     waiting.add(continued(issue), lambda error: set_error(result, error))
     return result
@@ -149,17 +149,17 @@ def staged(
     end: Callable[[Second], Tensor],
     group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
-    """Two stages one after another, each issued by the thread that ended the one before.
+    """Run two stages one after another; the thread that ends one issues the next.
 
     Args:
-        first: a Future of the first, which has been issued.
-        send: what the second sends, made of what the first gives.
-        issue: starts the second on ``group``, in turn, and returns its Future.
-        end: the result, made of what the second gives.
-        group: of the second stages.
+        first: a Future of the first one, which has been issued.
+        send: computes the second one's data from the first one's result.
+        issue: starts the second one on ``group``, in order, and returns its Future.
+        end: computes the result from the second one's result.
+        group: the group of second stages.
 
     Returns:
-        A Future of what ``end`` gives.
+        A Future of the result of ``end``.
     """
     result: torch.futures.Future[Tensor] = torch.futures.Future()
     turn = turns_of(group).announce(lambda error: set_error(result, error))
@@ -183,7 +183,7 @@ def staged(
 def on_wire(
     future: torch.futures.Future[Tensor], meter: CallMeter | None, device: torch.device
 ) -> torch.futures.Future[Tensor]:
-    """The same future, whose time is taken."""
+    """The same future, with its duration measured."""
     if meter is None:
         return future
     begun = time.perf_counter()
@@ -196,7 +196,7 @@ def on_wire(
 
 
 class timed:  # noqa: N801 (a context manager)
-    """Tells a meter and the profiler, where there are such, of the time that is spent inside."""
+    """Reports the time spent inside to a meter and the profiler, if there are any."""
 
     def __init__(self, meter: CallMeter | None, stage: str) -> None:
         self._meter = meter

@@ -1,4 +1,4 @@
-"""CUDA streams on which collectives of several stages run, beside that of the gradients."""
+"""CUDA streams for collectives of several stages, beside the gradients' stream."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from torch_commhook.thread_values import ThreadValue, setting
 
-#: Of each device. One bucket is encoded while another's message is on the wire and the sum of a
-#: third is encoded or decoded. With two, a bucket's encoding would wait for the decoding of the
-#: bucket before the last, and the wire for both.
+#: For each device. While one bucket is encoded, another's message is on the wire, and the sum of a
+#: third is encoded or decoded. With two streams, a bucket's encoding would wait for the decoding of
+#: the bucket before the last, and the wire for both.
 _STREAMS = 3
 
-#: The kinds of devices that run work on streams.
+#: The kinds of devices with streams.
 _WITH_STREAMS = frozenset({"cuda"})
 
-#: Tensors that a call uses: each one, or several together, which nobody looks at one by one.
+#: Tensors that a call uses: single tensors, or groups of them that are handled together.
 Used = Sequence[Tensor | Sequence[Tensor] | None]
 
 _numbers = itertools.count()
@@ -29,17 +29,17 @@ _used: ThreadValue[UsedTensors] = ThreadValue()
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device runs work later than the host issues it, on streams."""
+    """Whether a device runs work asynchronously, on streams."""
     return device.type in _WITH_STREAMS
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work for a device goes into a CUDA graph at the moment, instead of running."""
+    """Whether work for a device is being captured into a CUDA graph instead of running."""
     return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 
 class StreamNumber:
-    """One of a device's streams, given out in turn when it is first asked for."""
+    """The number of one of a device's streams, assigned in turn on first use."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -54,19 +54,19 @@ def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     index = torch.cuda.current_device() if device.index is None else device.index
     key = index, number
     if key not in _of_device:
-        # Above others: what it has is short, and links are idle until it is done.
+        # With priority: its work is short, and links are idle until it is done.
         _of_device[key] = torch.cuda.Stream(index, priority=-1)
     return _of_device[key]
 
 
 class _Use(NamedTuple):
     device: torch.device
-    owner: torch.cuda.Stream  # to which the memory belongs
+    owner: torch.cuda.Stream  # the stream that owns the memory
     user: torch.cuda.Stream
     tensors: Used
 
     def record(self) -> None:
-        """Let the allocator keep the memory from others until the stream is done with it."""
+        """Tell the allocator not to reuse the memory until the stream is done with it."""
         flat: list[Tensor] = []
         for one in self.tensors:
             if one is not None:
@@ -80,9 +80,9 @@ class _Use(NamedTuple):
 class UsedTensors:
     """Tensors that streams of the library still use, until somebody has waited for the result.
 
-    A reference keeps a tensor's memory from others. That costs nothing for each tensor, and the
-    memory is free as soon as the result has been waited for. Where nobody waits, as after an error,
-    or another stream does, the allocator is told of the use instead.
+    A reference protects a tensor's memory. It costs nothing per tensor, and the memory is free as
+    soon as somebody has waited for the result. If nobody waits, as after an error, or another
+    stream does, the allocator is told instead.
     """
 
     __slots__ = ("_uses",)
@@ -91,15 +91,15 @@ class UsedTensors:
         self._uses: list[_Use] = []
 
     def add(self, use: _Use) -> None:
-        """Keep what a stream uses."""
+        """Keep tensors that a stream uses."""
         self._uses.append(use)
 
     def waited_for(self) -> None:
-        """Let go of the tensors: the current stream now waits for all that uses them."""
+        """Release the tensors: the current stream now waits for all their uses."""
         uses, self._uses = self._uses, []
         for use in uses:
             if torch.cuda.current_stream(use.device) != use.owner:
-                use.record()  # the owner waits for nothing
+                use.record()  # the owner does not wait
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -110,23 +110,23 @@ class UsedTensors:
 
 
 def keeping(used: UsedTensors) -> setting[UsedTensors]:
-    """Let ``used`` keep what :func:`beside` uses on this thread inside."""
+    """Let ``used`` keep the tensors of :func:`beside` on this thread inside the block."""
     return setting(_used, used)
 
 
 @contextmanager
 def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterator[None]:
-    """Let CUDA work inside run on a stream of its own, after what the current one has to do so far.
+    """Run the block's CUDA work on another stream, after the present work of the current one.
 
-    Nothing of it is waited for: whoever uses its results waits for a Future that is completed
-    inside. On other devices nothing changes.
+    Nothing waits for this work: users of its results wait for a Future that is completed inside the
+    block. On other devices nothing changes.
 
     Args:
-        device: of the tensors.
-        number: of the stream.
-        tensors: that are used inside, and belong to the current stream. Their memory is kept from
-            others until that use has ended: by references where :func:`keeping` has somebody who
-            says when, or else by the allocator.
+        device: the tensors' device.
+        number: the stream.
+        tensors: tensors that the block uses and that belong to the current stream. Their memory is
+            protected until then: by references if :func:`keeping` is active, or else by the
+            allocator.
     """
     if not has_streams(device):
         yield
@@ -146,7 +146,7 @@ def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterato
 
 
 def current_place(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A function whose contexts bring back the stream that is current now, on any thread."""
+    """A function whose contexts restore the present current stream, on any thread."""
     if not has_streams(device):
         return nullcontext
     stream = torch.cuda.current_stream(device)

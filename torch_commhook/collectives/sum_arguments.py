@@ -23,7 +23,7 @@ _LARGEST_FLOAT = int(sys.float_info.max)
 
 
 class SumArguments(NamedTuple):
-    """How a sum is compressed: arguments of ``compressed_all_reduce``, which describes them."""
+    """Arguments of ``compressed_all_reduce``, which describes them."""
 
     codec: Codec
     scale: float
@@ -45,18 +45,18 @@ def check_arguments(
     *,
     encodes_once: bool = False,
 ) -> None:
-    """Refuse what would fail in a later stage, when other ranks are waiting already.
+    """Refuse arguments that would fail in a later stage, when other ranks are already waiting.
 
     Args:
-        op: named in errors.
-        arguments: as the user gave them.
-        numel: of the values that ``error`` is of.
-        device: of the tensors.
-        group: over which values are compressed.
-        encodes_once: whether no sum is encoded: ``rounding`` is then one seed and step.
+        op: the function's name in errors.
+        arguments: the user's arguments.
+        numel: the number of elements of ``error``.
+        device: the tensors' device.
+        group: the group of the compressed sum.
+        encodes_once: whether no sum is encoded: ``rounding`` is then one pair of seed and step.
 
     Raises:
-        TypeError, ValueError: one does not fit.
+        TypeError, ValueError: an argument does not fit.
     """
     _check_settings(op, arguments)
     check_decay(f"{op}: error_decay", arguments.error_decay)
@@ -80,7 +80,7 @@ def check_arguments(
             f"{op}: rounding must be of shape {shape} for {codec}, {content}, got "
             f"{None if rounding is None else list(rounding.shape)}"
         )
-    if torch.compiler.is_compiling():  # whose sizes may be any
+    if torch.compiler.is_compiling():  # sizes may be dynamic
         return
     error, shard_error = arguments.error, arguments.shard_error
     if error is not None and error.shape != (numel,):
@@ -139,7 +139,7 @@ def _check_error(op: str, name: str, error: Tensor, device: torch.device) -> Non
 def check_out(
     op: str, destinations: Sequence[Tensor], numel: int, as_many_as: str = "tensors"
 ) -> None:
-    """Refuse tensors that have no room for so many elements.
+    """Refuse tensors without exactly this number of elements.
 
     Raises:
         ValueError: they hold more or fewer.
@@ -152,11 +152,11 @@ def check_out(
 
 
 def checked_sizes(op: str, sizes: Sequence[int], world_size: int) -> list[int]:
-    """Numbers of elements, one for each rank.
+    """Numbers of elements, one for each rank, checked.
 
     Raises:
-        TypeError: no list of ints.
-        ValueError: more or fewer numbers, or one below 0.
+        TypeError: they are no list of ints.
+        ValueError: there are more or fewer numbers, or one is negative.
     """
     if not isinstance(sizes, Sequence) or any(
         not isinstance(size, int) or isinstance(size, bool) for size in sizes
@@ -181,11 +181,11 @@ def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tupl
 
 
 def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """A tensor or several, such as codecs take, as a list.
+    """A tensor or several that codecs support, as a list.
 
     Raises:
-        ValueError: none, or on several devices.
-        TypeError: something else, or another dtype.
+        ValueError: there are none, or they are on several devices.
+        TypeError: a value is no tensor, or has another dtype.
     """
     if not isinstance(tensors, (Tensor, Iterable)):
         raise TypeError(

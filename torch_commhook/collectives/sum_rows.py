@@ -1,4 +1,4 @@
-"""The sum of rows of a matrix, each of which came from one rank."""
+"""The sum of a matrix's rows, each from one rank."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
-    """Add up the rows of a matrix in float32 and in their order, and round the sum once.
+    """Sum the rows of a matrix in float32 and in order, and round the sum once.
 
-    On devices other than the CPU the order is the device's own.
+    On devices other than the CPU the device chooses the order.
 
     Args:
-        rows: contiguous, of shape ``(rows, columns)``, with one row or more; float32, float16 or
+        rows: contiguous, of shape ``(rows, columns)``, with at least one row; float32, float16 or
             bfloat16.
-        out: written: contiguous, of shape ``(columns,)``, of any dtype that buckets have. It shares
-            no memory with ``rows``.
+        out: contiguous, of shape ``(columns,)``, of any dtype that buckets have. It shares no
+            memory with ``rows``. Written.
 
     Returns:
         ``out``.
 
     Raises:
-        TypeError, ValueError: tensors that are none of this.
+        TypeError, ValueError: the tensors are of another kind.
     """
     torch.ops.commhook.sum_rows(rows, out)
     return out

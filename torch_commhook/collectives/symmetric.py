@@ -1,10 +1,10 @@
 """Memory that the ranks of one machine share, for compressed sums over NVLink.
 
-PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) lets the kernels of one GPU
+With PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) the kernels of one GPU
 read the memory of others. A compressed sum then needs no collective: each rank encodes its values
-where the others see them, adds up its shard of all messages and encodes the sum in one kernel, and
-reads the encoded sums of all ranks. Two barriers order these steps (``symmetric_barrier``). Ranks
-that try new memory out and get other bits than the collectives' stay with the collectives.
+in shared memory, sums its shard of all messages and encodes the sum in one kernel, and reads the
+encoded sums of all ranks. Two barriers order these steps (``symmetric_barrier``). Ranks test new
+memory first; if its bits differ from the collectives', they use collectives.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from torch_commhook.collectives.symmetric_trial import (
     try_out,
 )
 
-#: "0" keeps compressed sums off symmetric memory.
+#: "0" disables symmetric memory for compressed sums.
 VARIABLE = "COMMHOOK_SYMMETRIC_MEMORY"
 
 _log = logging.getLogger(__name__)
 
 
 class _Allocation(NamedTuple):
-    """A rank's memory before the others see it, and what lets them."""
+    """A rank's memory before others see it, and the function that shares it."""
 
     memory: Tensor
     share: Callable[[], tuple[list[Tensor], object]]
 
 
-#: Why a group's ranks do not share memory; "" where they do.
+#: Why a group's ranks do not share memory; "" if they do.
 _obstacles: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _memories: weakref.WeakKeyDictionary[
     MessageBuffers, tuple[weakref.ref[dist.ProcessGroup], SymmetricBuffers]
 ] = weakref.WeakKeyDictionary()
-#: The codecs, as they print, with which a group's ranks have tried shared memory out.
+#: The texts of the codecs with which a group's ranks have tested shared memory.
 _proven: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -69,20 +69,20 @@ def symmetric_buffers(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> SymmetricBuffers | None:
-    """The shared memory for a compressed sum; None where the group, codec or device has none.
+    """The shared memory for a compressed sum; None if the group, codec or device has none.
 
-    All ranks must call it alike. The first call for a group compares what the ranks can, and the
-    first call for ``buffers`` makes their memory, which the ranks try out. So do they, in memory of
-    its own, when a group has a codec for the first time. All of these wait for the other ranks and
-    the device; in a step of an attached hook no longer than until it fails on a rank. Later calls
-    wait for nothing. Memory is made anew if a message outgrows it, and freed with ``buffers``.
-    While a CUDA graph is captured, none is made or tried out.
+    All ranks must call it alike. The first call for a group compares the ranks' abilities. The
+    first call for ``buffers`` makes their memory, which the ranks test. They also test a group's
+    first use of a codec, in separate memory. All of these wait for the other ranks and the device;
+    in a step of an attached hook they end if the step fails on a rank. Later calls do not wait.
+    Memory is made again if a message outgrows it, and freed with ``buffers``. During the capture of
+    a CUDA graph no memory is made or tested.
 
     Args:
-        buffers: the caller's, which stay from call to call; None for none.
-        codec: of the messages.
-        shards: of a message, one for each rank.
-        device: of the tensors.
+        buffers: the caller's buffers, which stay from call to call; None for none.
+        codec: the codec of the messages.
+        shards: the shards of a message, one for each rank.
+        device: the tensors' device.
         group: the process group.
 
     Raises:
@@ -107,7 +107,7 @@ def symmetric_buffers(
         _obstacles[group] = _obstacle(group, device)
         if _obstacles[group]:
             return None
-    if has_room:  # a CUDA graph may use it, which a trial that fails must not end
+    if has_room:  # a CUDA graph may use it, and a failed test must not free it
         return None if _make(sizes, None, codec, device, group) is None else known
     made = _make(sizes, None if known is None else known.capacity, codec, device, group)
     if made is not None:
@@ -116,24 +116,24 @@ def symmetric_buffers(
 
 
 def obstacle_of(group: dist.ProcessGroup) -> str | None:
-    """Why compressed sums of a group share no memory; "" where they do, None if not known yet."""
+    """Why compressed sums of a group share no memory; "" if they do, None if unknown so far."""
     return _obstacles.get(group)
 
 
 def give_up(group: dist.ProcessGroup) -> None:
-    """End all sums over memory that this rank shares in a group, since a step has failed here.
+    """End all sums over shared memory of a group, because a step has failed on this rank.
 
-    Ranks that wait for this one, or meet it later, fail. Without this, they would pair its next
-    sum with the one that they wait for.
+    Ranks that wait for this one now or later fail. Otherwise they would pair its next sum with the
+    one that they wait for.
     """
     for of_group, memory in list(_memories.values()):
         if of_group() is group:
-            with suppress(RuntimeError):  # of a device that can do no more
+            with suppress(RuntimeError):  # from a device that cannot continue
                 memory.give_up()
 
 
 def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """What is the same on all ranks, and needs none of them to be asked."""
+    """Conditions that are the same on all ranks, and need no communication."""
     return (
         device.type == "cuda"
         and isinstance(codec, BlockCodec)
@@ -147,12 +147,12 @@ def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         return str(group._get_backend(device).name())
-    except RuntimeError:  # none for it
+    except RuntimeError:  # it has none for the device
         return ""
 
 
 class _Place(NamedTuple):
-    """Where a rank is, as it tells the others."""
+    """A rank's location, as it sends it to the others."""
 
     obstacle: str
     machine: str
@@ -193,7 +193,7 @@ def _own_place(device: torch.device) -> _Place:
 
 
 def _missing_link(device: torch.device, gpus: Sequence[str]) -> str:
-    """Why this rank's GPU does not reach one of the others; "" where it does, or cannot tell."""
+    """Why this rank's GPU cannot access one of the others; "" if it can, or if this is unknown."""
     visible = {
         str(torch.cuda.get_device_properties(index).uuid): index
         for index in range(torch.cuda.device_count())
@@ -212,7 +212,7 @@ def _missing_link(device: torch.device, gpus: Sequence[str]) -> str:
 
 
 def _nvlinks() -> list[list[int]] | None:
-    """NVLinks between each two visible GPUs; None where this torch cannot tell."""
+    """The number of NVLinks between each two visible GPUs; None if this torch cannot tell."""
     detect = getattr(_distributed_c10d, "_detect_dma_connectivity", None)
     if detect is None:
         return None
@@ -230,9 +230,9 @@ def _make(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> SymmetricBuffers | None:
-    """New memory of all ranks, tried out with a codec. All ranks must call it.
+    """Make new memory on all ranks, and test it with a codec. All ranks must call it.
 
-    None where one of them cannot have it, or has got wrong bits; no rank keeps its memory then.
+    Returns None if a rank cannot have it or has got wrong bits; no rank then keeps its memory.
     """
     ranks, rank = group.size(), dist.get_rank(group)
     tried = [shard.nbytes for shard in trial_shards(codec, ranks)]
@@ -259,10 +259,10 @@ def _make(
     if memory is not None:
         _proven.setdefault(group, set()).add(repr(codec))
     elif rank == 0:
-        # Not a warning of Python's: where that is an error, this rank alone would raise.
+        # No Python warning: where warnings are errors, this rank alone would raise.
         _log.warning(
             "torch_commhook: compressed sums of process group %r use its collectives, not memory "
-            "that its GPUs share: a trial of that failed on %s",
+            "that its GPUs share: a test of that memory failed on %s",
             group_name(group),
             _obstacles[group],
         )
@@ -270,18 +270,18 @@ def _make(
 
 
 def _together(group: dist.ProcessGroup, step: Callable[[], Any]) -> Any:
-    """What a step gives; None, and the group's obstacle is known, where it fails on one rank."""
+    """A step's result; if it fails on a rank, None, and the group's obstacle is set."""
     result, text, has_missed = None, "", False
     try:
         result = step()
-    except Exception as error:  # whatever the driver says
+    except Exception as error:  # whatever the driver raises
         has_missed = isinstance(error, MissedRankError)
         text = str(error) if has_missed else f"{type(error).__name__}: {error}"
     told: list[tuple[str, bool]] | None = gather_in_step(group, (text, has_missed))
     if told is None:
         told = [("torch.distributed does not know the group", False)]
     failed = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(told) if each]
-    # A rank that has failed is missed by others, which say nothing of the reason.
+    # Other ranks report a failed rank as missing, without its reason.
     first = [
         f"rank {rank}: {each}" for rank, (each, missed) in enumerate(told) if each and not missed
     ]

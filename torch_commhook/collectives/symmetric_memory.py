@@ -26,16 +26,16 @@ def _filled_up(nbytes: int) -> int:
 class SymmetricBuffers:
     """One bucket's memory on every rank: controls of barriers, a message, a message of a sum.
 
-    A rank writes to its own memory, and to its signals in the controls of the others. It writes its
-    message anew only after the second barrier, when all ranks have read the last one, and its sum
-    after the first, when all have read the last sum. So a call needs no third barrier.
+    A rank writes to its own memory, and to its signals in the others' controls. It overwrites its
+    message only after the second barrier, when all ranks have read the last one. It overwrites its
+    sum only after the first, when all have read the last sum. So a call needs no third barrier.
 
     Args:
-        memories: of each rank, in order: flat, uint8, :meth:`bytes_for` of them, zeros before any
-            rank uses them, at addresses that are multiples of 16.
-        rank: this one.
-        message_bytes, sum_bytes: the largest message, and the largest message of a sum.
-        kept: what the memories depend on.
+        memories: the memory of each rank, in order: flat, uint8, :meth:`bytes_for` bytes, zeros
+            before any rank uses it, at addresses that are multiples of 16.
+        rank: this rank.
+        message_bytes, sum_bytes: the size of the largest message, and of a sum's largest message.
+        kept: an object that the memories depend on.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class SymmetricBuffers:
         self._message_start = _filled_up(8 * words)
         self._sum_start = self._message_start + _filled_up(message_bytes)
         self._controls = [memory[: 8 * words].view(torch.int64) for memory in memories]
-        #: 0, or 1 plus the rank that this one has missed at a barrier.
+        #: 0, or 1 plus the rank that did not reach a barrier in time.
         self.failed = self._controls[rank][words - 1 :]
-        # What the device has said of that last: read without waiting for it.
+        # The device's last report of it: read without waiting.
         self._seen = self.failed
         if self.failed.is_cuda:
             self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -71,12 +71,12 @@ class SymmetricBuffers:
         return start + _filled_up(sum_bytes)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether there is room for messages with shards of so many bytes."""
+        """Whether there is room for messages with shards of these sizes."""
         message_bytes, sum_bytes = self.capacity
         return sum(sizes) <= message_bytes and max(sizes) <= sum_bytes
 
     def views(self, sizes: Sequence[int]) -> _Views:
-        """The tensors of a call whose messages have shards of so many bytes, one for each rank."""
+        """The tensors of a call whose messages have shards of these sizes, one for each rank."""
         if self._sizes != list(sizes):
             own = self._memories[self.rank]
             begin = self._message_start + sum(sizes[: self.rank])
@@ -94,18 +94,18 @@ class SymmetricBuffers:
         return self._views
 
     def barrier(self, timeout: timedelta) -> None:
-        """:func:`symmetric_barrier` of the ranks; a longer timeout is cut to what that takes."""
+        """Run :func:`symmetric_barrier`, with a timeout of at most the longest possible."""
         seconds = min(timeout.total_seconds(), MOST_SECONDS)
         symmetric_barrier(self._controls, self.rank, timeout=seconds)
 
     def gather(self, shards: Sequence[Tensor], message: Tensor) -> None:
-        """:func:`symmetric_gather`, of NaNs where a barrier has failed."""
+        """Run :func:`symmetric_gather`; writes NaNs if a barrier has failed."""
         symmetric_gather(shards, message, failed=self.failed)
         if self._seen is not self.failed:
             self._seen.copy_(self.failed, non_blocking=True)
 
     def check(self) -> None:
-        """Refuse to go on after a failure that the device has told of.
+        """Refuse to continue after a failure that the device has reported.
 
         Raises:
             RuntimeError: an earlier barrier has failed.
@@ -113,13 +113,13 @@ class SymmetricBuffers:
         missed = int(self._seen)
         if missed:
             raise RuntimeError(
-                f"compressed_all_reduce: rank {missed - 1} of the group has not come to an earlier "
+                f"compressed_all_reduce: rank {missed - 1} of the group did not reach an earlier "
                 "sum over symmetric memory in time, or had given up; the results of that sum "
-                "are NaN. The group cannot go on: make a new one, from a checkpoint"
+                "are NaN. The group cannot continue: make a new one, from a checkpoint"
             )
 
     def give_up(self) -> None:
-        """Tell the other ranks that this one comes to no barrier any more; they then fail, too.
+        """Tell the other ranks that this one reaches no barrier any more; they then fail too.
 
         On CUDA in the order of the current stream.
         """

@@ -17,26 +17,26 @@ MOST_SECONDS = 1e9
 
 
 def control_words(ranks: int) -> int:
-    """The numbers in a rank's controls: a signal of each rank, its barriers, why it gave up."""
+    """The size of a rank's controls: a signal of each rank, its number of barriers, its failure."""
     return ranks + 2
 
 
 def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) -> None:
-    """Wait until all ranks have called it as often, and see what they have written before.
+    """Wait until all ranks have called it as often, and see their earlier writes.
 
-    On CUDA the current stream waits, not the caller. A rank that waits in vain gives up: the last
-    of its controls becomes 1 plus the rank that it missed. From then on it waits for nobody, and
-    the others give up at the first barrier to which it does not come.
+    On CUDA the current stream waits, not the caller. After the timeout a rank gives up: the last of
+    its controls becomes 1 plus the rank that was missing. From then on it waits for nobody, and the
+    others give up at the first barrier that it does not reach.
 
     Args:
-        controls: of each rank, in order; memory that the ranks share: int64, of shape
+        controls: each rank's controls, in order, in shared memory: int64, of shape
             ``(control_words(ranks),)``, zeros before the first call.
-        rank: this one.
+        rank: this rank.
         timeout: seconds until it gives up, above 0 and at most :data:`MOST_SECONDS`.
 
     Raises:
-        TypeError, ValueError: tensors, rank or timeout that are none of this.
-        NotImplementedError: tensors on a device other than the CPU and CUDA.
+        TypeError, ValueError: tensors, rank or timeout are of another kind.
+        NotImplementedError: the tensors' device is neither the CPU nor CUDA.
     """
     torch.ops.commhook.symmetric_barrier(controls, rank, timeout=timeout)
 
@@ -44,18 +44,18 @@ def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) 
 def symmetric_gather(
     shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
 ) -> None:
-    """Write the shards of all ranks into one message, one after another.
+    """Copy the shards of all ranks into one message, one after another.
 
     Args:
-        shards: of each rank, in order: contiguous, uint8, each of a multiple of 4 bytes, at an
-            address that is a multiple of 4. 1 to 16 of them.
-        message: written: contiguous, uint8, as long as all shards together. It shares no memory
-            with them.
-        failed: one int64. Where it is not zero, no shard is read, and all bytes become 255: the
-            values of such a message are NaN.
+        shards: the shard of each rank, in order; 1 to 16 of them: contiguous, uint8, with a
+            multiple of 4 bytes, at an address that is a multiple of 4.
+        message: contiguous, uint8, as long as all shards together. It shares no memory with them.
+            Written.
+        failed: one int64. If it is not zero, no shard is read, and all bytes become 255: the values
+            of such a message are NaN.
 
     Raises:
-        TypeError, ValueError: tensors that are none of this.
+        TypeError, ValueError: the tensors are of another kind.
     """
     torch.ops.commhook.symmetric_gather(shards, message, failed=failed)
 

@@ -1,7 +1,7 @@
-"""A trial of memory that ranks share, before gradients go through it.
+"""Tests memory that ranks share, before gradients use it.
 
-All ranks sum a few fixed blocks through the memory. Each rank knows the values of all, so that it
-computes on its own device what the collectives would give.
+All ranks sum a few fixed blocks through the memory. Each rank knows the values of all, so it
+computes on its own device the result of the collectives.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 #: How long a rank waits for another. The ranks have met just before.
 TRIAL_TIMEOUT = timedelta(seconds=10)
 
-_SUMS = 2  # the second writes over the first, and keeps errors
+_SUMS = 2  # the second overwrites the first, and keeps errors
 _BLOCKS = 3  # of each rank's shard
 
 
 class MissedRankError(RuntimeError):
-    """A barrier has failed, since another rank did not come to it in time or had given up."""
+    """A barrier has failed: another rank did not reach it in time, or had given up."""
 
 
 def trial_shards(codec: BlockCodec, ranks: int) -> list[Shard]:
-    """The parts of a message of the trial, one for each rank."""
+    """The parts of a test message, one for each rank."""
     return codec.shards(_numel(codec, ranks), ranks)
 
 
@@ -43,24 +43,24 @@ def try_out(
 ) -> None:
     """Sum fixed values through the memory of all ranks, and compare the bits.
 
-    All ranks must call it at about the same time. It waits for the device, and ``timeout`` at most
-    at each of four barriers; once it has missed a rank, it waits at none. The memory can be used
-    for other sums afterwards if no rank has raised.
+    All ranks must call it at about the same time. It waits for the device, and at most ``timeout``
+    at each of four barriers; after a missing rank it waits at none. The memory can be used for
+    other sums afterwards if no rank has raised.
 
     Args:
-        memory: not used before, with room for :func:`trial_shards`.
-        codec: of the messages.
-        ranks: how many there are.
-        device: of the memory.
-        timeout: of each barrier. A rank that has waited in vain at one waits at no later one.
+        memory: unused memory, with room for :func:`trial_shards`.
+        codec: the codec of the messages.
+        ranks: the number of ranks.
+        device: the memory's device.
+        timeout: the timeout of each barrier. After one timeout a rank waits at no later barrier.
 
     Raises:
         MissedRankError: a barrier has failed.
-        RuntimeError: the bits are not those that the collectives would give. Says which.
+        RuntimeError: the bits differ from those of the collectives. The message says which.
     """
     try:
         right = [_expected(codec, memory.rank, ranks, step, device) for step in range(_SUMS)]
-        # All are issued before the first is looked at, as sums of steps that follow each other are.
+        # All sums are issued before the first is checked, as in consecutive steps.
         got = [_shared(memory, codec, ranks, step, device, timeout) for step in range(_SUMS)]
         missed = int(memory.failed)
         if missed:
@@ -69,22 +69,22 @@ def try_out(
             _compare(codec, "values of a sum", one.total, other.total)
             _compare(codec, "errors of a sum", one.shard_error, other.shard_error)
     except BaseException:
-        with suppress(RuntimeError):  # of a device that can do no more
+        with suppress(RuntimeError):  # from a device that cannot continue
             memory.give_up()
         raise
     finally:
-        if device.type == "cuda":  # no rank may free what another still reads
+        if device.type == "cuda":  # no rank may free memory that another still reads
             with suppress(RuntimeError):
                 torch.cuda.synchronize(device)
 
 
 def _numel(codec: BlockCodec, ranks: int) -> int:
-    # The last block is cut short.
+    # The last block is shorter.
     return codec.block_size * _BLOCKS * ranks - codec.block_size // 2 - 3
 
 
 class _Given(NamedTuple):
-    """What a rank gives to a sum."""
+    """A rank's input to a sum."""
 
     values: Tensor
     error: Tensor | None
@@ -101,7 +101,7 @@ def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.de
     """Fixed values: integers times a power of two, so that all devices have the same bits."""
     places = torch.arange(_numel(codec, ranks), dtype=torch.int64, device=device)
     drawn = (places * 7919 + rank * 104_729 + step * 1_299_709) % 4001 - 2000
-    larger = 2 ** (places // codec.block_size % 5)  # blocks have parameters of their own
+    larger = 2 ** (places // codec.block_size % 5)  # blocks have different parameters
     values = (drawn * larger).to(torch.float32) * 2.0**-9
     shard_error = values[: trial_shards(codec, ranks)[rank].numel].flip(0) * 2.0**-6
     rounding: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -130,7 +130,7 @@ def _shared(
     device: torch.device,
     timeout: timedelta,
 ) -> _Result:
-    """This rank's part of a sum through the memory, as ``compressed_all_reduce`` does it."""
+    """This rank's part of a sum through the memory, as ``compressed_all_reduce`` computes it."""
     given = _given(codec, memory.rank, ranks, step, device)
     shards = trial_shards(codec, ranks)
     sizes = [shard.nbytes for shard in shards]
@@ -157,7 +157,7 @@ def _shared(
 
 
 def _expected(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.device) -> _Result:
-    """What the collectives would give to a rank, with the parts of all ranks computed here."""
+    """The collectives' result on a rank, with the parts of all ranks computed here."""
     given = [_given(codec, each, ranks, step, device) for each in range(ranks)]
     shards = trial_shards(codec, ranks)
     sizes = [shard.nbytes for shard in shards]

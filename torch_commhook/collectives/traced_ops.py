@@ -1,9 +1,9 @@
 """Collectives on the CPU as operators, which compiled code calls by the name of a group.
 
-They do what collectives do in eager, so that a rank that runs compiled code and one that does not
-can take the same step. An operator copies what it sends: a compiler gives memory to others as soon
-as the last operator that reads it has returned. Its result is complete once
-``_c10d_functional.wait_tensor`` has waited for it, as that of PyTorch's own functional collectives.
+They do the same as the collectives in eager code. So ranks with compiled code and ranks without can
+take the same step. An operator copies the data that it sends, because a compiler reuses memory as
+soon as the last operator that reads it has returned. Its result is complete after
+``_c10d_functional.wait_tensor``, as with PyTorch's own functional collectives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _group_and_place(name: str, is_second: bool) -> tuple[dist.ProcessGroup, Place | None]:
-    """A group, and the next place in the order of its exchanges where a second stage takes one."""
+    """A group, and for a second stage the next place in the order of its exchanges, if any."""
     group = _group(name)
     second = second_group(group) if is_second else None
     if second is None:
@@ -56,9 +56,9 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
     """Start the sum of a tensor over all ranks.
 
     Args:
-        tensor: dense, as the group's backend takes it.
-        group_name: of the process group.
-        is_second: whether it goes over the group for second stages, if there is one.
+        tensor: dense, of a dtype that the group's backend supports.
+        group_name: the process group's name.
+        is_second: whether it uses the group for second stages, if there is one.
 
     Returns:
         A tensor of the same shape and dtype, for ``wait_tensor``.
@@ -72,16 +72,16 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
 def start_all_gather(
     tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
 ) -> Tensor:
-    """Start giving every rank the tensors of all ranks.
+    """Start to gather the tensors of all ranks on every rank.
 
     Args:
-        tensor: dense, of the same shape on all ranks.
-        sizes: None, or the bytes of each rank's message that are sent, of ranks that exchange
-            messages; ``tensor`` is flat bytes then.
-        group_name, is_second: as :func:`start_all_reduce`.
+        tensor: dense, with the same shape on all ranks.
+        sizes: None, or the number of bytes of each rank's message, for ranks that exchange
+            messages; ``tensor`` is then flat bytes.
+        group_name, is_second: as for :func:`start_all_reduce`.
 
     Returns:
-        A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat, of
+        A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat with
         ``sum(sizes)`` bytes.
     """
     group, place = _group_and_place(group_name, is_second)
@@ -97,13 +97,13 @@ def start_all_gather(
 def start_all_to_all(
     tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str
 ) -> Tensor:
-    """Start sending a piece of a tensor to each rank, and getting one from each.
+    """Start to send a piece of a tensor to each rank, and to receive one from each.
 
     Args:
-        tensor: cut along its first dimension.
-        sends: rows that go to each rank.
-        gets: rows that come from each rank.
-        group_name: of the process group.
+        tensor: split along its first dimension.
+        sends: the number of rows for each rank.
+        gets: the number of rows from each rank.
+        group_name: the process group's name.
 
     Returns:
         A tensor of ``sum(gets)`` rows, for ``wait_tensor``.
@@ -135,7 +135,7 @@ def _start_all_to_all_fake(
     return tensor.new_empty((sum(gets), *tensor.shape[1:]))
 
 
-# ---- what is traced ------------------------------------------------------------------------------
+# ---- traced functions ----------------------------------------------------------------------------
 
 
 def traced_all_reduce(
@@ -143,7 +143,7 @@ def traced_all_reduce(
 ) -> TracedFuture:
     """Trace the sum of a tensor over all ranks.
 
-    By the group's name: with the group itself a compiler cannot keep the graph.
+    By the group's name: a compiler cannot cache a graph that contains the group itself.
     """
     if is_alone(group):
         return TracedFuture(lambda: tensor)
@@ -181,7 +181,7 @@ def traced_all_to_all(
 
 
 def traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> TracedFuture:
-    """Trace a collective of PyTorch's, which not all backends have for complex numbers."""
+    """Trace one of PyTorch's collectives that not all backends support for complex numbers."""
     if not tensor.is_complex():
         return traced(collective(tensor))
     done = traced(collective(torch.view_as_real(tensor)))

@@ -1,9 +1,9 @@
 """The order in which later stages are issued.
 
-All ranks must issue the same collectives on one group in the same order, and the first stages of
-two buckets may end in another order on each. A rank that leaves one out is out of step with the
-others: Gloo would take its next collective for the one that is missing, and end the process where
-their sizes differ. So nothing is issued after it on the same connections.
+All ranks must issue the same collectives on one group in the same order, but the first stages of
+two buckets may end in a different order on each. If a rank omits one, Gloo takes its next
+collective for the missing one, and ends the process if their sizes differ. So a rank issues nothing
+on the same connections after an omitted collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 class Turn:
-    """A place in the order. It ends with :meth:`take` or :meth:`give_up`, called once."""
+    """A place in the order. It ends with one call of :meth:`take` or :meth:`give_up`."""
 
     __slots__ = ("_failed", "_is_over", "_issue", "_order")
 
@@ -28,15 +28,15 @@ class Turn:
         self._is_over = False
 
     def take(self, issue: Callable[[], None]) -> None:
-        """Have ``issue`` called when all turns before this one are over.
+        """Call ``issue`` when all earlier turns are over.
 
-        By this thread, or by one that ends such a turn. It must not wait.
+        On this thread, or on the one that ends such a turn. It must not wait.
         """
         self._issue = issue
         self._order._drain()
 
     def give_up(self, error: BaseException) -> None:
-        """Let this turn fail, and with it all that come after it, announced already or not."""
+        """Fail this turn and all later ones, announced or not."""
         self._order._fail(error, self)
 
 
@@ -47,10 +47,10 @@ class Turns:
         self._waiting: deque[Turn] = deque()
         self._lock = threading.Lock()
         self._is_draining = False
-        self._error: BaseException | None = None  # that all have from here on
+        self._error: BaseException | None = None  # of all turns from now on
 
     def announce(self, failed: Callable[[BaseException], None]) -> Turn:
-        """The next turn. ``failed`` is called with the error where it does not come."""
+        """Return the next turn. ``failed`` is called with the error if it does not come."""
         turn = Turn(self, failed)
         with self._lock:
             error = self._error
@@ -63,13 +63,13 @@ class Turns:
         return turn
 
     def close(self, error: BaseException) -> None:
-        """Let all turns fail that have not come yet."""
+        """Fail all turns that have not come yet."""
         self._fail(error)
 
     def _drain(self) -> None:
         while True:
             with self._lock:
-                # One thread at a time; it sees what becomes ready meanwhile.
+                # One thread at a time; it handles turns that become ready meanwhile.
                 if self._is_draining or not self._waiting or self._waiting[0]._issue is None:
                     return
                 turn = self._waiting.popleft()
@@ -86,7 +86,7 @@ class Turns:
                     self._is_draining = False
 
     def _fail(self, error: BaseException, first: Turn | None = None) -> None:
-        """Let turns fail: ``first``, where that is not over, or else all, and those after it."""
+        """Fail turns: ``first`` if it is not over, or else all, and those after it."""
         with self._lock:
             if first is not None and first._is_over:
                 return
@@ -109,7 +109,7 @@ def turns_of(group: dist.ProcessGroup) -> Turns:
 
 
 def renew_turns(group: dist.ProcessGroup) -> None:
-    """Begin anew: the group has new connections. Turns that were announced before are over."""
+    """Start a new order: the group has new connections. Turns announced before are over."""
     before = _of_group.pop(group, None)
     if before is not None:
-        before.close(RuntimeError("the step that this belongs to has failed"))
+        before.close(RuntimeError("the step of this collective has failed"))

@@ -1,7 +1,7 @@
-"""Sums of 16-bit values that are added up in float32.
+"""Sums of 16-bit values in float32.
 
-An all-reduce in 16 bits rounds each partial sum to 16 bits, so that its error grows with the number
-of ranks. Here each rank gets its shard from all ranks, adds these up in float32, and rounds the sum
+An all-reduce in 16 bits rounds each partial sum to 16 bits, so its error grows with the number of
+ranks. Here each rank receives its shard from all ranks, sums it in float32, and rounds the sum
 once. The bytes on the wire are those of a ring all-reduce.
 """
 
@@ -19,14 +19,14 @@ from torch_commhook.collectives.sum_rows import sum_rows
 from torch_commhook.collectives.traced_ops import traced_all_gather
 from torch_commhook.metrics import tensor_bytes
 
-#: From so many ranks on, 16-bit values are added up in float32. Below, a second stage would cost
-#: connections for little: at 7 ranks a mean in bfloat16 is off by 0.0030, added up in float32 by
-#: 0.0019.
+#: From this number of ranks on, 16-bit values are summed in float32. With fewer ranks a second
+#: stage would cost connections for little: at 7 ranks a mean in bfloat16 is off by 0.0030, summed
+#: in float32 by 0.0019.
 LEAST_RANKS = 8
 
 
 def padded_numel(numel: int, ranks: int) -> int:
-    """The elements of a buffer that holds as many for each rank, and ``numel`` in all or more."""
+    """The smallest number of elements of at least ``numel`` that ranks can divide evenly."""
     return -(-numel // ranks) * ranks
 
 
@@ -35,23 +35,23 @@ def wide_all_reduce(
 ) -> torch.futures.Future[Tensor]:
     """Sum 16-bit values over all ranks: in float32, and rounded once.
 
-    An all-to-all and an all-gather, as :func:`two_stages` runs them. All ranks get the same bits.
-    Each rank sends ``4 (W - 1) / W`` bytes for each element of ``wire``.
+    An all-to-all and an all-gather, run by :func:`two_stages`. All ranks get the same bits. Each
+    rank sends ``4 (W - 1) / W`` bytes for each element of ``wire``.
 
     Args:
-        wire: flat and contiguous, float16 or bfloat16, of :func:`padded_numel` elements. In eager
-            it is written.
-        numel: elements of the result; those of ``wire`` past them are padding.
+        wire: flat and contiguous, float16 or bfloat16, with :func:`padded_numel` elements. Written
+            in eager code.
+        numel: the number of elements of the result; later ones of ``wire`` are padding.
         shards: memory for as many elements, of the same dtype and device; None while a compiler
-            traces, which plans memory itself.
+            traces, since it plans memory itself.
         group: the process group.
 
     Returns:
-        A Future of the sum, flat: in eager a view of ``wire``.
+        A Future of the sum, flat: in eager code a view of ``wire``.
     """
     ranks = group.size()
     shard = wire.numel() // ranks
-    is_traced = shards is None  # asked once: other threads cannot tell who compiles
+    is_traced = shards is None  # read once: other threads cannot tell whether a compiler traces
     sums = wire.new_empty(shard)
 
     def add_up(received: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def wide_all_reduce(
         return issue_all_gather(tensor, wire.view(ranks, shard), second_group, place=place)
 
     def expect(place: Place, _: dist.ProcessGroup) -> None:
-        # A rank sends its sum once it has got this rank's shard, whose memory takes that sum.
+        # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
         place.expect(0, [as_bytes(row) for row in wire.view(ranks, shard)])
 
     return two_stages(

@@ -1,4 +1,4 @@
-"""Futures of the Works that process groups give."""
+"""Futures of the Works that process groups return."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch_commhook.spans import sent
 def issued(
     issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
 ) -> torch.futures.Future[Tensor]:
-    """Start a collective, and give a Future of its result.
+    """Start a collective, and return a Future of its result.
 
     Args:
-        issue: starts it, and gives the group's Work.
-        group: on which it does.
-        method: of the group, for errors.
+        issue: starts it, and returns the group's Work.
+        group: the process group.
+        method: the group's method, for errors.
         result: the tensor that the collective writes.
 
     Raises:
@@ -33,7 +33,7 @@ def issued(
     """
     where = f"{method} through {_C.type_name(group)}"
     future = issued_on_device(issue, group, method, result)
-    if result.is_complex():  # and what was sent is not
+    if result.is_complex():  # and the sent tensor is not
         return future.then(lambda done: when_good(done, result))
     # A Work's own Future holds a list.
     return _C.cast_into(future, result, result.dtype, where)
@@ -42,7 +42,7 @@ def issued(
 def issued_on_device(
     issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
 ) -> torch.futures.Future[Any]:
-    """:func:`issued`, with whatever the Work's Future holds, or ``result``.
+    """As :func:`issued`, with the value of the Work's Future, or ``result``.
 
     Raises:
         TypeError: as :func:`future_of_work`.
@@ -59,11 +59,12 @@ def issued_on_device(
 def _completion(
     work: Any, group: dist.ProcessGroup, method: str, result: Tensor
 ) -> torch.futures.Future[Any]:
-    """A Work's Future, for which streams wait as they must.
+    """A Work's Future, with correct waits of streams.
 
-    That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
-    part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
-    holds up the thread. So it is with a Future that completes only when its Work is waited for.
+    The Future of a group that does not know devices, such as Gloo's, completes when the host has
+    done its part, perhaps before copies to the device have ended. ``Work.wait`` synchronizes these,
+    but blocks the thread. The same is done for a Future that completes only when its Work is waited
+    for.
     """
     try:
         future = future_of_work(work, group, method)
@@ -86,10 +87,10 @@ def _completion(
 def future_of_work(
     work: object, group: dist.ProcessGroup, method: str = "collective"
 ) -> torch.futures.Future[Any]:
-    """What a group has given back, checked.
+    """The Future of a group's result, checked.
 
     Raises:
-        TypeError: no Work, or one without a Future.
+        TypeError: the result is no Work, or has no Future.
     """
     if not isinstance(work, dist.Work):
         raise TypeError(
@@ -106,10 +107,10 @@ def future_of_work(
 
 
 def when_good(done: torch.futures.Future[Any], result: Tensor) -> Tensor:
-    """``result``, where a collective went well.
+    """``result``, if a collective succeeded.
 
     Raises:
-        Exception: what the collective has raised.
+        Exception: the collective's error.
     """
     done.value()
     return result

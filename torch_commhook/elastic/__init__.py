@@ -1,1 +1,1 @@
-"""Training that goes on when ranks are lost, and lets new ones in."""
+"""Training that continues when ranks are lost, and admits new ranks."""

@@ -1,4 +1,4 @@
-"""Whether the members of a training can connect to each other."""
+"""Tests whether the members of a training can connect to each other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from torch_commhook.step.rendezvous import innermost
 
-#: So many members are tried at once.
+#: The number of members that are tried at once.
 _AT_ONCE = 64
 
 
 class Door:
     """A port of this process that others can connect to, and the ports of others.
 
-    Nobody accepts these connections: that the system does is enough.
+    The process never accepts these connections: it suffices that the system does.
 
     Args:
         store: where members find each other's ports.
         own: this process's number.
-        timeout: seconds after which a member counts as out of reach.
+        timeout: seconds after which a member counts as unreachable.
     """
 
     def __init__(self, store: dist.Store, own: int, timeout: float) -> None:
@@ -35,7 +35,7 @@ class Door:
         store.set(_key(own), f"{own_address(store)} {port}")
 
     def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
-        """Those that this process cannot connect to."""
+        """The members that this process cannot connect to."""
         if not ranks:
             return frozenset()
         with ThreadPoolExecutor(min(len(ranks), _AT_ONCE)) as pool:
@@ -52,7 +52,7 @@ class Door:
         return False
 
     def close(self) -> None:
-        """Let nobody connect any more."""
+        """Close the port."""
         self._socket.close()
 
 
@@ -79,7 +79,7 @@ def _address_of(interface: str) -> str:
     """The address of a network interface.
 
     Raises:
-        OSError: there is none.
+        OSError: the interface has none.
     """
     import fcntl
 

@@ -1,10 +1,10 @@
-"""How a new rank gets the state of a training in pieces, while all ranks go on with their steps.
+"""Sends a new rank the state of a training in pieces, while all ranks continue their steps.
 
-It takes part in each step with zeros, and its own optimizer applies the results as all others do.
-In each step one member, the donor, sends it some elements of the parameters as they are before
-this step, with what optimizers remember of these. The new rank writes them before its optimizer
-takes the step. So what it has stays as the others have it. Once it has all elements, the donor
-sends the rest, which is small, and numbers to compare. From then on it is like any other rank.
+The new rank takes part in each step with zeros, and its own optimizer applies the results like all
+others. In each step one member, the donor, sends it some elements of the parameters as they are
+before this step, with the optimizers' state of these elements. The new rank writes them before its
+optimizer takes the step, so they stay equal to the others'. Once it has all elements, the donor
+sends the small rest, and checksums. From then on the new rank is like any other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 
 #: Parameters of fewer bytes are sent at once, while the others wait.
 AT_ONCE = 4 << 20
-#: A piece is to take so much of a step's time.
+#: The part of a step's time that sending a piece should take.
 _SHARE = 0.4
 _FIRST_BYTES = 1 << 20
-#: Where a message takes that time whatever its size, as between distant hosts.
+#: If a message takes that time at any size, as between distant hosts.
 _LEAST_BYTES = 1 << 16
 _MOST_BYTES = 1 << 28
 
@@ -69,9 +69,9 @@ class Donor:
     """Sends a new rank the training's state, in pieces.
 
     Args:
-        pieces: of this rank.
-        group: of the ranks.
-        place: of the new rank in it.
+        pieces: this rank's pieces.
+        group: the group of the ranks.
+        place: the new rank's place in the group.
         head: flat bytes that the new rank needs before its first step.
     """
 
@@ -87,7 +87,7 @@ class Donor:
         self._sends: InBackground[None] | None = None
 
     def begin_step(self) -> None:
-        """Send the piece of the step that begins. The parameters stay as they are until it ends."""
+        """Send the piece of the step that begins. The parameters are unchanged until it ends."""
         now = time.monotonic()
         if self._began is not None and self._took > 0:
             factor = _SHARE * (now - self._began) / self._took
@@ -103,11 +103,11 @@ class Donor:
             self._at = transfer.receive_number(self._group, self._place)
         parts, self._at = self._pieces.take(self._at, self._bytes)
         piece = transfer.packed((self._at, parts))
-        # Time spent on waiting for a late rank must not make its pieces smaller.
-        transfer.receive_number(self._group, self._place)  # the new rank is there
+        # A wait for a late rank must not make its pieces smaller.
+        transfer.receive_number(self._group, self._place)  # the new rank has started
         began = time.monotonic()
         transfer.send(piece, self._group, self._place)
-        transfer.receive_number(self._group, self._place)  # the piece has come
+        transfer.receive_number(self._group, self._place)  # the piece has arrived
         self._took = time.monotonic() - began if parts else 0.0
 
     def wait(self) -> None:
@@ -120,7 +120,7 @@ class Donor:
             self._sends.result()
 
     def end(self, rest: Tensor) -> None:
-        """Send checksums and the rest, once all elements have come and the next step begins.
+        """Send checksums and the rest, once all elements have arrived and the next step begins.
 
         Args:
             rest: flat bytes.
@@ -142,10 +142,10 @@ class NewRank:
     """Receives the state of a training on a new rank, in pieces.
 
     Args:
-        pieces: of this rank.
+        pieces: this rank's pieces.
 
     Attributes:
-        at: number of elements that have come.
+        at: the number of elements that have arrived.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -156,22 +156,22 @@ class NewRank:
 
     @property
     def has_all(self) -> bool:
-        """Whether all elements have come."""
+        """Whether all elements have arrived."""
         return self.at == self._pieces.numel
 
     def begin_step(self, group: dist.ProcessGroup, donor: int, *, is_first: bool) -> None:
         """Receive the piece of the step that begins.
 
         Args:
-            group: of the ranks.
-            donor: who sends it, by its place in the group.
+            group: the group of the ranks.
+            donor: the donor's place in the group.
             is_first: whether this is the donor's first piece. The donor sends the head before it.
         """
         at, self._piece = self.at, None
 
         def receive() -> tuple[int, list[Part]]:
             if is_first:
-                transfer.receive(group, donor)  # this rank has had one
+                transfer.receive(group, donor)  # this rank has a head already
                 transfer.send_number(at, group, donor)
             transfer.send_number(1, group, donor)
             piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor))
@@ -200,12 +200,12 @@ class NewRank:
         """Receive the rest, and all parameters whose checksums differ.
 
         Args:
-            group: of the ranks.
-            donor: who sends it, by its place in the group.
-            load: is called with the rest, unpacked.
+            group: the group of the ranks.
+            donor: the donor's place in the group.
+            load: called with the rest, unpacked.
 
         Returns:
-            How many parameters differed, and were sent again.
+            The number of parameters that differed and were sent again.
 
         Raises:
             RuntimeError: the connection was closed.

@@ -1,11 +1,11 @@
-"""Who takes part in a training, as its ranks agree through a store.
+"""The members of a training, as its ranks agree through a store.
 
-The store has one text, the view: who the members are. It changes by ``compare_set`` alone, from one
-view to the next. So whatever ranks see of each other, no two sides of a split network both go on.
+The store has one text, the view, which lists the members. It changes only by ``compare_set``, from
+one view to the next. So even if the network splits, at most one side continues.
 
-A member that wants the next view writes to the store that it is here, and what it knows of the
+A member that wants the next view writes to the store that it is here, and what it knows about
 others: whose processes have ended, and who shows no sign of life. Any member may then write the
-next view. It waits until all are here that are not known to be lost, or until a time is over.
+next view. It waits until all members that are not known to be lost are here, or until a timeout.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-#: The most that a rank waits before it looks into the store again, in seconds.
+#: The longest time that a rank waits before it reads the store again, in seconds.
 _LONGEST_PAUSE = 0.05
-#: By so much each member waits longer than the one before it, so that one alone writes a view.
+#: Each member waits this much longer than the one before it, so that only one writes a view.
 _TURN = 0.02
 
 
 class LeftOutError(RuntimeError):
-    """The others go on without this rank.
+    """The other ranks continue without this rank.
 
     Example:
         >>> try:
@@ -35,7 +35,7 @@ class LeftOutError(RuntimeError):
 
 
 class TooFewRanksError(RuntimeError):
-    """Too few ranks are left to go on.
+    """Too few ranks are left to continue.
 
     Example:
         >>> try:
@@ -48,14 +48,14 @@ class TooFewRanksError(RuntimeError):
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part from a step on.
+    """The members of a training, from a step on.
 
     Attributes:
-        number: counts the views from 1.
-        members: each by a number that it has for life, in order of rank.
-        new: those members that have not trained yet. The others have what they need.
-        steps: that have been done.
-        entries: of the list of those who want to take part, which have been dealt with.
+        number: the view's number, from 1.
+        members: the members in rank order, each by its number for life.
+        new: the members that have not trained yet. The others have the whole state.
+        steps: the number of steps done.
+        entries: the number of entries already handled, in the list of ranks that want to join.
     """
 
     number: int
@@ -66,16 +66,16 @@ class View:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The members that have what new ones need."""
+        """The members that have the whole state."""
         return tuple(member for member in self.members if member not in self.new)
 
     def as_text(self) -> str:
-        """For a store."""
+        """Return the view as text for a store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> View:
-        """What :meth:`as_text` was called on."""
+        """Return the view of a text from :meth:`as_text`."""
         found = json.loads(text)
         for name in ("members", "new"):
             found[name] = tuple(found[name])
@@ -83,12 +83,12 @@ class View:
 
 
 class Lost(NamedTuple):
-    """Whom a rank has lost.
+    """The ranks that a rank has lost.
 
     Attributes:
-        ended: whose processes have ended, or who have said that they leave.
-        silent: who shows no sign of life. They may be alive, behind a network that has failed.
-        unreachable: to whom this rank cannot connect. They may be alive, and reach others.
+        ended: ranks whose processes have ended, or that have left.
+        silent: ranks without a sign of life. They may be alive, behind a network that has failed.
+        unreachable: ranks that this rank cannot connect to. They may be alive, and reach others.
     """
 
     ended: frozenset[int] = frozenset()
@@ -96,23 +96,23 @@ class Lost(NamedTuple):
     unreachable: frozenset[int] = frozenset()
 
     def with_those_of(self, other: Lost) -> Lost:
-        """All of both."""
+        """The ranks of both."""
         return Lost(*(own | others for own, others in zip(self, other, strict=True)))
 
     @property
     def all(self) -> frozenset[int]:
-        """Of any kind."""
+        """The ranks of any kind."""
         return self.ended | self.silent | self.unreachable
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What a member has written: that it is here.
+    """A member's entry that says it is here.
 
     Attributes:
-        steps: that it has done.
+        steps: the number of steps that it has done.
         is_new: whether it has not trained yet.
-        lost: whom it cannot reach.
+        lost: the ranks that it cannot reach.
     """
 
     steps: int
@@ -124,28 +124,29 @@ class SignsOfLife(Protocol):
     """Knows which processes are alive."""
 
     def silent(self, ranks: Collection[int]) -> set[int]:
-        """Those of some ranks that have shown no sign of life for too long."""
+        """The given ranks that have shown no sign of life for too long."""
 
 
 class Membership:
     """This process's part in a training whose ranks come and go.
 
     Args:
-        store: of ``torch.distributed``, that all ranks reach, for this training alone. It must have
-            ``append``.
-        signs: of the other ranks' life.
-        min_ranks: fewer do not go on.
-        first_ranks: so many begin; None for those that come within ``grace`` of each other.
-        grace: for how long ranks wait for others that may be lost, in seconds.
-        patience: for how long they wait for those that show signs of life, in seconds.
+        store: a store of ``torch.distributed`` that all ranks reach, for this training only. It
+            must have ``append``.
+        signs: the other ranks' signs of life.
+        min_ranks: the smallest number of ranks that continues.
+        first_ranks: the number of ranks that begins; None for those that arrive within ``grace`` of
+            each other.
+        grace: how long ranks wait for others that may be lost, in seconds.
+        patience: how long they wait for ranks that show signs of life, in seconds.
         now: a clock, in seconds.
-        sleep: waits for so many seconds.
+        sleep: waits for a number of seconds.
 
     Attributes:
-        own: this process's number, which no other process of the training ever has.
-        view: who takes part; None before :meth:`enter`.
-        is_new: whether this process has yet to get what it needs, from a member that has trained.
-        has_begun: whether it takes part in steps, though it may be new.
+        own: this process's number; no other process of the training ever has it.
+        view: the members; None before :meth:`enter`.
+        is_new: whether this process still needs the state of a member that has trained.
+        has_begun: whether it takes part in steps. It may still be new.
     """
 
     def __init__(
@@ -173,16 +174,16 @@ class Membership:
         self.is_new = True
         self.has_begun = False
 
-    # ---- coming ----------------------------------------------------------------------------------
+    # ---- joining ---------------------------------------------------------------------------------
 
     def enter(self, timeout: float) -> View:
         """Wait until this process takes part: from the beginning, or as a new member.
 
         Args:
-            timeout: for how long, in seconds.
+            timeout: the longest wait, in seconds.
 
         Returns:
-            The first view that has it.
+            The first view that contains it.
 
         Raises:
             TooFewRanksError: the time is over.
@@ -198,7 +199,7 @@ class Membership:
                 return view
             wanting, entries = self._asking(view)
             is_heard = self.own in wanting
-            if not is_heard:  # the others had no sign of life when they read that
+            if not is_heard:  # the others had seen no sign of life when they read its request
                 self._ask()
             if len(wanting) != seen:
                 seen, seen_at = len(wanting), self._now()
@@ -208,7 +209,7 @@ class Membership:
                     self._begin(view, wanting, entries)
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
-                    f"torch_commhook: rank {self.own} has waited for {timeout:g} s to take part; "
+                    f"torch_commhook: rank {self.own} has waited for {timeout:g} s to join; "
                     f"{len(wanting)} ranks want to, {self._min_ranks} are needed"
                 )
         raise AssertionError
@@ -218,26 +219,26 @@ class Membership:
         self._store.add("wanted", 1)
 
     def _may_begin(self, view: View | None, wanting: list[int], waited: float) -> bool:
-        """Whether those that want to take part are to begin, since nobody trains."""
+        """Whether the ranks that want to take part should begin, because nobody trains."""
         if len(wanting) < self._min_ranks:
             return False
         if view is not None and self._signs.silent(view.members) != set(view.members):
-            return False  # the members will let this rank in
+            return False  # the members will admit this rank
         if view is None and self._first_ranks is not None:
             return len(wanting) >= self._first_ranks or waited >= self._grace
         return waited >= self._grace
 
     def _begin(self, view: View | None, wanting: list[int], entries: int) -> None:
         number = 1 if view is None else view.number + 1
-        # The first one's parameters are everybody's.
+        # All ranks take the parameters of the first one.
         self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries))
 
     def wanting(self) -> list[int]:
-        """Those that want to take part and do not, in order of their numbers."""
+        """The ranks that want to take part and do not, in order of their numbers."""
         return self._asking(self.current())[0]
 
     def _asking(self, view: View | None) -> tuple[list[int], int]:
-        """:meth:`wanting` after a view, and the length of the list of which they are."""
+        """As :meth:`wanting` after a view, with the length of the list of requests."""
         entries = self._list("wanting")
         known = set() if view is None else set(view.members)
         new = [int(entry) for entry in entries[0 if view is None else view.entries :]]
@@ -247,16 +248,16 @@ class Membership:
     # ---- leaving ---------------------------------------------------------------------------------
 
     def leave(self, steps: int) -> None:
-        """Say that this process takes part no longer.
+        """Announce that this process leaves.
 
         Args:
-            steps: that it has done. The others count them, too: it has left when all ranks had what
-                the last one needs.
+            steps: the number of steps that it has done. The others count them too: it left when all
+                ranks had the results of the last one.
         """
         self._store.append("left", f"{self.own}:{steps} ")
 
     def _left(self, view: View) -> dict[int, int]:
-        """The members that have said that they take part no longer, with the steps of each."""
+        """The members that have announced that they leave, with the steps of each."""
         entries = (entry.split(":") for entry in self._list("left"))
         return {int(own): int(steps) for own, steps in entries if int(own) in view.members}
 
@@ -269,19 +270,20 @@ class Membership:
         *,
         lets_in: bool = True,
     ) -> View:
-        """Agree with the others on who goes on, after a loss or to let new members in.
+        """Agree with the others on who continues, after a loss or to admit new members.
 
         Args:
-            steps: that this rank has done.
-            lost: whom it cannot reach.
+            steps: the number of steps that this rank has done.
+            lost: the ranks that it cannot reach.
             lets_in: whether new members may take part from now on. If not, those that have not
                 trained yet wait for a later view.
 
         Returns:
-            The next view, with this rank in it. Its ``steps`` are the most that a member has done.
+            The next view, which contains this rank. Its ``steps`` are the most that a member has
+            done.
 
         Raises:
-            LeftOutError: the others go on without this rank.
+            LeftOutError: the others continue without this rank.
             TooFewRanksError: fewer than ``min_ranks`` are left, or no more than half of those that
                 may be alive.
         """
@@ -309,19 +311,20 @@ class Membership:
         raise AssertionError
 
     def _take(self, before: View, current: View) -> View:
-        """Go on with a view that others have agreed on.
+        """Continue with a view that others have agreed on.
 
-        A rank that has not taken a step yet, and is not in it, waits until it is let in again.
+        A rank that has not taken a step yet and is not in the view waits until it is admitted
+        again.
 
         Raises:
-            LeftOutError: without this rank.
+            LeftOutError: the view excludes this rank.
         """
         if self.is_new and not self.has_begun and self.own not in current.members:
             return self.enter(self._patience)
         if current.number > before.number + 1 or self.own not in current.members:
             raise LeftOutError(
-                f"torch_commhook: the other ranks go on without this one (rank {self.own}), of "
-                "which they had no sign of life; start its process anew, and it is let in"
+                f"torch_commhook: the other ranks continue without this one (rank {self.own}), "
+                "because they saw no sign of life from it; restart its process to join again"
             )
         self.view = current
         self.is_new = self.own in current.new
@@ -330,12 +333,12 @@ class Membership:
     def _next(
         self, view: View, here: Mapping[int, _Here], *, is_late: bool, lets_in: bool
     ) -> View | str | None:
-        """The view that follows; why there is none; or None while ranks are waited for.
+        """The next view, or why there is none, or None while it waits for ranks.
 
         Args:
-            view: the last one.
-            here: its members that want another.
-            is_late: whether those that are not here have had all their time.
+            view: the last view.
+            here: its members that want another view.
+            is_late: whether the time of the missing members is over.
             lets_in: whether new members may take part.
         """
         left_before = self._left(view)
@@ -346,31 +349,31 @@ class Membership:
             lost = lost.with_those_of(each.lost)
         if not is_late and not missing <= lost.all:
             return None
-        # Whoever is here is alive, whatever others have thought.
+        # A rank that is here is alive, whatever others believed.
         reachable = _without_conflicts({rank: each.lost.unreachable for rank, each in here.items()})
         left = [rank for rank in view.members if rank in reachable]
         ended = lost.ended - here.keys()
         may_live = [rank for rank in view.members if rank not in ended]
         if 2 * len(left) <= len(may_live):
             return (
-                f"{len(left)} of the last {len(may_live)} ranks can reach each other, and go on "
-                "only if they are more than half: the others may be alive, too"
+                f"{len(left)} of the last {len(may_live)} ranks can reach each other; only "
+                "more than half of them may continue, because the others may be alive, too"
             )
         steps = max([*(here[rank].steps for rank in left), *left_before.values()])
         new = [rank for rank in left if here[rank].is_new]
         if new == left:
             if steps:
-                return "no rank is left that has trained"
-            new = left[1:]  # as at the beginning, the first one's parameters are everybody's
+                return "no rank with trained parameters is left"
+            new = left[1:]  # as at the beginning, all ranks take the first one's parameters
         wanting, entries = self._asking(view)
-        # Ranks that have counted the open step and left: those that are here are to count it, too.
+        # Some ranks may have counted the open step and left; those that are here then count it too.
         ahead = [rank for rank, done in left_before.items() if done == steps]
         if any(here[rank].steps == steps for rank in left):
             ahead = []
         if len(left) + len(wanting) + len(ahead) < self._min_ranks:
             return (
-                f"{len(left)} ranks are left and {len(wanting)} want to take part, "
-                f"of at least {self._min_ranks}"
+                f"{len(left)} ranks are left and {len(wanting)} want to join, but "
+                f"{self._min_ranks} are needed"
             )
         if not lets_in:
             trained = tuple(rank for rank in left if rank not in new)
@@ -381,7 +384,7 @@ class Membership:
     # ---- the store -------------------------------------------------------------------------------
 
     def current(self) -> View | None:
-        """The last view; None where there is none yet."""
+        """The last view; None if there is none yet."""
         text = self._read("view")
         return None if text is None else View.from_text(text)
 
@@ -397,7 +400,7 @@ class Membership:
         return f"{':'.join(map(str, fields))} "
 
     def _here(self, place: str) -> dict[int, _Here]:
-        """Who has written that it is here; of several entries of a rank the last counts."""
+        """The entries of ranks that are here; a rank's last entry counts."""
         found = {}
         for entry in self._list(place):
             rank, steps, is_new, *lost = entry.split(":")
@@ -409,11 +412,11 @@ class Membership:
         return (self._read(key) or "").split()
 
     def _read(self, key: str) -> str | None:
-        # No key is ever deleted: between the two calls get() would wait for it, for a long time.
+        # No key is ever deleted; otherwise get() could wait for a long time after check().
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _pauses(self) -> Iterator[None]:
-        """Each time a little later, without an end."""
+        """Yield before each pause; pauses get longer, without end."""
         pause = 0.0005
         while True:
             yield
@@ -430,10 +433,10 @@ def _parsed(text: str) -> list[int]:
 
 
 def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
-    """Ranks that all reach each other: the most of them, or nearly.
+    """A set of ranks that all reach each other: the largest, or nearly.
 
     Args:
-        lost: for each rank those that it cannot reach.
+        lost: for each rank the ranks that it cannot reach.
     """
     left = set(lost)
     while True:

@@ -1,4 +1,4 @@
-"""How long each member of a training computes for a step, and who is slow."""
+"""Measures how long each member of a training computes for a step, and finds slow ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import Tensor
 
 _log = logging.getLogger("torch_commhook.elastic")
 
-#: A time is sent as its logarithm, in 16 bits: so many steps for a factor of two, from _LEAST on.
+#: A time is sent as its logarithm in 16 bits: this many steps for a factor of two, from _LEAST on.
 _PER_OCTAVE = 1024
 _LEAST = 1e-7
 _MOST_CODE = (1 << 16) - 1
 
 
 class Pace:
-    """Measures this rank's computing time, and compares that of all members.
+    """Measures this rank's computing time, and compares the times of all members.
 
-    Each member tells its own time at the end of a step. So all find the same from the same times.
+    Each member sends its own time at the end of a step. All use the same times, so all find the
+    same stragglers.
 
     Args:
-        factor: a member is slow if its time is more than so many times the median.
-        steps: a member is a straggler if it was slow in so many steps in a row.
+        factor: a member is slow if its time exceeds this many times the median.
+        steps: a member is a straggler if it was slow in this many consecutive steps.
         now: a clock, in seconds.
 
     Attributes:
@@ -41,28 +42,28 @@ class Pace:
         self._now = now
         self._began: float | None = None
         self._ended: float | None = None
-        self._counts: dict[int, int] = {}  # steps in a row in which a member was slow
+        self._counts: dict[int, int] = {}  # consecutive steps in which a member was slow
         self.stragglers: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Begin to measure: a step has ended, and the next one begins."""
+        """Start to measure: a step has ended, and the next one begins."""
         self._began, self._ended = self._now(), None
 
     def end(self) -> None:
-        """Measure no longer: this rank waits for others."""
+        """Stop measuring: this rank waits for others."""
         self._ended = self._now()
 
     def skip(self) -> None:
-        """Do not measure the step that is open: ranks connect in it, or repeat it."""
+        """Do not measure the open step: ranks connect in it, or repeat it."""
         self._began = None
 
     def seconds(self, steps: int = 1) -> float | None:
-        """The computing time of a step from :meth:`begin` to :meth:`end`, or to now.
+        """The computing time of a step from :meth:`begin` to :meth:`end`, or until now.
 
-        None where it is not measured.
+        None if it is not measured.
 
         Args:
-            steps: that were taken since then.
+            steps: the number of steps in that time.
         """
         if self._began is None or steps < 1:
             return None
@@ -70,22 +71,22 @@ class Pace:
         return (ended - self._began) / steps
 
     def compare(self, own: int, seconds: Mapping[int, float]) -> None:
-        """Compare the members' times of one step, and log who becomes a straggler.
+        """Compare the members' times of one step, and log new stragglers.
 
         Args:
             own: this member.
-            seconds: of each member that has measured the step.
+            seconds: the times of the members that have measured the step.
         """
         if len(seconds) < 2:
             return
-        # The lower one of the two in the middle: of two ranks, one can be slow.
+        # The lower median: of two ranks, one can be slow.
         median = statistics.median_low(seconds.values())
         for rank, each in seconds.items():
             ratio = each / median
             if ratio <= self._factor:
                 self._counts.pop(rank, None)
                 if self.stragglers.pop(rank, None) is not None:
-                    _log.warning("rank %d: rank %d is not slow any more", own, rank)
+                    _log.warning("rank %d: rank %d is no longer slow", own, rank)
                 continue
             self._counts[rank] = count = self._counts.get(rank, 0) + 1
             if count == self._steps:
@@ -102,14 +103,14 @@ class Pace:
                 self.stragglers[rank] = ratio
 
     def keep(self, members: Sequence[int]) -> None:
-        """Forget all ranks that are not among the members."""
+        """Forget all ranks that are not members."""
         for table in (self._counts, self.stragglers):
             for rank in set(table) - set(members):
                 del table[rank]
 
 
 def coded_seconds(seconds: float | None) -> tuple[int, int]:
-    """Two bytes for a time; zeros for None. :func:`seconds_of` is within 0.04 % of the time."""
+    """Two bytes for a time; zeros for None. :func:`seconds_of` is accurate to 0.04 %."""
     if seconds is None:
         return 0, 0
     code = 1 + round(math.log2(max(seconds, _LEAST) / _LEAST) * _PER_OCTAVE)
@@ -117,21 +118,21 @@ def coded_seconds(seconds: float | None) -> tuple[int, int]:
 
 
 def seconds_of(high: int, low: int) -> float | None:
-    """The time that :func:`coded_seconds` was given, or None."""
+    """The time of the bytes of :func:`coded_seconds`, or None."""
     code = 256 * high + low
     return None if code == 0 else _LEAST * 2.0 ** ((code - 1) / _PER_OCTAVE)
 
 
 class Note:
-    """What members tell each other at the end of a step, by a maximum of bytes over them.
+    """The members' messages at the end of a step, combined by a maximum of bytes.
 
     Each member writes its own bytes; the others have zeros there.
 
     Args:
-        size: of the members.
+        size: the number of members.
         compares: whether they compare their times.
-        joins: whether some of them get their state in pieces.
-        values: uint8, as all members have written it; None to write one.
+        joins: whether some of them receive their state in pieces.
+        values: uint8, as combined from all members; None for a new note.
 
     Attributes:
         values: uint8, flat.
@@ -150,7 +151,7 @@ class Note:
 
     @property
     def wants_change(self) -> bool:
-        """Whether a member knows of somebody who is to be let in."""
+        """Whether a member knows of a rank that wants to join."""
         return bool(self.values[0])
 
     @wants_change.setter
@@ -164,7 +165,7 @@ class Note:
         )
 
     def times(self) -> dict[int, float]:
-        """The times that were measured, by place."""
+        """The measured times, by place."""
         if not self._compares:
             return {}
         high, low, _ = self._rows().tolist()
@@ -180,11 +181,11 @@ class Note:
         return self._rows()[2].nonzero().flatten().tolist() if self._compares else []
 
     def write_has_all(self, place: int) -> None:
-        """Write that the member at a place has got all pieces."""
+        """Write that the member at a place has received all pieces."""
         self.values[-self._size :][place] = 1
 
     def having_all(self) -> list[int]:
-        """The places of the members that have got all pieces just now."""
+        """The places of the members that have just received all pieces."""
         return self.values[-self._size :].nonzero().flatten().tolist() if self._joins else []
 
     def _rows(self) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Remembered(NamedTuple):
-    """Something that an optimizer remembers of some elements of a parameter.
+    """One value of an optimizer's state for some elements of a parameter.
 
     Attributes:
-        value: of the parameter's shape: of these elements, flat. Else whole; tensors of more than
-            one element come with the parameter's first element, since the optimizer needs one of
-            each, and with its last.
-        is_of_elements: which it is.
+        value: with the parameter's shape: the values of these elements, flat. Otherwise the whole
+            value. Tensors of more than one element then come with the parameter's first element,
+            since the optimizer needs one of each, and with its last.
+        is_of_elements: whether the value has the parameter's shape.
     """
 
     value: Any
@@ -30,10 +30,10 @@ class Part(NamedTuple):
     """Some elements of a parameter.
 
     Attributes:
-        parameter: its number.
-        first: the first of these elements, flat.
-        value: flat.
-        states: what each optimizer remembers of them, by name; None where it remembers nothing.
+        parameter: the parameter's number.
+        first: the flat index of the first of these elements.
+        value: the elements, flat.
+        states: each optimizer's state of them, by name; None for an optimizer without state.
     """
 
     parameter: int
@@ -46,12 +46,13 @@ class Pieces:
     """The elements of all parameters, one after the other.
 
     Args:
-        parameters: the model's, in the same order on all ranks. Those that only the optimizers have
-            are added.
-        optimizers: of these.
+        parameters: the model's parameters, in the same order on all ranks. Parameters that only the
+            optimizers have are added.
+        optimizers: the optimizers of these parameters.
 
     Attributes:
-        numel: places of all parameters together: one for each element, and for an empty one.
+        numel: the number of places of all parameters: one for each element, and one for an empty
+            parameter.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class Pieces:
         self.numel: int = self._starts.pop()
 
     def take(self, first: int, nbytes: int) -> tuple[list[Part], int]:
-        """Copy the elements from a place on.
+        """Copy elements from a place on.
 
         Args:
             first: the place.
-            nbytes: about so many bytes; one element at least. Of a parameter that is not contiguous
-                all elements are copied.
+            nbytes: the approximate number of bytes; at least one element is copied. A parameter
+                that is not contiguous is copied completely.
 
         Returns:
             The copies, and the place after them.
@@ -100,7 +101,7 @@ class Pieces:
 
     @torch.no_grad()
     def put(self, parts: Sequence[Part]) -> None:
-        """Write what another rank has copied."""
+        """Write elements that another rank has copied."""
         for part in parts:
             parameter = self._parameters[part.parameter]
             _write(parameter, part.first, part.value)
@@ -116,19 +117,19 @@ class Pieces:
                         _write(whole, part.first, value)
                         value = whole
                     state[name] = value
-                if part.first == 0:  # with which all come
+                if part.first == 0:  # all of these come with the first element
                     for name in state.keys() - values.keys():
                         del state[name]
 
     def others(self) -> list[dict[Any, Any]]:
-        """What each optimizer remembers that is not of a parameter, by its name."""
+        """Each optimizer's state that belongs to no parameter, by name."""
         return [
             {name: value for name, value in each.state.items() if not isinstance(name, Tensor)}
             for each in self._optimizers
         ]
 
     def put_others(self, others: Sequence[dict[Any, Any]]) -> None:
-        """Write what another rank's :meth:`others` has given."""
+        """Write the state that another rank's :meth:`others` returned."""
         for optimizer, values in zip(self._optimizers, others, strict=True):
             own = optimizer.state
             for name in [name for name in own if not isinstance(name, Tensor)]:
@@ -136,9 +137,9 @@ class Pieces:
             own.update(values)
 
     def sums(self) -> list[int]:
-        """A number for each parameter, of its bits and those that optimizers remember of it.
+        """A checksum for each parameter, of its bits and its optimizer state.
 
-        Ranks with other bits have other numbers, but for a chance of 1 in billions.
+        Different bits give different numbers, except with a chance of 1 in billions.
         """
         return [self._sum(parameter) for parameter in self._parameters]
 
@@ -178,12 +179,12 @@ class Pieces:
 
 
 def _length(parameter: Tensor) -> int:
-    """How many places a parameter takes: an optimizer remembers something of empty ones, too."""
+    """The number of a parameter's places. Empty parameters may have optimizer state too."""
     return max(1, parameter.numel())
 
 
 def _goes_along(value: object, parameter: Tensor) -> bool:
-    """Whether something that an optimizer remembers has an element for each of the parameter's."""
+    """Whether a value of an optimizer's state has one element for each of the parameter's."""
     return (
         isinstance(value, Tensor)
         and value.numel() > 1
@@ -204,7 +205,7 @@ def _write(tensor: Tensor, first: int, value: Tensor) -> None:
 
 
 def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
-    """A tensor with a value for each of a parameter's elements: that of before, where it fits."""
+    """A tensor with a value for each of a parameter's elements; ``before`` itself if it fits."""
     if _goes_along(before, parameter):
         assert isinstance(before, Tensor)
         if before.dtype == value.dtype:
@@ -219,7 +220,7 @@ def sum_of_bits(tensor: Tensor) -> int:
 
 
 def _sum_of(value: Any) -> int:
-    """A number for what an optimizer remembers."""
+    """A checksum of a value of an optimizer's state."""
     if isinstance(value, Tensor):
         return sum_of_bits(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The ranks of a training that goes on when some are lost, as one of them sees them."""
+"""The ranks of a training that continues when some are lost, seen from one of them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class ElasticRanks:
     """This process's place among the ranks of a training.
 
     Args:
-        settings: as a user gives them.
+        settings: the user's settings.
 
     Attributes:
         settings: as given.
-        membership: who takes part.
-        steps: that count, on this rank; of a new rank those of the training. With local steps,
-            exchanges.
-        trained: steps of the training that this rank's parameters have: with local steps, those.
-        group: the ranks that take part at the moment.
-        events: who was lost, and who joined, since this rank takes part.
-        lets_in_late: whether new ranks may take part in a step that is repeated.
-        keeps_error: says whether a rank that is lost takes error memory with it.
+        membership: the members.
+        steps: the number of steps that count on this rank; on a new rank, those of the training.
+            With local steps, of exchanges.
+        trained: the number of the training's steps in this rank's parameters; with local steps, of
+            those.
+        group: the group of the present ranks.
+        events: the ranks that were lost or have joined while this rank takes part.
+        lets_in_late: whether new ranks may take part in a repeated step.
+        keeps_error: says whether a lost rank takes error memory with it.
     """
 
     group: StepGroup
@@ -54,9 +55,9 @@ class ElasticRanks:
         self.events: list[MembershipEvent] = []
         self.lets_in_late: Callable[[], bool] = lambda: True
         self.keeps_error: Callable[[], bool] = lambda: False
-        self._same: dict[str, str] = {}  # settings that all ranks have
-        self._members: tuple[int, ...] = ()  # that were connected last
-        self._reason = ""  # for which the next members are others
+        self._same: dict[str, str] = {}  # settings that all ranks share
+        self._members: tuple[int, ...] = ()  # at the last connection
+        self._reason = ""  # why the next members differ
         prefix = f"commhook-elastic/{hashed(settings.name)}"
         self._store: Any = dist.PrefixStore(prefix, _store_of(settings))
         if not can_append(self._store):
@@ -82,19 +83,19 @@ class ElasticRanks:
         atexit.register(self.leave)
 
     def silent(self, ranks: Any) -> set[int]:
-        """Returns the ranks that show no sign of life."""
+        """Return the ranks that show no sign of life."""
         return set() if self._signs is None else self._signs.silent(ranks)
 
     @property
     def view(self) -> View:
-        """Who takes part."""
+        """The members."""
         view = self.membership.view
         assert view is not None
         return view
 
     @property
     def rank(self) -> int:
-        """This process's place among those that take part."""
+        """This process's place among the members."""
         return self.view.members.index(self.membership.own)
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
@@ -102,13 +103,13 @@ class ElasticRanks:
         callback(self.rank, len(self.view.members))
         self._callbacks.append(callback)
 
-    # ---- coming and going ------------------------------------------------------------------------
+    # ---- joining and leaving ---------------------------------------------------------------------
 
     def check_same(self, settings: dict[str, object]) -> None:
-        """Compare with what the first rank of the training has.
+        """Compare settings with those of the training's first rank.
 
         Raises:
-            RuntimeError: something differs. Says what.
+            RuntimeError: a setting differs. The message names it.
         """
         own = json.dumps({name: repr(value) for name, value in settings.items()})
         first = json.loads(self._store.compare_set("settings", "", own).decode())
@@ -121,25 +122,25 @@ class ElasticRanks:
                 )
 
     def change_setting(self, name: str, value: object) -> None:
-        """Change what :meth:`check_same` compares, on all ranks; new ranks are to have that."""
+        """Change a setting of :meth:`check_same` on all ranks; new ranks must have its value."""
         self._same = {**self._same, name: repr(value)}
         with suppress(RuntimeError):  # without the store no rank can join
             self._store.set("settings", json.dumps(self._same))
 
     def enter(self) -> None:
-        """Joins the training, at its beginning or later."""
+        """Join the training, at its beginning or later."""
         view = self.membership.enter(self.settings.timeout)
         self.steps = view.steps
         threading.Thread(target=self._look_after, name="commhook-elastic", daemon=True).start()
         self._connect()
 
     def leave(self) -> None:
-        """Leaves the training. The others go on without this rank."""
+        """Leave the training. The others continue without this rank."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         atexit.unregister(self.leave)
-        with suppress(RuntimeError):  # the store may have gone
+        with suppress(RuntimeError):  # the store may be gone
             self.membership.leave(self.steps)
         group: StepGroup | None = getattr(self, "group", None)  # None: it has never connected
         if group is not None and self._base is not None:
@@ -150,25 +151,25 @@ class ElasticRanks:
         self._door.close()
 
     def wants_change(self) -> bool:
-        """Whether this rank knows of somebody who is to be let in, or of too few members."""
+        """Whether this rank knows of a rank that wants to join, or of too few members."""
         if len(self.view.members) < self.settings.min_ranks:
             return True
         return self._signs is not None and self._signs.wanted() > self.view.entries
 
-    # ---- going on --------------------------------------------------------------------------------
+    # ---- continuing ------------------------------------------------------------------------------
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
-        """Agree with the other ranks on who goes on after a failure; :attr:`group` is new then.
+        """Agree with the other ranks on who continues after a failure; sets a new :attr:`group`.
 
         Args:
-            error: what this rank has seen.
-            has_results: whether it has all results of the step that is open.
+            error: the error on this rank.
+            has_results: whether this rank has all results of the open step.
 
         Returns:
-            Whether that step counts: it has gone well on all ranks, and some know that already.
+            Whether that step counts: it has succeeded on all ranks, and some know that already.
 
         Raises:
-            BaseException: ``error``, where this rank is at fault, or the others go on without it.
+            BaseException: ``error``, if this rank is at fault or the others continue without it.
         """
         raised = self.group.fail_with(error)
         if not isinstance(raised, PeerError) or not isinstance(error, Exception):
@@ -181,22 +182,22 @@ class ElasticRanks:
         if counts and not has_results:
             self.leave()
             raise LeftOutError(
-                "torch_commhook: the other ranks have done a step of which this one has no results"
+                "torch_commhook: the other ranks have done a step, and this one lacks its results"
             )
         return counts
 
     def step_ended(
         self, *, wants_change: bool, left_out: Collection[int] = (), lets_in: bool = True
     ) -> bool:
-        """Count a step. Where ranks come or go, :attr:`group` is new then.
+        """Count a step. If ranks come or go, this sets a new :attr:`group`.
 
         Args:
-            wants_change: whether some rank knows of somebody who is to be let in.
-            left_out: who is to be left out, since it is slow.
-            lets_in: whether new ranks may be let in.
+            wants_change: whether a rank knows of a rank that wants to join.
+            left_out: the ranks to leave out because they are slow.
+            lets_in: whether new ranks may join.
 
         Returns:
-            Whether it is new.
+            Whether the group is new.
 
         Raises:
             LeftOutError: this rank is left out.
@@ -205,10 +206,10 @@ class ElasticRanks:
         if self.membership.own in left_out:
             self.leave()
             raise LeftOutError(
-                f"torch_commhook: the other ranks go on without this one (rank "
-                f"{self.membership.own}), which was too slow in {self.settings.straggler_steps} "
-                f"steps in a row: it computed for more than {self.settings.straggler:g} times "
-                "their median"
+                f"torch_commhook: the other ranks continue without this one (rank "
+                f"{self.membership.own}), because it was too slow in "
+                f"{self.settings.straggler_steps} consecutive steps: it computed for more than "
+                f"{self.settings.straggler:g} times their median"
             )
         if not wants_change and not left_out:
             return False
@@ -220,7 +221,7 @@ class ElasticRanks:
         return True
 
     def unreachable(self, error: RuntimeError) -> PeerError:
-        """Fails the step because this rank could not connect to all others. Returns the error."""
+        """Fail the step because this rank could not connect to all others. Returns the error."""
         self.group.lose(None, f"since ranks could not connect: {error}")
         return self.group.explain(error)
 
@@ -236,8 +237,8 @@ class ElasticRanks:
         except dist.DistNetworkError as error:
             self.leave()
             raise RuntimeError(
-                "torch_commhook: the store does not answer through which the ranks agree on who "
-                f"goes on ({error}); run another one, and start all ranks again"
+                "torch_commhook: the store through which the ranks agree on who continues does "
+                f"not answer ({error}); run another one, and restart all ranks"
             ) from (cause or error)
         except BaseException as error:
             self.leave()
@@ -246,7 +247,7 @@ class ElasticRanks:
             self.steps = self.view.steps
 
     def _connect(self) -> None:
-        """Connect to the members of the view, or of the next one if some cannot be reached."""
+        """Connect to the members of the view, or of the next view if some are unreachable."""
         while True:
             view = self.view
             self._watch()
@@ -274,7 +275,7 @@ class ElasticRanks:
             return
 
     def _note_event(self, view: View) -> None:
-        """Log who was lost and who has joined since ranks were connected last."""
+        """Log the ranks that were lost or have joined since the last connection."""
         before, now = self._members, view.members
         self._members, reason, self._reason = now, self._reason, ""
         lost = tuple(rank for rank in before if rank not in now)
@@ -293,7 +294,7 @@ class ElasticRanks:
         _log.warning("rank %d: %s", self.membership.own, event)
 
     def _make_group(self, view: View) -> None:
-        # Through a connection of its own: one that waits for a rank does nothing else meanwhile.
+        # Over a separate connection: while one waits for a rank, it serves nothing else.
         own = self._store.clone()
         within = timedelta(seconds=self.settings.grace)
         if innermost(own) is not innermost(self._store):  # a HashStore is its own clone
@@ -328,7 +329,7 @@ class ElasticRanks:
             self._signs.watch(self._others())
 
     def _look_after(self) -> None:
-        """Fails the step when a member shows no sign of life any more."""
+        """Fail the step when a member shows no more sign of life."""
         half = self.settings.grace / 2
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
@@ -359,7 +360,8 @@ def _store_of(settings: Elastic) -> dist.Store:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not host or not port:
             raise ValueError(
-                "Elastic: store must be given, 'host:port', where MASTER_ADDR and MASTER_PORT are "
+                "Elastic: store must be given, 'host:port', because MASTER_ADDR and MASTER_PORT "
+                "are "
                 "not set; python -m torch_commhook store runs one"
             )
     else:
@@ -376,6 +378,6 @@ def _store_of(settings: Elastic) -> dist.Store:
 
 
 def donors_of(view: View) -> dict[int, int]:
-    """Maps each new member to the trained member that sends it the state."""
+    """Map each new member to the trained member that sends it the state."""
     trained: Sequence[int] = view.trained
     return {new: trained[i % len(trained)] for i, new in enumerate(view.new)}

@@ -1,4 +1,4 @@
-"""How a training goes on when ranks are lost."""
+"""Settings of a training that continues when ranks are lost."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from torch_commhook import _C
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Let a training go on when ranks are lost, and let new ones in: for :func:`attach`.
+    """Settings for :func:`attach`: training continues when ranks are lost, and admits new ranks.
 
     See ``docs/elastic.md``.
 
     Attributes:
-        min_ranks: the training needs so many. Fewer wait for ``grace``, and raise then.
+        min_ranks: the smallest number of ranks that trains. Fewer ranks wait for ``grace``, and
+            then raise :class:`TooFewRanksError`.
         grace: seconds within which the ranks agree on who is left. A rank is lost when its process
-            ends, or when it shows no sign of life for half of that time.
-        state: what a new rank gets from another one, beside the model's parameters and buffers and
-            what the hook shares: optimizers, schedulers, anything that has ``state_dict()`` and
+            ends, or when it shows no sign of life for half of this time.
+        state: objects that a new rank receives beside the model's parameters and buffers and the
+            hook's shared memory: optimizers, schedulers, any objects with ``state_dict()`` and
             ``load_state_dict()``. The same on all ranks, in the same order.
-        store: where the ranks meet, ``"host:port"``, as of ``python -m torch_commhook store``; or
-            a store of ``torch.distributed``. It must live as long as the training. None for
-            ``MASTER_ADDR`` and ``MASTER_PORT``, where ``torchrun`` has one.
-        ranks: how many begin; None for those that come within ``grace`` of one another.
-        name: of the training, in the store.
-        timeout: seconds that a new rank waits to be let in, and that a collective may take.
-        straggler: a rank is slow in a step if it computes for more than so many times the median of
-            all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
+        store: where the ranks meet: ``"host:port"``, as of ``python -m torch_commhook store``; or a
+            store of ``torch.distributed``. It must live as long as the training. None means
+            ``MASTER_ADDR`` and ``MASTER_PORT``, where ``torchrun`` runs one.
+        ranks: the number of ranks that begins; None for those that arrive within ``grace`` of one
+            another.
+        name: the training's name in the store.
+        timeout: seconds that a new rank waits for admission, and that a collective may take.
+        straggler: a rank is slow in a step if its computing time exceeds this many times the median
+            of all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
             None compares nothing.
-        straggler_steps: a rank is named if it was slow in so many steps in a row; with
-            ``local_sgd``, in so many rounds.
-        leave_out_stragglers: whether the others go on without such a rank, if ``min_ranks`` are
+        straggler_steps: a rank is named after this many consecutive slow steps; with ``local_sgd``,
+            rounds.
+        leave_out_stragglers: whether the others continue without such a rank, if ``min_ranks`` are
             left. It raises :class:`LeftOutError`.
 
     Raises:

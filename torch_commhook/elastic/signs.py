@@ -1,4 +1,4 @@
-"""Which members of a training are alive, by signs that they leave in its store."""
+"""Detects which members of a training are alive, by signs that they write to its store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_commhook import _C
 
-#: So many signs in the time after which a rank is taken for lost.
+#: The number of signs in the time after which a rank counts as lost.
 _SIGNS = 5
 
 
@@ -15,12 +15,12 @@ class StoreSigns:
     """This process's signs of life, and those of others.
 
     Args:
-        store: of ``torch.distributed``; asked through a connection of its own.
+        store: a store of ``torch.distributed``, read through a connection of its own.
         own: this process's number.
-        silent_after: seconds without a sign after which a process is taken for lost.
+        silent_after: seconds without a sign after which a process counts as lost.
     """
 
-    #: How often somebody has asked to take part.
+    #: The number of requests to join.
     WANTED = "wanted"
 
     def __init__(self, store: Any, own: int, silent_after: float) -> None:
@@ -30,12 +30,12 @@ class StoreSigns:
         self.watch(())
 
     def watch(self, ranks: Collection[int]) -> None:
-        """Look after these processes, and no others."""
+        """Watch these processes, and no others."""
         self._watched = set(ranks)
         self._signs.watch([self.WANTED, *map(_key, sorted(self._watched))])
 
     def silent(self, ranks: Collection[int]) -> set[int]:
-        """Those that show no sign of life. They are looked after from now on."""
+        """Return those that show no sign of life. They are watched from now on."""
         if not set(ranks) <= self._watched:
             self.watch(self._watched | set(ranks))
         signs = self._signs.signs()
@@ -46,15 +46,15 @@ class StoreSigns:
         }
 
     def wanted(self) -> int:
-        """How often somebody has asked to take part, as far as this process has seen."""
+        """The number of requests to join that this process has seen."""
         return self._signs.signs().get(self.WANTED, (0, 0.0))[0]
 
     def seconds_without_store(self) -> float:
-        """Since the store has answered last."""
+        """Seconds since the store's last answer."""
         return self._signs.seconds_without_store()
 
     def stop(self) -> None:
-        """Show no more signs."""
+        """Send no more signs."""
         self._signs.stop()
 
 

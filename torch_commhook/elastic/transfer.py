@@ -20,8 +20,8 @@ def packed(state: Any) -> Tensor:
     """A state as flat bytes, on the CPU.
 
     Args:
-        state: tensors and plain values, as ``state_dict()`` gives them. On the CPU when it comes
-            back.
+        state: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
+            them on the CPU.
     """
     file = io.BytesIO()
     torch.save(state, file)
@@ -29,14 +29,14 @@ def packed(state: Any) -> Tensor:
 
 
 def unpacked(data: Tensor) -> Any:
-    """What :func:`packed` was given."""
-    # Among the ranks of a training, which trust each other as in all_gather_object.
+    """The argument of :func:`packed`."""
+    # Only among the ranks of a training, which trust each other as in all_gather_object.
     file = io.BytesIO(data.numpy().tobytes())
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
-    """Send bytes to a rank of a group, in pieces. Returns when they have been taken.
+    """Send bytes to a rank of a group, in pieces. Returns when they are sent.
 
     Raises:
         RuntimeError: the connection was closed.
@@ -47,7 +47,7 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
 
 
 def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
-    """What a rank of a group sends by :func:`send`.
+    """Receive the bytes that a rank of a group sends by :func:`send`.
 
     Raises:
         RuntimeError: the connection was closed.
@@ -69,7 +69,7 @@ def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
 
 
 def receive_number(group: dist.ProcessGroup, rank: int) -> int:
-    """What a rank of a group sends by :func:`send_number`.
+    """Receive the number that a rank of a group sends by :func:`send_number`.
 
     Raises:
         RuntimeError: the connection was closed.
@@ -80,12 +80,12 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
 
 
 def states_of(objects: Sequence[Any]) -> list[Any]:
-    """Returns the state of each object."""
+    """Return the state of each object."""
     return [each.state_dict() for each in objects]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups of parameters, without these."""
+    """The settings of an optimizer's parameter groups, without the parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -93,10 +93,10 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Load what :func:`groups_of` gave.
+    """Load the settings that :func:`groups_of` returned.
 
     Raises:
-        ValueError: the optimizers have other numbers of groups.
+        ValueError: the optimizers have different numbers of groups.
     """
     if len(optimizer.param_groups) != len(groups):
         raise ValueError(
@@ -108,10 +108,10 @@ def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any
 
 
 def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
-    """Load what :func:`states_of` gave.
+    """Load the states that :func:`states_of` returned.
 
     Raises:
-        ValueError: the ranks have other numbers of objects.
+        ValueError: the ranks have different numbers of objects.
     """
     if len(objects) != len(states):
         raise ValueError(

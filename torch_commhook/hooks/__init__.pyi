@@ -1,4 +1,4 @@
-# What static tools know of the package, which makes a hook for each codec when it is asked for one.
+# The package for static tools. At run time it makes a hook for each codec on demand.
 # For a codec of your own, write compressed(codec): tools do not know a hook of its name.
 import torch.distributed as dist
 

@@ -243,8 +243,7 @@ class Hook(ABC):
 
         Raises:
             TypeError: ``state`` is something else, or :meth:`average` returned neither a Future nor
-                a
-                tensor. This error, and errors about the Future's value, name the hook and the
+                a tensor. This error, and errors about the Future's value, name the hook and the
                 bucket.
             RuntimeError: the hook scales steps, and so needs all buckets of a step.
             Exception: :meth:`average` raised it; a note names the hook and the bucket.
@@ -292,8 +291,7 @@ class Hook(ABC):
 
         Args:
             bucket: has the gradients in :meth:`GradBucket.buffer`, the factor of the sum in
-                ``scale``,
-                and the tensor to write in ``shard``.
+                ``scale``, and the tensor to write in ``shard``.
 
         Returns:
             A Future that completes when ``bucket.shard`` has been written.
@@ -340,8 +338,7 @@ class Hook(ABC):
         """The process groups that the user gave this hook or one inside.
 
         The list is the same on all ranks, except for entries that are no group or exclude this
-        rank. A
-        step reports those.
+        rank. A step reports those.
         """
         found = [group for group in self._given_groups() if isinstance(group, dist.ProcessGroup)]
         for hook in self.hooks_inside():
@@ -363,8 +360,7 @@ class Hook(ABC):
         return f"{type(self).__name__}({inside})"
 
     # Copies share the group, and have buffers of their own. Process groups belong to one process,
-    # so
-    # pickles leave them out.
+    # so pickles leave them out.
 
     def __copy__(self) -> "Hook":
         return self._with_state(
@@ -453,8 +449,7 @@ class Workspaces:
         """A flat buffer with the bucket's number of elements, of ``dtype``, on the bucket's device.
 
         Its contents are undefined, or those of the last step. None while a compiler traces, because
-        the
-        compiler plans memory itself.
+        the compiler plans memory itself.
         """
         if torch.compiler.is_compiling():
             return None

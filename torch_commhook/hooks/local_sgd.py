@@ -127,9 +127,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         hook: averages the distances. The default is :class:`allreduce`. With a hook that
             compresses, such as ``error_feedback(blockwise(bits=4))``, both factors reduce traffic.
         error_reset: whether a rank continues from the anchor plus its unsent error: error reset
-            (Xie
-            et al., 2020, arXiv:2007.13221). Late parts of its update are then late for other ranks
-            only. Needs a hook that remembers errors. Ranks differ by these errors until
+            (Xie et al., 2020, arXiv:2007.13221). Late parts of its update are then late for other
+            ranks only. Needs a hook that remembers errors. Ranks differ by these errors until
             :meth:`HookHandle.synchronize`, which sends them uncompressed. Not together with
             ``fragments``, ``delay`` or ``mix``.
         fragments: the number of parts that are exchanged one by one. Fragment p has the repeated
@@ -146,8 +145,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             ``hook`` remembers no errors of whole buckets, has a group of its own, or is combined
             with ``fragments``, ``delay`` or ``mix``; with ``fragments``, ``hook`` decides about all
             buckets together, as ``adaptive`` does. ``fragments`` is not in [1, ``H``], ``delay``
-            not
-            in [0, ``H / fragments``), or ``mix`` not in [0, 1). From
+            not in [0, ``H / fragments``), or ``mix`` not in [0, 1). From
             :func:`torch_commhook.attach`: the model has fewer parameters than ``fragments``.
 
     Example:
@@ -197,7 +195,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 f"local_sgd: hook must be one of torch_commhook.hooks, got {no_hook(hook)}"
             )
         if hook.keeps_ranks_apart:
-            raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")
+            raise ValueError(f"local_sgd: hook must not keep ranks apart itself, got {hook}")
         if not isinstance(error_reset, bool):
             raise TypeError(
                 f"local_sgd: error_reset must be a bool, got {type(error_reset).__qualname__}"
@@ -385,8 +383,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         """The tensors that a failed exchange must restore, and copies of them.
 
         These are the hook's errors. With ``error_reset`` the errors of whole buckets are left out:
-        a
-        rank's distance is measured from them, and contains the rest.
+        a rank's distance is measured from them, and contains the rest.
         """
         names = self.hook.shards(memory) if self.hook.keeps_error else []
         if self.hook.keeps_error and not self.error_reset:

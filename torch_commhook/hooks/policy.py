@@ -41,6 +41,7 @@ _SHOWN = 5
 
 class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     """Average each parameter's gradient with the hook of the first rule that matches it.
+
     ::
 
         policy([("dim <= 1", allreduce()), ("*embed*", error_feedback(topk(0.01)))],

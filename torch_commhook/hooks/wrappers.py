@@ -47,7 +47,7 @@ class Wrapper(Hook):
         if hook.keeps_ranks_apart:
             raise ValueError(
                 f"{type(self).__name__}: {name} must average in each step, got "
-                f"{hook}, which keeps ranks apart; give this hook to it instead, as its hook"
+                f"{hook}, which keeps ranks apart; put this wrapper inside it, as its hook"
             )
 
     def hooks_inside(self) -> Sequence[Hook]:
@@ -90,8 +90,8 @@ class Wrapper(Hook):
 class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     """Add the errors of earlier messages to the next message.
 
-    With the gradient g of a step and the error memory e, the rank sends p = g + e, and remembers
-    e' = p - C(p), where C(p) is the content of its message. If a sum is encoded again for its way
+    Let g be the gradient of a step, and e the error memory. The rank sends p = g + e, and remembers
+    e' = p - C(p). C(p) is the content of its message. If a sum is encoded again for its way
     back, the rank that encodes it remembers that error. So nothing is lost for good: under SGD with
     step size lr, the parameters minus lr times the mean error memory follow the path of
     uncompressed SGD.
@@ -115,8 +115,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
         hook: a hook that compresses, or contains one that does.
         decay: the factor of the memory in each step, in (0, 1].
         dtype: the memory's dtype: ``torch.float32`` or ``torch.bfloat16``. A decayed bfloat16
-            memory
-            is rounded at random, without bias.
+            memory is rounded at random, without bias.
 
     Raises:
         TypeError: ``hook`` is no hook of the library, ``decay`` no number, or ``dtype`` another
@@ -227,9 +226,8 @@ class after(Wrapper):  # noqa: N801
     Raises:
         TypeError: ``step`` is no int, or a hook is none of the library.
         ValueError: ``step`` is negative; only one of two lossy hooks remembers its errors;
-            ``before``
-            remembers errors and ``hook`` does not; their memories differ in dtype or decay; both
-            send parts of a bucket.
+            ``before`` remembers errors and ``hook`` does not; their memories differ in dtype or
+            decay; both send parts of a bucket.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
@@ -362,7 +360,7 @@ class clip(Wrapper):  # noqa: N801
 
     Raises:
         ValueError: ``max_norm`` is not positive.
-    TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
+        TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
 
     Example:
         >>> def train(rank):

@@ -1,5 +1,5 @@
-"""Hooks in training frameworks: a module for each, which imports the framework.
+"""Hooks in training frameworks: one module for each, which imports the framework.
 
-``lightning``, ``accelerate``, ``transformers``, ``torchtitan`` and ``torchft``; ``slurm`` for
+``lightning``, ``accelerate``, ``transformers``, ``torchtitan`` and ``torchft``; ``slurm`` is for
 scripts that ``srun`` starts.
 """

@@ -11,7 +11,7 @@ from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.hooks.base import Hook
 from torch_commhook.integrations.attached_model import attach_wrapped
 
-_HOW = "Start the script with accelerate launch or torchrun, and give what prepare() has returned"
+_HOW = "Start the script with accelerate launch or torchrun, and pass the result of prepare()"
 
 
 def attach_to(
@@ -19,23 +19,23 @@ def attach_to(
 ) -> HookHandle:
     """Attach a hook to a model that ``accelerator.prepare()`` has returned: DDP or FSDP2.
 
-    ``accelerator.save_state()`` then saves what the hook remembers on all ranks, and
-    ``load_state()`` reads it.
+    ``accelerator.save_state()`` then saves the hook's memory of all ranks, and ``load_state()``
+    loads it.
 
     Args:
         accelerator: an ``Accelerator``.
-        model: what its ``prepare()`` gave.
+        model: the result of its ``prepare()``.
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
             ``"error_feedback(blockwise(bits=4))"``.
-        options: of :func:`torch_commhook.attach`. The scaler is the accelerator's.
+        options: options of :func:`torch_commhook.attach`. The scaler is the accelerator's.
 
     Returns:
-        The handle. Call its ``synchronize()`` after training with a hook that keeps ranks apart.
+        The handle. If the hook keeps ranks apart, call its ``synchronize()`` after training.
 
     Raises:
-        RuntimeError: the accelerator has not wrapped the model so that a hook can take part.
+        RuntimeError: the accelerator has not wrapped the model, so that a hook cannot take part.
         ValueError: the accelerator was given a hook of this library as ``comm_hook``, which it
-            drops.
+            ignores.
 
     Example::
 
@@ -46,20 +46,20 @@ def attach_to(
     given = getattr(handler, "comm_hook", None)
     if isinstance(given, (Hook, str)) and not hasattr(given, "value"):
         raise ValueError(
-            f"attach_to: DistributedDataParallelKwargs takes a DDPCommunicationHookType as "
-            f"comm_hook, and drops anything else, such as {given!r}; leave it out"
+            f"attach_to: DistributedDataParallelKwargs accepts only a DDPCommunicationHookType as "
+            f"comm_hook, and ignores anything else, such as {given!r}; leave it out"
         )
     options = {"scaler": accelerator.scaler, **options}
     handle = attach_wrapped("attach_to", model, hook, _HOW, **options)
     objects = getattr(accelerator, "_custom_objects", [])
-    # Those of hooks that were removed, or whose model is gone: each would have a file of its own.
+    # Not those of removed hooks or freed models: each would have a file of its own.
     objects[:] = [each for each in objects if not isinstance(each, _Saved) or each.is_in_use]
     accelerator.register_for_checkpointing(_Saved(handle))
     return handle
 
 
 class _Saved:
-    """What the hooks of all ranks remember, as Accelerate saves and reads it."""
+    """The memory of all ranks' hooks, in the form that Accelerate saves and loads."""
 
     def __init__(self, handle: HookHandle) -> None:
         self._handle = handle

@@ -1,4 +1,4 @@
-"""What the frameworks' modules share: a hook on the model that a framework has wrapped."""
+"""The common part of the frameworks' modules: a hook on the model that a framework has wrapped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch_commhook.hooks.expressions import parse_hook
 
 
 def hook_of(hook: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that is given as one, or as an expression such as ``"blockwise(bits=4)"``.
+    """The hook itself, or the hook of an expression such as ``"blockwise(bits=4)"``.
 
     Raises:
-        ValueError: the expression is none of a hook.
+        ValueError: the expression describes no hook.
     """
     if not isinstance(hook, str):
         return hook
@@ -34,13 +34,13 @@ def is_alone(where: str, ranks: int) -> bool:
     """Whether training has one process and no process group; if so, warns that no hook is attached.
 
     Args:
-        where: names the integration in the warning.
+        where: the integration's name in the warning.
         ranks: the framework's number of ranks.
     """
     if ranks > 1 or dist.is_initialized():
         return False
     warnings.warn(
-        f"{where}: training runs in one process, whose gradients go nowhere; the hook is not "
+        f"{where}: training runs in one process, so there is nothing to average; the hook is not "
         "attached",
         stacklevel=3,
     )
@@ -50,17 +50,17 @@ def is_alone(where: str, ranks: int) -> bool:
 def attach_wrapped(
     where: str, model: nn.Module, hook: str | Callable[..., Any], how: str, **options: Any
 ) -> HookHandle:
-    """Attach a hook to what a framework trains: a DDP, or a model that is sharded.
+    """Attach a hook to a framework's wrapped model: a DDP, or a sharded model.
 
     Args:
-        where: names the integration in errors.
-        model: as the framework has prepared it.
-        hook: or its expression.
-        how: what to do for the framework to prepare it so, for errors.
-        options: of :func:`torch_commhook.attach`.
+        where: the integration's name in errors.
+        model: the model as the framework has prepared it.
+        hook: the hook, or its expression.
+        how: how to make the framework prepare the model, for errors.
+        options: options of :func:`torch_commhook.attach`.
 
     Raises:
-        RuntimeError: the model is neither, so that nothing would average its gradients.
+        RuntimeError: the model is neither, so its gradients are not averaged.
     """
     bare = getattr(model, "_orig_mod", model)
     if not isinstance(bare, DistributedDataParallel) and not trains_shards(bare):

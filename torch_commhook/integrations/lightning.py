@@ -24,26 +24,26 @@ _HOW = (
 
 
 class CommHookCallback(Callback):  # type: ignore[misc]
-    """Lets a Trainer's gradients travel through a hook, with the strategies DDP and ModelParallel.
+    """Averages a Trainer's gradients through a hook, with the strategies DDP and ModelParallel.
 
-    The hook is attached when training begins, after a checkpoint has been read, and taken off when
-    it has ended. Checkpoints hold what it remembers on all ranks, and training that is resumed goes
-    on from that. A hook that keeps ranks apart brings them together when training ends.
+    The callback attaches the hook when training begins, after a checkpoint was loaded, and removes
+    it at the end. Checkpoints contain the hook's memory of all ranks, and resumed training loads
+    it. If the hook keeps ranks apart, all ranks get the same parameters at the end of training.
 
-    With ``pytorch_lightning`` as well as with ``lightning``.
+    It works with ``pytorch_lightning`` and with ``lightning``.
 
     Args:
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
             ``"error_feedback(blockwise(bits=4))"``.
-        shard_hook, weights: for sharded models, as :func:`torch_commhook.attach`.
+        shard_hook, weights: for sharded models, as for :func:`torch_commhook.attach`.
         log: whether to log bytes, ratio, error and times of a step through the trainer's logger,
-            each ``log_every_n_steps``, under ``commhook/``.
+            every ``log_every_n_steps``, under ``commhook/``.
 
     Attributes:
-        handle: of the hook while training runs, and after it; None before.
+        handle: the hook's handle during and after training; None before.
 
     Raises:
-        ValueError, TypeError: the expression is none of a hook.
+        ValueError, TypeError: the expression describes no hook.
 
     Example::
 
@@ -61,16 +61,16 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         weights: Codec | None = None,
         log: bool = True,
     ) -> None:
-        # Read now, so that a mistake is told before training begins.
+        # Parsed now, so that mistakes are reported before training begins.
         self.hook = hook_of(hook)
         self.shard_hook = None if shard_hook is None else hook_of(shard_hook)
         self.weights = weights
         self.handle: HookHandle | None = None
         self._logs = log
-        self._read: dict[str, Any] | None = None  # of a checkpoint, for a hook to be attached
+        self._read: dict[str, Any] | None = None  # from a checkpoint, for the hook to attach
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget an earlier training, and a checkpoint that was read for another purpose."""
+        """Forget an earlier training, and a checkpoint that was loaded for another purpose."""
         if stage == "fit":
             self._take_off()
             self._read = None
@@ -98,7 +98,7 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         elif trainer.ckpt_path is not None and self.handle.state_dict():
             warnings.warn(
                 f"CommHookCallback: {trainer.ckpt_path} was made without this callback, so the "
-                "hook begins with nothing that it remembers",
+                "hook starts without memory",
                 stacklevel=2,
             )
         self._read = None
@@ -107,7 +107,7 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the hook has sent."""
-        # A step of the optimizer may take several batches, and a batch steps of several optimizers.
+        # An optimizer step may take several batches, and a batch may step several optimizers.
         if (
             self._logs
             and self.handle is not None
@@ -117,21 +117,21 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         ):
             values: dict[str, float] = {}
             self.handle.log_to(values.update)
-            for logger in trainer.loggers:  # at the step of what self.log() gives them
+            for logger in trainer.loggers:  # at the same step as self.log()
                 logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Bring ranks together that the hook keeps apart."""
+        """Give all ranks the same parameters, if the hook keeps ranks apart."""
         if self.handle is not None and self.handle.is_attached:
             self.handle.synchronize()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         if stage == "fit":
             self._take_off()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the hook off where training ends by an exception."""
+        """Remove the hook if an exception ends training."""
         self._take_off()
 
     def _take_off(self) -> None:
@@ -139,13 +139,13 @@ class CommHookCallback(Callback):  # type: ignore[misc]
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook remembers on all ranks, which must call this together."""
+        """Return the hook's memory of all ranks. All ranks must call this together."""
         if self.handle is None:
             return self._read or {}
         return self.handle.state_dict(gather=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, once the hook is attached."""
+        """Load a :meth:`state_dict`, once the hook is attached."""
         if self.handle is not None and self.handle.is_attached:
             self.handle.load_state_dict(state_dict)
         else:
@@ -159,16 +159,16 @@ def setup(
 
     Args:
         fabric: a ``Fabric``, with the strategies DDP or ModelParallel.
-        model: what its ``setup()`` gave.
+        model: the result of its ``setup()``.
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression.
-        options: of :func:`torch_commhook.attach`. The scaler is Fabric's.
+        options: options of :func:`torch_commhook.attach`. The scaler is Fabric's.
 
     Returns:
-        The handle. Call its ``synchronize()`` after training with a hook that keeps ranks apart,
-        and put ``handle.state_dict(gather=True)`` into checkpoints.
+        The handle. If the hook keeps ranks apart, call its ``synchronize()`` after training. Put
+        ``handle.state_dict(gather=True)`` into checkpoints.
 
     Raises:
-        RuntimeError: Fabric's strategy does not average gradients so that a hook can take part.
+        RuntimeError: Fabric's strategy does not average gradients in a way that a hook can replace.
 
     Example::
 

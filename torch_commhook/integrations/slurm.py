@@ -8,21 +8,21 @@ from torch_commhook.cli.slurm import slurm_variables
 
 
 def set_variables() -> bool:
-    """Set the variables that ``torch.distributed.init_process_group()`` reads, from Slurm's.
+    """Set the variables of ``torch.distributed.init_process_group()`` from Slurm's variables.
 
-    Call it first in a script that ``srun`` starts, and may start by itself or under torchrun too:
-    without several tasks of ``srun`` it changes nothing. ``commhook train`` does so by itself.
+    Call it first in a script that ``srun`` starts. The script may also run alone or under torchrun:
+    without several tasks of ``srun`` the call changes nothing. ``commhook train`` calls it itself.
 
-    Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, and ``LOCAL_WORLD_SIZE`` where Slurm tells the
-    tasks of each host. ``MASTER_ADDR``, by default the step's first host, and ``MASTER_PORT``, by
-    default derived from the job's number, stay where they are set.
+    Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, and, if Slurm reports the tasks of each host,
+    ``LOCAL_WORLD_SIZE``. Existing values of ``MASTER_ADDR`` and ``MASTER_PORT`` stay. Their
+    defaults are the step's first host, and a port derived from the job's number.
 
     Returns:
         Whether ``srun`` has started the process as one of several tasks.
 
     Raises:
-        ValueError: a variable of Slurm's is missing or cannot be read, or ``WORLD_SIZE`` is set to
-            something else.
+        ValueError: a variable of Slurm's is missing or invalid, or ``WORLD_SIZE`` has another
+            value.
 
     Example:
         >>> set_variables()  # srun has not started this process

@@ -1,4 +1,4 @@
-"""Hooks over the replicas of torchft, whose number changes while training goes on."""
+"""Hooks over the replicas of torchft, whose number changes during training."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ def attach_to(
     key: str = "torch_commhook",
     **options: Any,
 ) -> HookHandle:
-    """Attach a hook to a model that torchft's replicas train: it averages over the quorum.
+    """Attach a hook to a model that torchft's replicas train.
 
-    Each backward averages over the replicas of the step's quorum, whatever their number. What the
-    hook remembers is registered with the manager, so that a replica that joins goes on from the
-    state of the one that it recovers from.
+    Each backward averages over the replicas of the step's quorum, whatever their number. The
+    hook's memory is registered with the manager: a replica that joins loads the memory of the
+    replica that it recovers from.
 
-    An error in a collective does not come out of ``backward()``. The manager is told of it, does
-    nothing more in this step, and ``should_commit()`` is False, so that the optimizer must not
-    step. The next step begins with what the hook remembered before.
+    ``backward()`` does not raise errors of collectives. The manager records the error and runs no
+    more collectives in this step; ``should_commit()`` is then False, so the optimizer must not
+    step. The next step begins with the hook's memory from before.
 
     Args:
-        manager: a torchft ``Manager``, made with ``use_async_quorum=False``: a replica that joins
-            then has its state before its first forward. Call ``start_quorum()`` before each step's
-            forward, as ``zero_grad()`` of torchft's ``OptimizerWrapper`` does.
+        manager: a torchft ``Manager``, made with ``use_async_quorum=False``, so that a joining
+            replica has its state before its first forward. Call ``start_quorum()`` before each
+            step's forward, as ``zero_grad()`` of torchft's ``OptimizerWrapper`` does.
         model: a module, the same on all replicas. Not torchft's DistributedDataParallel.
         hook: one of :mod:`torch_commhook.hooks`, an expression such as
-            ``"error_feedback(blockwise(bits=4))"``, or a callable ``hook(state, bucket)``, whose
+            ``"error_feedback(blockwise(bits=4))"``, or a callable ``hook(state, bucket)``. Its
             ``bucket.process_group()`` is the quorum.
-        key: of the hook's state among those of the manager; one for each model.
-        options: of :func:`torch_commhook.attach`: ``state``, ``scaler``, ``bucket_cap_mb`` and
-            ``gradient_as_bucket_view``.
+        key: the key of the hook's state among those of the manager; one for each model.
+        options: options of :func:`torch_commhook.attach`: ``state``, ``scaler``, ``bucket_cap_mb``
+            and ``gradient_as_bucket_view``.
 
     Returns:
-        The handle. Its ``state_dict()`` can be loaded by any replica, of any quorum.
+        The handle. Any replica, of any quorum, can load its ``state_dict()``.
 
     Raises:
         ValueError: the manager has an asynchronous quorum, or a state under this key; the hook has
-            a process group of its own, or keeps ranks apart, for which torchft has ``DiLoCo``.
-        TypeError: a model that averages gradients itself; as :func:`torch_commhook.attach`.
-        RuntimeError: this version of torchft does not tell what the hook must know.
+            its own process group, or keeps ranks apart (for this torchft has ``DiLoCo``).
+        TypeError: the model averages gradients itself; or as :func:`torch_commhook.attach`.
+        RuntimeError: this version of torchft does not report what the hook needs.
 
     Example::
 
@@ -106,18 +106,18 @@ def _check(manager: Any, model: nn.Module, hook: Callable[..., Any]) -> None:
     if isinstance(hook, Hook) and hook.keeps_ranks_apart:
         raise ValueError(
             f"attach_to: hook '{hook!r}' keeps ranks apart between its exchanges, which the "
-            "manager does not know of; use torchft.local_sgd.DiLoCo"
+            "manager does not support; use torchft.local_sgd.DiLoCo"
         )
     for name in ("_use_async_quorum", "_quorum_future"):
         if not hasattr(manager, name):
             raise RuntimeError(
-                f"attach_to: this version of torchft has no Manager.{name}, which tells when a "
+                f"attach_to: this version of torchft has no Manager.{name}, which reports when a "
                 "quorum is complete; torchft-nightly 2026.10.26 has it"
             )
     if manager._use_async_quorum:
         raise ValueError(
-            "attach_to: the manager must be made with use_async_quorum=False. Else a replica that "
-            "joins averages before it has what the hook remembers"
+            "attach_to: the manager must be made with use_async_quorum=False. Otherwise a replica "
+            "that joins averages before it has the hook's memory"
         )
 
 
@@ -134,28 +134,28 @@ class _Quorum:
         self.has_run = False
         self._manager = manager
         self._handle: HookHandle
-        self._future: object = None  # of the quorum that is followed
+        self._future: object = None  # of the present quorum
         self._step = -1
-        self._before: dict[str, Any] = {}  # what the hook remembered when the step began
-        self._attached: Attached | None = None  # the hook that it was
+        self._before: dict[str, Any] = {}  # the hook's memory when the step began
+        self._attached: Attached | None = None  # the hook of that memory
         self._loaded: dict[str, Any] | None = None
 
     def follow(self, handle: HookHandle, model: nn.Module) -> None:
-        """Look at the quorum before each forward of a model."""
+        """Check the quorum before each forward of a model."""
         self._handle = handle
         handle._attached.memory.any_rank_loads = True
         road = handle._road
         assert isinstance(road, ReducerRoad)
-        # Replicas that join would form others than those that have trained.
+        # Replicas that join would form other buckets than those that have trained.
         road.keep_buckets()
         self._road = road
         model.register_forward_pre_hook(BeforeForward(self), prepend=True)
 
     def check_is_followed(self) -> None:
-        """Refuse collectives where the quorum is another than when the forward began.
+        """Refuse collectives if the quorum has changed since the forward began.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: it has.
         """
         if self._future is None or self._manager._quorum_future is not self._future:
             raise RuntimeError(
@@ -164,10 +164,10 @@ class _Quorum:
             )
 
     def before_forward(self, module: nn.Module) -> None:
-        """Called by the model before its own forward."""
+        """Follow the present quorum. The model calls this before its own forward."""
         future = self._manager._quorum_future
         if future is None or future is self._future:
-            return  # before training, or one more forward of the step
+            return  # before training, or another forward of the same step
         if not (torch.is_grad_enabled() and self._handle.is_attached):
             return
         self._manager.wait_quorum()
@@ -185,7 +185,7 @@ class _Quorum:
         self._future = future
 
     def _take_place(self) -> None:
-        """Take the rank and the number of replicas that the quorum has."""
+        """Set the rank and the number of replicas of the quorum."""
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
         if rank is None or size != self.group.parent.size():
             raise RuntimeError(
@@ -195,20 +195,20 @@ class _Quorum:
             )
         memory = self._handle._attached.memory
         if (rank, size) != (memory.rank, memory.world_size):
-            # Shards of other ranks: what was remembered of the old ones goes to their parameters.
+            # Other ranks have other shards: old shards' errors are added to their parameters'.
             state = self._state()
             self.group.place = memory.rank, memory.world_size = rank, size
             self._go_on_from(state)
 
     def _is_to_repeat(self) -> bool:
         if self._attached is not self._handle._attached:
-            return False  # another hook has taken its place, and remembers nothing
+            return False  # another hook has replaced it, without memory
         return self.has_run and self._step == self._manager.current_step()
 
     # ---- state -----------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        # In full also where nothing is remembered: random numbers follow from the number of steps.
+        # Always complete: random numbers depend on the number of steps.
         return self._handle._attached.memory.state_dict()
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
@@ -216,12 +216,12 @@ class _Quorum:
         self._handle.load_state_dict(state)
 
     def _settings(self) -> dict[str, Any]:
-        """What all replicas must have alike."""
+        """The settings that must be the same on all replicas."""
         buckets = [list(names) for names in self._road.bucket_names()]
         return {"hook": printed_hook(self._handle.hook), "buckets": buckets}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a replica that joins goes on from; empty where the hook was removed.
+        """Return the state for a replica that joins; empty if the hook was removed.
 
         Called while a quorum is formed.
         """
@@ -231,7 +231,7 @@ class _Quorum:
         return {"settings": self._settings(), "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from another replica's :meth:`state_dict`, from the next forward on.
+        """Load another replica's :meth:`state_dict`, from the next forward on.
 
         Raises:
             RuntimeError: that replica has another hook, or none, or other buckets.
@@ -245,7 +245,7 @@ class _Quorum:
                     f"attach_to: {name} must be the same on all replicas: this one has {own}, the "
                     f"one that it recovers from has {settings.get(name)}"
                 )
-        # Copies: the manager's tensors may lie in memory that must not be written to.
+        # Copies: the manager's tensors may be in read-only memory.
         self._loaded = _copied(state["state"])
 
 
@@ -258,7 +258,7 @@ def _copied(state: Any) -> Any:
 class _QuorumGroup(WrapperProcessGroup):
     """The replicas of a manager's quorum.
 
-    Collectives are complete when they return. Errors go to the manager, which then has no more
+    Collectives are complete when they return. Errors go to the manager, which then runs no more
     collectives in this step.
     """
 
@@ -266,10 +266,10 @@ class _QuorumGroup(WrapperProcessGroup):
     _commhook_shares_used = True
 
     def __init__(self, manager: Any, quorum: _Quorum) -> None:
-        # Not of the parent's ranks, of which there are none before the first quorum.
+        # Not with the parent's ranks, of which there are none before the first quorum.
         ProcessGroup.__init__(self, 0, 2)
         self.parent = ManagedProcessGroup(manager).parent
-        #: Rank and number. More than one: others may come.
+        #: Rank and number of ranks. More than one, since others may join.
         self.place = 0, 2
         self._manager = manager
         self._quorum = quorum
@@ -288,7 +288,7 @@ class _QuorumGroup(WrapperProcessGroup):
         if self._manager.errored() is None:
             try:
                 super().run_collective(operation, arguments, keywords).wait()
-            except NotImplementedError:  # which no other quorum would change
+            except NotImplementedError:  # another quorum would raise it too
                 raise
             except Exception as error:
                 _log.warning(
@@ -299,7 +299,7 @@ class _QuorumGroup(WrapperProcessGroup):
 
 
 class _Done(Work):
-    """Of what is complete."""
+    """Work that is complete."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

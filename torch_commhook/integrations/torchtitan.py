@@ -8,7 +8,7 @@ from typing import Any
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.integrations.attached_model import attach_wrapped
 
-#: The name of what the hook remembers, in torchtitan's checkpoints.
+#: The key of the hook's memory in torchtitan's checkpoints.
 STATE = "commhook"
 
 _HOW = "Call it after the Trainer is built, which applies fully_shard()"
@@ -17,27 +17,27 @@ _HOW = "Call it after the Trainer is built, which applies fully_shard()"
 def attach_to(trainer: Any, hook: str | Callable[..., Any], **options: Any) -> HookHandle:
     """Attach a hook to the model of a torchtitan ``Trainer``, before ``trainer.train()``.
 
-    With a replicate degree above 1 the hook averages across replicas, else it takes part in the
-    reduce-scatters. torchtitan divides the loss by the tokens of all ranks, and has gradients
-    summed: they are the hook's mean times the ranks.
+    With a replicate degree above 1 the hook averages across replicas; otherwise it takes part in
+    the reduce-scatters. torchtitan divides the loss by the tokens of all ranks and sums gradients,
+    so they are the hook's mean times the number of ranks.
 
-    Checkpoints hold what the hook remembers on all ranks, as ``commhook``, and training that is
-    resumed goes on from it. To resume from a checkpoint that was made without a hook, name
-    ``commhook`` in ``checkpoint.exclude_from_loading``. A hook that keeps ranks apart brings them
-    together at the last step, before the model is saved.
+    Checkpoints contain the hook's memory of all ranks under ``commhook``, and resumed training
+    loads it. To resume from a checkpoint without a hook, add ``commhook`` to
+    ``checkpoint.exclude_from_loading``. If the hook keeps ranks apart, all ranks get the same
+    parameters at the last step, before the model is saved.
 
     Args:
         trainer: a ``Trainer`` that is built, and has not trained yet.
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
             ``"error_feedback(blockwise(bits=4))"``.
-        options: of :func:`torch_commhook.attach`: ``shard_hook`` and ``weights``.
+        options: options of :func:`torch_commhook.attach`: ``shard_hook`` and ``weights``.
 
     Returns:
         The handle.
 
     Raises:
-        ValueError: torchtitan records steps as CUDA graphs, in which a hook would run once only.
-        RuntimeError: the model is in pipeline stages, or not sharded.
+        ValueError: torchtitan captures steps in CUDA graphs, which would run the hook only once.
+        RuntimeError: the model has pipeline stages, or is not sharded.
         TypeError, ValueError, RuntimeError: as :func:`torch_commhook.attach`.
 
     Example::
@@ -49,7 +49,7 @@ def attach_to(trainer: Any, hook: str | Callable[..., Any], **options: Any) -> H
     training = trainer.config.training
     if not getattr(training, "disable_cuda_graphs", True):
         raise ValueError(
-            "attach_to: a CUDA graph would replay what the hook did in the step that it records; "
+            "attach_to: a CUDA graph would replay the hook's work of the captured step; "
             "set training.disable_cuda_graphs"
         )
     if trainer.parallel_dims.pp_enabled:

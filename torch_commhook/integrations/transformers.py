@@ -16,36 +16,36 @@ from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
 
-#: In the folder of a checkpoint.
+#: The file in a checkpoint's folder.
 FILE = "commhook.pt"
 
 _HOW = "Start the script with torchrun or accelerate launch, on several ranks"
 
 
 class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
-    """Lets a Trainer's gradients travel through a hook, with DDP and FSDP2.
+    """Averages a Trainer's gradients through a hook, with DDP and FSDP2.
 
-    The hook is attached to what the Trainer has wrapped when training begins, and taken off when it
-    ends. What it remembers on all ranks is saved beside each checkpoint, as ``commhook.pt``;
-    training that is resumed goes on from it. A hook that keeps ranks apart brings them together
-    when training ends.
+    The callback attaches the hook to the Trainer's wrapped model when training begins, and removes
+    it at the end. It saves the hook's memory of all ranks beside each checkpoint, as
+    ``commhook.pt``; resumed training loads it. If the hook keeps ranks apart, all ranks get the
+    same parameters at the end of training.
 
     Args:
         hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
             ``"error_feedback(blockwise(bits=4))"``.
-        resume_from: the checkpoint that training is resumed from, where it does not lie in the
-            Trainer's ``output_dir``.
-        begin_anew: whether the hook begins with nothing where training is resumed, as from a
-            checkpoint that was made without a hook, or with another one.
-        log: whether to add bytes, ratio, error and times of a step to the Trainer's history of
-            logs, under ``commhook/``, and to what callbacks after this one log.
-        options: of :func:`torch_commhook.attach`. The scaler is the Trainer's.
+        resume_from: the checkpoint from which training is resumed, if it is not in the Trainer's
+            ``output_dir``.
+        begin_anew: whether the hook starts without memory in resumed training, as for a checkpoint
+            without a hook, or with another one.
+        log: whether to add bytes, ratio, error and times of a step to the Trainer's log history and
+            to the logs of later callbacks, under ``commhook/``.
+        options: options of :func:`torch_commhook.attach`. The scaler is the Trainer's.
 
     Attributes:
-        handle: of the hook while training runs, and after it; None before.
+        handle: the hook's handle during and after training; None before.
 
     Raises:
-        ValueError, TypeError: the expression is none of a hook.
+        ValueError, TypeError: the expression describes no hook.
 
     Example::
 
@@ -63,7 +63,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
         log: bool = True,
         **options: Any,
     ) -> None:
-        self.hook = hook_of(hook)  # now, so that a mistake is told before training begins
+        self.hook = hook_of(hook)  # now, so that mistakes are reported before training begins
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.begin_anew = begin_anew
         self.options = options
@@ -85,7 +85,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self._go_on(args, state)
 
     def _go_on(self, args: Any, state: Any) -> None:
-        """Read what the hook remembers: all ranks, or none where one has no file."""
+        """Load the hook's memory: on all ranks, or on none if one has no file."""
         assert self.handle is not None
         read, error = None, None
         try:
@@ -93,7 +93,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             if not (folder / FILE).exists():
                 raise RuntimeError(
                     f"CommHookTrainerCallback: training is resumed at step {state.global_step}, "
-                    f"and {folder} has no {FILE} to go on from; give resume_from= the folder of "
+                    f"but {folder} has no {FILE}; give resume_from= the folder of "
                     "the checkpoint, or begin_anew=True for a checkpoint without a hook"
                 )
             read = torch.load(folder / FILE, map_location="cpu", weights_only=True)
@@ -108,7 +108,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             raise error
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save what the hook remembers on all ranks."""
+        """Save the hook's memory of all ranks."""
         if self.handle is None:
             return
         gathered = self.handle.state_dict(gather=True)
@@ -123,11 +123,11 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             written = dict(logs)
             self.handle.log_to(written.update)
             logs.update(written)
-            if state.log_history:  # which has a copy already
+            if state.log_history:  # it has a copy already
                 state.log_history[-1].update(written)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bring ranks together that the hook keeps apart, and take the hook off."""
+        """Give all ranks the same parameters if the hook keeps them apart, and remove the hook."""
         self._come_together()
         if self.handle is not None:
             self.handle.remove()
@@ -138,7 +138,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _wrapped_by_trainer(state: Any) -> nn.Module | None:
-    """What the Trainer of a state trains, which no argument of a callback tells."""
+    """The model that the Trainer of a state trains; no argument of a callback contains it."""
     for each in gc.get_objects():
         if issubclass(type(each), Trainer) and getattr(each, "state", None) is state:
             found: nn.Module = each.model_wrapped
@@ -147,10 +147,10 @@ def _wrapped_by_trainer(state: Any) -> nn.Module | None:
 
 
 def _folder_of(args: Any, state: Any) -> Path:
-    """The folder of the checkpoint that training is resumed from, which the Trainer does not tell.
+    """The folder of the checkpoint from which training is resumed; the Trainer does not report it.
 
     Raises:
-        RuntimeError: the one in ``output_dir`` is of another training.
+        RuntimeError: the one in ``output_dir`` belongs to another training.
     """
     folder = _folder(args, state)
     path = folder / "trainer_state.json"
@@ -158,8 +158,8 @@ def _folder_of(args: Any, state: Any) -> Path:
         logs = (TrainerState.load_from_json(str(path)).log_history, state.log_history)
         if len({json.dumps(each) for each in logs}) > 1:
             raise RuntimeError(
-                f"CommHookTrainerCallback: training is resumed at step {state.global_step}, and "
-                f"{folder} is of another training; give resume_from= the folder of the checkpoint"
+                f"CommHookTrainerCallback: training is resumed at step {state.global_step}, but "
+                f"{folder} belongs to another training; give resume_from= the checkpoint's folder"
             )
     return folder
 

@@ -1,7 +1,7 @@
 """A hook's memory of one bucket between steps.
 
-It lies in tensors for each bucket, of which each parameter's piece is known to the store of
-parameters; a new bucket begins with the pieces of its parameters.
+It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
+them; a new bucket begins with the pieces of its parameters.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch_commhook.metrics import CallMeter
 
 
 class ModelMemory(Protocol):
-    """What a bucket's memory needs of the whole model's.
+    """The part of the whole model's memory that a bucket's memory uses.
 
     Attributes:
-        store: what is remembered by parameter.
-        rank, world_size: of this process.
+        store: memory by parameter.
+        rank, world_size: this process's rank and the number of ranks.
         past: see :class:`BucketMemory`.
-        scratch: for calls of any bucket.
+        scratch: tensors for calls of any bucket.
     """
 
     store: ParameterStore
@@ -44,35 +44,35 @@ class ModelMemory(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps that have been done on all ranks."""
+        """The number of steps done on all ranks."""
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """What is to be used instead of a group that a hook was given, or the group itself."""
+        """The group to use instead of a group that the user gave a hook, or that group itself."""
 
 
 class BucketMemory:
-    """What a hook remembers of one bucket, or of some parameters of one.
+    """A hook's memory of one bucket, or of some parameters of one.
 
-    A hook asks for what it needs in :meth:`torch_commhook.hooks.Hook.prepare`, outside of
-    compilers, and finds it in ``tensors`` and ``lists`` then.
+    A hook requests tensors in :meth:`torch_commhook.hooks.Hook.prepare`, outside compilers, and
+    later finds them in ``tensors`` and ``lists``.
 
     Attributes:
-        tensors: flat, by name; of ``error_dtype``, but for what a hook has packed.
+        tensors: flat tensors by name; of ``error_dtype``, except those that a hook has packed.
         lists: a tensor or None for each parameter, by name.
-        plans: what a hook has worked out from the layout, as text, by name.
-        roundings: what :meth:`rounding_seeds` has made, by what it was asked for.
-        with_error: whether hooks are to remember what they lose.
-        error_dtype: in what; float32 or bfloat16.
-        error_decay: hooks multiply errors by it once they are written.
+        plans: a hook's results from the layout, as text, by name.
+        roundings: results of :meth:`rounding_seeds`, by arguments.
+        with_error: whether hooks are to remember their errors.
+        error_dtype: the errors' dtype, float32 or bfloat16.
+        error_decay: the factor by which hooks multiply errors after they are written.
         parts: memories of some of the parameters each, by name.
         places: for such a part, the numbers of its parameters in the whole.
-        buffers: for messages.
-        meter: of what messages cost.
-        scratch: memory that buckets lend each other.
-        past: whether so many steps have been done, for each number that was asked for.
-        factors: of what :meth:`shard` has made.
-        folded: what :meth:`fold_shards` need not be called for again, by a name of the caller's.
-        choices: numbers that were settled for the bucket, by name; see :meth:`set_choice`.
+        buffers: memory for messages.
+        meter: measures the cost of messages.
+        scratch: memory that buckets share.
+        past: whether each requested number of steps has been done.
+        factors: the factors of :meth:`shard`, by shard.
+        folded: marks that :meth:`fold_shards` need not run again, by a caller's name.
+        choices: numbers that were chosen for the bucket, by name; see :meth:`set_choice`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BucketMemory:
         self._owner = owner
         self.is_sharded = is_sharded
         self._store = owner.store
-        # One hook may serve several models, and keeps none of them.
+        # One hook may serve several models, and references none of them.
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self.layout = BucketLayout(parameters)
         self.index = index
@@ -116,33 +116,33 @@ class BucketMemory:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The bucket's parameters, as long as they live."""
+        """The bucket's parameters, while they exist."""
         found = [reference() for reference in self._parameters]
         return [parameter for parameter in found if parameter is not None]
 
     @property
     def names(self) -> list[str] | None:
-        """The parameters' names, where the model is known."""
+        """The parameters' names, if the model is known."""
         return self._store.names_of(self.parameters)
 
     @property
     def model_sizes(self) -> dict[str, int]:
-        """Elements of each parameter of the whole model, by its name."""
+        """The number of elements of each parameter of the whole model, by name."""
         return {name: parameter.numel() for name, parameter in self._store.named_parameters()}
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """The number of steps done."""
         return self._owner.steps
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group through which a hook communicates instead of the one that it was given."""
+        """The group through which a hook communicates instead of the one that the user gave it."""
         return self._owner.stand_in(group)
 
     def flat(self, name: str) -> Tensor:
-        """A number of ``error_dtype`` for each of the bucket's elements; zeros at first.
+        """Return a flat tensor of ``error_dtype``, one element per bucket element; at first zeros.
 
-        Where a ``GradScaler`` changes its scale, ``"error"`` is multiplied accordingly.
+        When a ``GradScaler`` changes its scale, ``"error"`` is multiplied accordingly.
         """
         flat = self.tensors.get(name)
         if flat is None:
@@ -154,13 +154,14 @@ class BucketMemory:
         return flat
 
     def shard(self, kind: str, begin: int, end: int, factor: int) -> str:
-        """A number of ``error_dtype`` for each of the elements ``[begin, end)``; zeros at first.
+        """Create a tensor of ``error_dtype`` for the elements ``[begin, end)``; at first zeros.
 
-        When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
-        as the mean is over of which this is an error.
+        When another rank owns these elements, their values times ``factor`` are added to
+        ``flat("error")``. The factor is the number of ranks of the mean that these errors belong
+        to.
 
         Returns:
-            The name that it has in ``tensors``: one for each place of a kind.
+            Its name in ``tensors``: one for each place of a kind.
         """
         place = begin, end
         for name, (known, where) in self._shards.items():
@@ -175,7 +176,7 @@ class BucketMemory:
         return name
 
     def fold_shards(self, names: Sequence[str]) -> None:
-        """Put what shards remember into ``flat("error")``, and zeros in their place."""
+        """Add the contents of shards to ``flat("error")``, and set the shards to zeros."""
         for name in names:
             kind, (begin, end) = self._shards[name]
             shard = self.tensors[name]
@@ -183,15 +184,15 @@ class BucketMemory:
             shard.zero_()
 
     def fold_all_shards(self) -> None:
-        """:meth:`fold_shards` for all shards, of its parts too."""
+        """Run :meth:`fold_shards` for all shards, also of its parts."""
         self.fold_shards(list(self._shards))
         for part in self.parts.values():
             part.fold_all_shards()
 
     def locate_error(self, number: int) -> tuple[Tensor, int, float] | None:
-        """What is remembered as lost of a parameter: a flat tensor, where it begins, its decay.
+        """Locate a parameter's error memory: a flat tensor, the offset in it, its decay.
 
-        None where nothing is.
+        None if there is no error memory.
         """
         error = self.tensors.get("error")
         if error is not None:
@@ -204,7 +205,7 @@ class BucketMemory:
     def per_parameter(
         self, name: str, make: Callable[[int, Tensor], Tensor | None]
     ) -> list[Tensor | None]:
-        """A tensor for each parameter: what it had before, or ``make(number, parameter)``.
+        """Return a tensor for each parameter: its earlier one, or ``make(number, parameter)``.
 
         The same on all ranks.
         """
@@ -224,15 +225,14 @@ class BucketMemory:
         *,
         key: str,
     ) -> Tensor:
-        """:meth:`per_parameter` in one flat tensor, of which each parameter's is a view.
+        """Return the tensors of :meth:`per_parameter` as views of one flat tensor.
 
         Args:
-            name: of what is remembered.
-            numbers: of the parameters, in the order that they have in the tensor.
-            make: called with number, parameter, and what it had before, if anything; gives a dense
-                tensor, whose contents, shape and strides are then those of the view. All of one
-                dtype.
-            key: of the flat tensor in ``tensors``.
+            name: the name of this memory.
+            numbers: the parameters' numbers, in the order of the tensor.
+            make: called with number, parameter, and the earlier tensor or None; returns a dense
+                tensor with the contents, shape and strides of the view. All have one dtype.
+            key: the flat tensor's key in ``tensors``.
         """
         flat = self.tensors.get(key)
         if flat is None:
@@ -249,17 +249,17 @@ class BucketMemory:
         return flat
 
     def rounding_seeds(self, seed: int, *, alike: bool = False) -> Tensor:
-        """Seeds and steps, for codecs that draw random numbers.
+        """Return seeds and steps, for codecs with random numbers.
 
         Args:
-            seed: of the hook.
-            alike: the same for what each rank encodes.
+            seed: the hook's seed.
+            alike: whether all ranks use the same numbers to encode their own values.
 
         Returns:
-            int64, of shape (2, 2): rows of seed and step, for what this rank encodes and for what
-            it encodes of the ranks' sum.
+            int64 of shape (2, 2): rows of seed and step, for this rank's values and for the sum
+            that it encodes.
         """
-        seed = operator.index(seed)  # of which a compiler of dynamic shapes would make a variable
+        seed = operator.index(seed)  # with dynamic shapes a compiler would make it a variable
         name = f"{seed}, alike" if alike else f"{seed}"
         rounding = self.roundings.get(name)
         if rounding is None:
@@ -273,7 +273,7 @@ class BucketMemory:
         return rounding
 
     def part(self, name: str, numbers: Sequence[int]) -> BucketMemory:
-        """A memory of some of the parameters, by their numbers."""
+        """Return a memory of some of the parameters, by their numbers."""
         part = self.parts.get(name)
         if part is None:
             parameters = self.parameters
@@ -288,22 +288,22 @@ class BucketMemory:
         return part
 
     def track_step(self, step: int) -> None:
-        """Have ``past[step]`` tell whether so many steps have been done."""
+        """Let ``past[step]`` tell whether this number of steps has been done."""
         self.past[step] = self._owner.steps >= step
 
     def set_choice(self, name: str, value: int) -> None:
-        """Settle a number for the bucket, on all ranks alike."""
+        """Choose a number for the bucket, the same on all ranks."""
         self.choices[name] = value
         for parameter in self.parameters:
             self._store.set_choice(parameter, name, value)
 
     def declare_choice(self, name: str, default: int, *, among: Sequence[int]) -> int:
-        """A number that is to be settled: what it was for the first of the parameters before.
+        """Declare a number to choose; returns the present choice of the first parameter.
 
         Args:
-            name: of what is settled.
-            default: where nothing was.
-            among: all that may be settled.
+            name: the choice's name.
+            default: the choice if there is none.
+            among: all valid choices.
         """
         self._store.allowed_choices[name] = tuple(among)
         if name not in self.choices:
@@ -311,19 +311,19 @@ class BucketMemory:
         return self.choices[name]
 
     def replace_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Let others stand for the parameters, by the id of these."""
+        """Replace the parameters by placeholders, by the parameters' ids."""
         self._parameters = [TensorWeakRef(placeholders[id(p)]) for p in self.parameters]
         for part in self.parts.values():
             part.replace_parameters(placeholders)
 
     def belongs_to(self, owner: ModelMemory) -> bool:
-        """Whether this is part of a hook's memory."""
+        """Whether this memory belongs to a hook's memory."""
         return self._owner is owner
 
     # ---- for the owner ---------------------------------------------------------------------------
 
     def changing_tensors(self, *, but: Collection[str] = ()) -> list[Tensor]:
-        """All that a step changes of what is remembered, without its parts.
+        """The tensors that a step changes, without those of its parts.
 
         Args:
             but: names of lists to leave out.
@@ -336,7 +336,7 @@ class BucketMemory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was asked for that changes from step to step."""
+        """Whether the hook has requested nothing that changes from step to step."""
         return not (
             self.tensors
             or self.lists
@@ -346,7 +346,7 @@ class BucketMemory:
         )
 
     def meters(self) -> list[CallMeter]:
-        """Its own, and those of its parts."""
+        """Its own meter, and those of its parts."""
         return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
 
     def count_step(self) -> None:
@@ -357,10 +357,10 @@ class BucketMemory:
             part.count_step()
 
     def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
-        """Of each parameter that a shard has part in: itself, and what part.
+        """The parameters that a shard covers, and which part of each.
 
         Returns:
-            Parameter, first element of it, first element of the shard, and how many.
+            Parameter, first element of it, first element of the shard, and number of elements.
         """
         _, (begin, end) = self._shards[name]
         found = []
@@ -372,19 +372,19 @@ class BucketMemory:
         return found
 
     def shard_kinds(self) -> set[str]:
-        """The kinds of the shards that it has itself, without its parts."""
+        """The kinds of its own shards, without those of its parts."""
         return {kind for kind, _ in self._shards.values()}
 
     def shard_tensors(self) -> list[Tensor]:
-        """The shards that it has itself, without its parts."""
+        """Its own shards, without those of its parts."""
         return [self.tensors[name] for name in self._shards]
 
     def add_shards_to(self, own: dict[str, dict[str, Tensor]], name_of: Mapping[int, str]) -> None:
-        """Add its shards, without its parts', to a state's tensors of this rank.
+        """Add its own shards, without those of its parts, to this rank's tensors of a state.
 
         Args:
-            own: flat tensors by kind and parameter's name; one of zeros is made where there is
-                none, so that what a state has does not depend on the buckets.
+            own: flat tensors by kind and parameter name. Missing ones are created as zeros, so that
+                a state's contents do not depend on the buckets.
             name_of: the parameters' names, by id.
         """
         for name, (kind, _) in self._shards.items():
@@ -399,7 +399,7 @@ class BucketMemory:
                 flat[first : first + count] += self.tensors[name][start : start + count]
 
     def return_shards(self) -> None:
-        """Leave what shards remember to the parameters, with those of its parts."""
+        """Move the contents of all shards, also of its parts, to the parameters' memory."""
         for name, (kind, _) in self._shards.items():
             shard = self.tensors[name]
             for parameter, first, start, count in self.shard_pieces(name):
@@ -410,7 +410,7 @@ class BucketMemory:
             part.return_shards()
 
     def _restore_shard(self, name: str, kind: str) -> None:
-        """Put what was loaded into a shard that has been made, and the rest where it belongs."""
+        """Load a new shard from a loaded state, and the rest into the parameters' memory."""
         for parameter, first, start, count in self.shard_pieces(name):
             loaded = self._store.loaded_shard(parameter, kind)
             if loaded is not None:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class BucketWithMemory(GradBucket):
-    """A bucket as the library gives it to hooks: with its memory. A copy of one has none.
+    """A bucket with its hook's memory, as hooks of the library get it. A copy has no memory.
 
     Args:
-        parameters: whose gradients are in it.
-        memory: what the hook remembers of the bucket; None for hooks that are not the library's.
+        parameters: the parameters of its gradients.
+        memory: the hook's memory of the bucket; None for hooks that are not the library's.
         settings: the other arguments of :class:`torch_commhook.GradBucket`.
     """
 
@@ -44,7 +44,7 @@ class BucketWithMemory(GradBucket):
 
     @classmethod
     def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
-        """A bucket over another, with a memory of its own: the same buffer, nothing copied."""
+        """Make a bucket over another one, with its own memory: the same buffer, nothing copied."""
         return cls(
             bucket.parameters(),
             buffer=bucket.buffer(),
@@ -59,17 +59,17 @@ class BucketWithMemory(GradBucket):
         return GradBucket
 
 
-#: For buckets that users make and call hooks of the library with.
+#: For buckets that users make and pass to hooks of the library.
 _memories: weakref.WeakKeyDictionary[GradBucket, BucketMemory] = weakref.WeakKeyDictionary()
 
 
 def memory_of(bucket: GradBucket) -> BucketMemory | None:
-    """What the hook that a bucket is for remembers of it; None where it has not been asked for."""
+    """The memory of the bucket's hook; None if it was not requested."""
     return bucket.memory if isinstance(bucket, BucketWithMemory) else _memories.get(bucket)
 
 
 def set_memory(bucket: GradBucket, memory: BucketMemory) -> None:
-    """Let all hooks that get this bucket have this memory of it."""
+    """Set the memory of this bucket for all hooks that get it."""
     if isinstance(bucket, BucketWithMemory):
         bucket.memory = memory
     else:

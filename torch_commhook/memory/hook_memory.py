@@ -1,8 +1,8 @@
-"""A hook's memory between steps, by parameter, whatever bucket each parameter is in.
+"""A hook's memory between steps, by parameter, independent of buckets.
 
-Hooks work on buckets, which are formed anew after a model's first step, and may be others when
-training goes on from a checkpoint. So memory lies in tensors for each bucket, of which each
-parameter's piece is known; a new bucket begins with the pieces of its parameters.
+Hooks work on buckets. These are rebuilt after a model's first step, and may differ when training
+resumes from a checkpoint. So memory consists of tensors for each bucket, with known pieces for
+parameters; a new bucket begins with the pieces of its parameters.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Remembered
 
 
 class HookMemory:
-    """What a hook remembers of all buckets of a model.
+    """A hook's memory of all buckets of a model.
 
     Attributes:
-        store: what is remembered by parameter.
-        rank, world_size: of this process.
-        any_rank_loads: whether a state is one for any rank, of any number of ranks.
-        replays: those of the steps that CUDA graphs have run.
+        store: memory by parameter.
+        rank, world_size: this process's rank and the number of ranks.
+        any_rank_loads: whether any rank, of any number of ranks, can load a state.
+        replays: counts the steps that CUDA graphs have run.
         is_empty: whether the hook remembers nothing that changes from step to step.
-        group: to communicate through, outside of a bucket's collectives.
-        stand_ins: groups that are used instead of such as hooks were given, by the name of these.
+        group: the group for communication outside a bucket's collectives.
+        stand_ins: groups that replace groups that the user gave to hooks, by these groups' names.
         on_step: called after each step.
-        before_change: called before memory of buckets is formed anew, which no collective under way
-            may write to.
-        has_begun: whether a bucket has been asked for, where nobody else tells of steps.
+        before_change: called before buckets' memory is replaced; no running collective may then
+            write to it.
+        has_begun: whether a bucket was requested, if nothing else counts steps.
         past: see :class:`BucketMemory`.
         scratch: float tensors for calls of any bucket.
-        scaler: scales the gradients, where one does.
-        scale: what errors are multiplied by: the scaler's scale when they were written.
-        loss_scale: the same as a tensor, where a scaler is followed.
-        jump_watch: looks for a scale, where it matters and no scaler is known.
+        scaler: the scaler of the gradients, or None.
+        scale: the factor in the errors: the scaler's scale when they were written.
+        loss_scale: the same as a tensor, if a scaler is followed.
+        jump_watch: detects a scale, if it matters and no scaler is known.
     """
 
     def __init__(self) -> None:
@@ -75,23 +75,23 @@ class HookMemory:
 
     @property
     def steps(self) -> int:
-        """Steps that have been done on all ranks. Waits for the device where graphs run some."""
+        """The number of steps done on all ranks. Waits for the device if graphs run steps."""
         return self._seen_steps + self.replays.count()
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """What is to be used instead of a group that a hook was given, or the group itself."""
+        """The group to use instead of a group that the user gave a hook, or that group itself."""
         return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
 
     def set_parameters(
         self, named: Sequence[tuple[str, Tensor]], *, rank: int, world_size: int
     ) -> None:
-        """Name the model's parameters, and say which of how many ranks this is."""
+        """Set the model's parameters with their names, this rank and the number of ranks."""
         self.store.add_names(named)
         self.rank, self.world_size = rank, world_size
         self._averaged = world_size
 
     def new_for_same_model(self) -> HookMemory:
-        """An empty one, for another hook."""
+        """Return an empty memory for another hook."""
         other = type(self)()
         named = self.store.named_parameters()
         other.set_parameters(named, rank=self.rank, world_size=self.world_size)
@@ -104,7 +104,7 @@ class HookMemory:
         return self.store.names_of(parameters)
 
     def release_parameters(self) -> None:
-        """Keep what is remembered, and no parameter: see :class:`ParameterStore`."""
+        """Keep the memory, and release all parameters: see :class:`ParameterStore`."""
         placeholders = self.store.release_parameters()
         kept: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
         for first, memory in self._buckets.items():
@@ -113,7 +113,7 @@ class HookMemory:
         self._buckets = kept
 
     def replace_parameter(self, before: Tensor, now: Tensor) -> None:
-        """A parameter is another tensor now, of the same shape. Its buckets are formed anew."""
+        """Replace a parameter by another tensor of the same shape. Its buckets are rebuilt."""
         for first, memory in list(self._buckets.items()):
             if any(parameter is before for parameter in memory.parameters):
                 self._buckets_change([memory])
@@ -122,15 +122,15 @@ class HookMemory:
         self.store.replace_parameter(before, now)
 
     def change_ranks(self, rank: int, world_size: int, *, averaged: int) -> None:
-        """Go on among other ranks. The mean of what all ranks have yet to send stays what it was.
+        """Continue among other ranks. The mean of all ranks' unsent errors stays the same.
 
-        What shards remember is this rank's to send. Buckets are to be asked for anew.
+        The contents of shards are this rank's to send. Buckets must be requested again.
 
         Args:
-            rank: this process's among them.
-            world_size: how many there are.
-            averaged: how many of them take part with gradients of their own. The mean is over
-                these; what the others have yet to send counts, too.
+            rank: this process's new rank.
+            world_size: the new number of ranks.
+            averaged: the number of ranks with gradients of their own. The mean is over these; the
+                others' unsent errors count too.
         """
         self._buckets_change(list(self._buckets.values()))
         for memory in self._buckets.values():
@@ -141,7 +141,7 @@ class HookMemory:
         self.rank, self.world_size, self._averaged = rank, world_size, averaged
 
     def changing_tensors(self) -> list[Tensor]:
-        """All that a step changes of what is remembered of the buckets that there are."""
+        """All tensors of the present buckets that a step changes."""
         found: list[Tensor] = []
         for memory in self._memories_and_parts():
             found += memory.changing_tensors()
@@ -157,12 +157,12 @@ class HookMemory:
     def memory_of_bucket(
         self, parameters: Sequence[Tensor], index: int, prepare: Callable[[BucketMemory], None]
     ) -> BucketMemory:
-        """The memory of a bucket; a new one where it has other parameters than before.
+        """The memory of a bucket; a new one if the bucket has other parameters than before.
 
         Args:
-            parameters: the bucket's.
-            index: its number.
-            prepare: called with a new one.
+            parameters: the bucket's parameters.
+            index: the bucket's number.
+            prepare: called with a new memory.
 
         Raises:
             RuntimeError: there is none, and a CUDA graph captures the current stream.
@@ -201,23 +201,23 @@ class HookMemory:
         return BucketMemory(self, parameters, index)
 
     def bucket_memories(self) -> list[BucketMemory]:
-        """Those of the buckets that there are, in order."""
+        """The memories of the present buckets, in order."""
         return sorted(self._buckets.values(), key=lambda memory: memory.index)
 
     def count_step(self) -> None:
-        """Count a step that has been done on all ranks; under capture, each time it is replayed."""
+        """Count a step done on all ranks; during capture, count each of its replays."""
         for memory in self._buckets.values():
             memory.count_step()
         if self.replays.is_capturing:
             self.replays.capture()
-            return  # what is settled by numbers of steps cannot change in a graph
+            return  # choices by numbers of steps cannot change in a graph
         self._seen_steps += 1
         self._update_past()
         if self.on_step is not None:
             self.on_step(self)
 
     def _update_past(self) -> None:
-        if not all(self.past.values()):  # so that nothing waits for the device
+        if not all(self.past.values()):  # otherwise there is no need to wait for the device
             steps = self.steps
             for step in self.past:
                 self.past[step] = steps >= step
@@ -225,16 +225,16 @@ class HookMemory:
     # ---- the gradients' scale --------------------------------------------------------------------
 
     def make_loss_scale(self, device: torch.device) -> None:
-        """Make the tensor of the scale, before a compiler asks for it.
+        """Create the tensor of the scale, before a compiler needs it.
 
         Args:
-            device: of the gradients.
+            device: the gradients' device.
         """
         with torch.inference_mode(False):
             self.loss_scale = torch.full((), self.scale, dtype=torch.float32, device=device)
 
     def agree_on_scale(self, scale: float | None) -> float:
-        """The scale of the ranks that have one. All ranks must call this."""
+        """Return the scale of the ranks that have one. All ranks must call this."""
         own = [0.0, 0.0] if scale is None else [scale, 1.0]
         device = None if self.loss_scale is None else self.loss_scale.device
         summed = torch.tensor(own, dtype=torch.float64, device=device)
@@ -244,9 +244,9 @@ class HookMemory:
 
     @torch.no_grad()
     def change_scale(self, scale: float) -> None:
-        """Bring what is remembered as lost into the units of gradients of this scale.
+        """Convert errors to the units of gradients with this scale.
 
-        Before the first bucket of a step, and outside of compiled code.
+        Call it before the first bucket of a step, and outside compiled code.
         """
         if scale == self.scale:
             return
@@ -266,7 +266,7 @@ class HookMemory:
 
     @property
     def error_bytes(self) -> int:
-        """Bytes of what is remembered as lost, in the buckets that there are."""
+        """The number of bytes of errors in the present buckets."""
         return sum(
             tensor.numel() * tensor.element_size()
             for memory in self._memories_and_parts()
@@ -276,21 +276,21 @@ class HookMemory:
 
     @property
     def remembers_nothing(self) -> bool:
-        """Whether a state would have nothing."""
+        """Whether a state would be empty."""
         return self.is_empty
 
     @property
     def place(self) -> tuple[int, int]:
-        """This process's number among those that have states of one training, and how many."""
+        """This process's number among those with states of one training, and their number."""
         return (0, 1) if self.any_rank_loads else (self.rank, self.world_size)
 
     @property
     def own_key(self) -> str:
-        """Where a state has what is this process's own."""
+        """The key of this process's own part of a state."""
         return f"rank{self.place[0]}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as tensors and plain values, by the parameters' names."""
+        """Return everything as tensors and plain values, by parameter name."""
         own: dict[str, dict[str, Tensor]] = {}
         for kind, name, piece in self.store.named_pieces():
             own.setdefault(kind, {})[name] = piece.detach().clone()
@@ -317,11 +317,11 @@ class HookMemory:
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        """A :meth:`state_dict` that is to be loaded, as :meth:`load_state` takes it.
+        """Check a :meth:`state_dict` for :meth:`load_state`.
 
         Raises:
-            ValueError: it is none, of another number of ranks, of parameters that are not here or
-                have other shapes, or of a hook that remembers other things.
+            ValueError: it is no state, or belongs to another number of ranks, to other parameters
+                or shapes, or to a hook with another memory.
         """
         remembered = Remembered(
             own=self.store.kinds_of_pieces(),
@@ -334,11 +334,11 @@ class HookMemory:
         return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`check_state` has given. Buckets are to be asked for anew."""
+        """Load the result of :meth:`check_state`. Buckets must be requested again."""
         self.replays.memory_loaded(self.bucket_memories())
         self._buckets = WeakIdKeyDictionary()
         self._seen_steps = state["steps"] - self.replays.count()
-        self._set_scale(1.0)  # a state is of gradients that are not scaled
+        self._set_scale(1.0)  # a state belongs to unscaled gradients
         for step in self.past:
             self.past[step] = state["steps"] >= step
         own = state[f"rank{self.place[0]}"]
@@ -355,7 +355,7 @@ class HookMemory:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookMemory:
-        return HookMemory()  # a copy of a hook remembers nothing: its parameters are others
+        return HookMemory()  # a copied hook has no memory: its parameters differ
 
     def __reduce__(self) -> tuple[type[HookMemory], tuple[()]]:
         return HookMemory, ()

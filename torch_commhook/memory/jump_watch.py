@@ -1,4 +1,4 @@
-"""Notices a scale of the loss that a hook was not told of, by the size of its gradients."""
+"""Detects a scale of the loss that a hook does not know, by the size of its gradients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 
 _log = logging.getLogger(__name__)
 
-#: Steps before a jump, and as many after it, that are compared.
+#: The number of steps before a jump, and after it, that are compared.
 _STEPS = 8
 
-#: Values of a gradient whose norm stands for all.
+#: The number of values of a gradient whose norm represents all.
 _SAMPLE = 1024
 
-#: Octaves from the nearest power of two: for a jump by one or two octaves, and by more.
+#: The tolerance in octaves from a power of two: for a jump by one or two octaves, and by more.
 _TOLERANCES = 0.2, 0.4
 
-#: The part of a jump that must lie between two steps.
+#: The minimum part of a jump between two consecutive steps.
 _MOST = 0.7
 
 
@@ -32,21 +32,21 @@ class Event(Protocol):
     """An event, such as ``torch.cuda.Event``, that says whether earlier work is done."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Whether the work is done."""
 
 
 class JumpWatch:
     """Warns once if a rank's gradients become 2**k times as large between two steps, and stay so.
 
-    Training alone seldom does that. In each step the watch takes the norm of a sample of bucket 0.
-    It compares the norms of 8 steps with those of the 8 steps that follow. A jump counts if it is
-    close to a power of two, if most of it lies between two steps, and if the norms of either side
-    vary by less than half of it. On CUDA the watch never waits: it reads a norm in the first later
-    step that finds it on the host.
+    Training itself seldom does this. In each step the watch takes the norm of a sample of bucket 0.
+    It compares the norms of 8 steps with those of the next 8. A jump counts under three conditions:
+    it is close to a power of two; most of it is between two consecutive steps; and the norms on
+    either side vary by less than half of it. On CUDA the watch never waits: it reads a norm in the
+    first later step in which the norm is on the host.
 
     Args:
-        hook: its name, for the message.
-        keeps_error: whether the hook remembers errors; it clips otherwise.
+        hook: the hook's name, for the message.
+        keeps_error: whether the hook remembers errors; otherwise it clips.
     """
 
     def __init__(self, hook: str, *, keeps_error: bool) -> None:
@@ -66,7 +66,7 @@ class JumpWatch:
         if sample is None:
             return
         looked_at = id(bucket.first_parameter()), bucket.numel()
-        if looked_at != self._looked_at:  # buckets were formed anew
+        if looked_at != self._looked_at:  # buckets were rebuilt
             self._looked_at = looked_at
             self._octaves.clear()
             self._on_the_way.clear()
@@ -82,11 +82,11 @@ class JumpWatch:
             self._note(read)
 
     def read_when_come(self, norm: Tensor, event: Event | None) -> list[float]:
-        """The norms of this and earlier steps that have come to the host since the last call.
+        """Read the norms of this and earlier steps that have reached the host since the last call.
 
         Args:
             norm: of no dimension, on the host.
-            event: has a ``query()`` that says whether ``norm`` has come; None if it has.
+            event: its ``query()`` tells whether ``norm`` has arrived; None if it has.
         """
         self._on_the_way.append((norm, event))
         found = []
@@ -99,7 +99,7 @@ class JumpWatch:
         return found
 
     def _note(self, norm: float) -> None:
-        if not 0.0 < norm < math.inf:  # no gradient, or one that overflowed
+        if not 0.0 < norm < math.inf:  # no gradient, or an overflow
             return
         self._octaves.append(math.log2(norm))
         jump = self._jump()
@@ -119,7 +119,7 @@ class JumpWatch:
         )
 
     def _jump(self) -> int | None:
-        """By how many octaves gradients jumped ``_STEPS`` steps ago, if they did."""
+        """By how many octaves gradients jumped ``_STEPS`` steps ago, or None."""
         if len(self._octaves) < 2 * _STEPS:
             return None
         octaves = list(self._octaves)

@@ -12,7 +12,7 @@ class KeptMemory:
     """Copies of a hook's memory.
 
     Args:
-        memory: of the hook, at the moment.
+        memory: the hook's memory to copy.
     """
 
     def __init__(self, memory: HookMemory) -> None:
@@ -23,6 +23,6 @@ class KeptMemory:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores the memory."""
+        """Restore the memory."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)

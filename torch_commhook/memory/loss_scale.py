@@ -1,4 +1,4 @@
-"""The scale of mixed precision, which multiplies the gradients that a hook gets."""
+"""The scale of mixed precision, which is a factor of a hook's gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Scaler(Protocol):
     """Scales a loss, such as ``torch.amp.GradScaler``."""
 
     def get_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
 
 
 def checked_scale(scaler: Scaler) -> float:
-    """:func:`scale_of` for what a user gives.
+    """The scale of a user's scaler; as :func:`scale_of`.
 
     Raises:
-        TypeError: it is no ``torch.amp.GradScaler``, nor has its ``get_scale()``.
+        TypeError: it is no ``torch.amp.GradScaler``, and has no ``get_scale()``.
         ValueError: its scale is not positive and finite.
     """
     if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
@@ -34,14 +34,14 @@ def checked_scale(scaler: Scaler) -> float:
 
 
 def scale_of(scaler: Scaler, who: str) -> float:
-    """What the next gradients are multiplied by. Waits for the device where that holds the scale.
+    """The factor of the next gradients. Waits for the device if that holds the scale.
 
     Args:
-        scaler: what was given to ``attach``.
-        who: who asks, for the message.
+        scaler: the argument of ``attach``.
+        who: the caller, for the message.
 
     Raises:
-        TypeError: ``get_scale()`` gives no number.
+        TypeError: ``get_scale()`` returns no number.
         ValueError: the scale is not positive and finite.
     """
     given = scaler.get_scale()

@@ -1,4 +1,4 @@
-"""One state of what the hooks of all ranks remember, from those of each."""
+"""Merges the states of all ranks' hooks into one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch_commhook.memory.state_values import shown
 
 
 def merged_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A state that each of the ranks can load.
+    """Merge states into one that each rank can load.
 
     Args:
-        states: of all ranks. What several have under a name must be the same, but for tensors, of
-            which the first one is taken: these are the ranks' alike.
+        states: the states of all ranks. Plain values under the same name must be equal. Of tensors
+            the first is taken: they are equal on all ranks.
 
     Raises:
         RuntimeError: plain values differ.
@@ -35,13 +35,14 @@ def _add(merged: dict[str, Any], state: dict[str, Any], where: str) -> None:
             continue
         elif merged[key] != value:
             raise RuntimeError(
-                f"HookHandle.state_dict: the ranks' '{path}' must be the same to be in one state, "
-                f"got {shown(merged[key])} and {shown(value)}; a state of each rank has its own"
+                f"HookHandle.state_dict: the ranks' '{path}' must be the same for one state of "
+                f"all ranks, got {shown(merged[key])} and {shown(value)}; save each rank's state "
+                "instead"
             )
 
 
 def on_the_host(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors in the host's memory, each in memory of its own."""
+    """Copy a state, with its tensors in host memory."""
     return {
         key: on_the_host(value)
         if isinstance(value, dict)

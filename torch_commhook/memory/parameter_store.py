@@ -1,4 +1,4 @@
-"""Stores a hook's memory of each parameter, whatever bucket the parameter is in."""
+"""Stores a hook's memory of each parameter, independent of the parameter's bucket."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _TABLES = ("_names", "_pieces", "_shared", "_loaded_shards", "_choices")
 
 
 class ParameterStore:
-    """What a hook remembers of a model's parameters, by parameter and kind.
+    """A hook's memory of a model's parameters, by parameter and kind.
 
     It keeps no parameter alive.
 
     Attributes:
-        allowed_choices: by kind, the numbers that may be settled for a bucket.
+        allowed_choices: by kind, the numbers that may be chosen for a bucket.
     """
 
     def __init__(self) -> None:
         self._names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        # By parameter, then by kind; a piece is one of a bucket's tensor.
+        # By parameter, then by kind; a piece belongs to a bucket's tensor.
         self._pieces: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
         self._shared: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakIdKeyDictionary()
         self._loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
         self._choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
         self.allowed_choices: dict[str, tuple[int, ...]] = {}
-        self._placeholders: list[Tensor] = []  # for parameters that were released
+        self._placeholders: list[Tensor] = []  # for released parameters
 
     # ---- parameters and their names --------------------------------------------------------------
 
@@ -44,11 +44,11 @@ class ParameterStore:
             self._names[parameter] = name
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters that have names, as long as they live."""
+        """The parameters that have names, while they exist."""
         return [(name, parameter) for parameter, name in self._names.items()]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
-        """Their names, where all are known."""
+        """The parameters' names, if all are known."""
         names = [self._names.get(parameter) for parameter in parameters]
         known = [name for name in names if name is not None]
         return known if len(known) == len(names) else None
@@ -58,10 +58,10 @@ class ParameterStore:
         return any(parameter in self._names for parameter in parameters)
 
     def release_parameters(self) -> dict[int, Tensor]:
-        """Keep what is remembered, and no parameter: a weak reference is in swap_tensors' way.
+        """Keep the memory, and release all parameters: a weak reference prevents swap_tensors.
 
         Returns:
-            What stands for each of them from here on, by its id: a tensor of one element, expanded.
+            The placeholder of each parameter, by its id: a tensor of one element, expanded.
         """
         placeholders = {
             id(p): torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
@@ -76,20 +76,20 @@ class ParameterStore:
         return placeholders
 
     def replace_parameter(self, before: Tensor, now: Tensor) -> None:
-        """What is remembered of a parameter is of another tensor from here on."""
+        """Let another tensor have a parameter's memory from now on."""
         for table in _TABLES:
             values = getattr(self, table)
             if before in values:
                 values[now] = values.pop(before)
 
-    # ---- pieces of buckets' tensors, of this rank's own ------------------------------------------
+    # ---- pieces of buckets' tensors, this rank's own ---------------------------------------------
 
     def piece(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """A parameter's piece of the tensor of a kind, in its bucket."""
+        """A parameter's piece of its bucket's tensor of a kind."""
         return self._pieces.get(parameter, {}).get(kind)
 
     def move_piece(self, parameter: Tensor, kind: str, piece: Tensor) -> None:
-        """Let ``piece`` be the parameter's from here on, with what it had before."""
+        """Let ``piece`` be the parameter's piece from now on, with the earlier contents."""
         pieces = self._pieces.setdefault(parameter, {})
         before = pieces.get(kind)
         if before is not None:
@@ -99,14 +99,14 @@ class ParameterStore:
     def add_lost(
         self, parameter: Tensor, kind: str, lost: Tensor, factor: int, *, begin: int = 0
     ) -> None:
-        """Add what a shard has lost of a parameter to what is remembered of it, where that is.
+        """Add a shard's errors of a parameter to the parameter's error memory, if there is one.
 
         Args:
             parameter: the parameter.
-            kind: of the shard.
-            lost: flat, in the order of a bucket.
-            factor: ``lost`` is multiplied by it.
-            begin: the parameter's element that ``lost`` begins with.
+            kind: the shard's kind.
+            lost: the errors, flat, in a bucket's order.
+            factor: the factor of ``lost``.
+            begin: the parameter's element at which ``lost`` begins.
         """
         piece = self.piece(parameter, FOLDED_INTO[kind])
         if piece is not None:
@@ -114,7 +114,7 @@ class ParameterStore:
             add_to_error(flat[begin : begin + len(lost)], lost, factor)
 
     def rescale_errors(self, factor: float) -> None:
-        """Multiply all that is remembered as lost, but for what lies in shards."""
+        """Multiply all errors, except those in shards."""
         for pieces in self._pieces.values():
             if ERROR in pieces:
                 multiply_error(pieces[ERROR], factor)
@@ -122,47 +122,47 @@ class ParameterStore:
             for shard in loaded.values():
                 multiply_error(shard, factor)
 
-    # ---- tensors that all ranks have alike -------------------------------------------------------
+    # ---- tensors that are equal on all ranks -----------------------------------------------------
 
     def shared(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """The parameter's own tensor of a kind, if there is one."""
+        """The parameter's own tensor of a kind, or None."""
         return self._shared.get(parameter, {}).get(kind)
 
     def shared_or_made(
         self, parameter: Tensor, kind: str, make: Callable[[], Tensor | None]
     ) -> Tensor | None:
-        """The parameter's own tensor of a kind; made where there is none."""
+        """The parameter's own tensor of a kind; created if there is none."""
         tensors = self._shared.setdefault(parameter, {})
         if kind not in tensors:
             tensors[kind] = make()
         return tensors[kind]
 
     def set_shared(self, parameter: Tensor, kind: str, tensor: Tensor) -> None:
-        """Let ``tensor`` be the parameter's own of a kind from here on."""
+        """Let ``tensor`` be the parameter's own of a kind from now on."""
         self._shared.setdefault(parameter, {})[kind] = tensor
 
-    # ---- numbers that were settled for buckets ---------------------------------------------------
+    # ---- numbers that were chosen for buckets ----------------------------------------------------
 
     def set_choice(self, parameter: Tensor, kind: str, value: int) -> None:
-        """Keep a number that was settled for a parameter's bucket."""
+        """Store a number that was chosen for a parameter's bucket."""
         self._choices.setdefault(parameter, {})[kind] = value
 
     def choice(self, parameter: Tensor, kind: str, default: int) -> int:
-        """A number that was settled for a parameter's bucket."""
+        """A number that was chosen for a parameter's bucket."""
         return self._choices.get(parameter, {}).get(kind, default)
 
     # ---- shards of a state, before there are buckets ---------------------------------------------
 
     def loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """What was loaded of a kind of shard: flat, an element for each of the parameter's."""
+        """The loaded shards of a kind: flat, one element for each of the parameter's."""
         return self._loaded_shards.get(parameter, {}).get(kind)
 
     def pop_loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
-        """:meth:`loaded_shard`, which is then kept no longer."""
+        """Return and remove :meth:`loaded_shard`."""
         return self._loaded_shards.get(parameter, {}).pop(kind, None)
 
     def add_loaded_shards_to_errors(self, parameters: Sequence[Tensor], world_size: int) -> None:
-        """Put what was loaded of shards where it belongs, where the hook has no such shards."""
+        """Add loaded shards to the parameters' errors, if the hook has no such shards."""
         for parameter in parameters:
             for kind, loaded in self._loaded_shards.pop(parameter, {}).items():
                 factor = 1 if kind == "node_error" else world_size
@@ -171,15 +171,15 @@ class ParameterStore:
     # ---- state -----------------------------------------------------------------------------------
 
     def kinds_of_pieces(self) -> set[str]:
-        """The kinds that some parameter has a piece of."""
+        """The kinds of pieces that parameters have."""
         return {kind for pieces in self._pieces.values() for kind in pieces}
 
     def named_pieces(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, parameter's name, and piece."""
+        """Kind, parameter name, and piece."""
         return self._named(self._pieces)
 
     def named_shared(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that all ranks have alike, by kind and parameter's name."""
+        """The tensors that are equal on all ranks, by kind and parameter name."""
         found: dict[str, dict[str, Tensor]] = {}
         for kind, name, tensor in self._named(self._shared):
             if tensor is not None:
@@ -187,7 +187,7 @@ class ParameterStore:
         return found
 
     def named_choices(self) -> dict[str, dict[str, int]]:
-        """The numbers that were settled, by kind and parameter's name."""
+        """The chosen numbers, by kind and parameter name."""
         found: dict[str, dict[str, int]] = {}
         for kind, name, number in self._named(self._choices):
             found.setdefault(kind, {})[name] = number
@@ -204,12 +204,12 @@ class ParameterStore:
         shared: Mapping[str, Mapping[str, Tensor]],
         choices: Mapping[str, Mapping[str, int]],
     ) -> None:
-        """Forget what is remembered, and go on from copies of what a state has.
+        """Replace the memory by copies of a state's tensors.
 
         Args:
-            own: this rank's pieces and shards, by kind and parameter's name.
-            shared: what all ranks have alike, likewise.
-            choices: numbers that were settled, likewise.
+            own: this rank's pieces and shards, by kind and parameter name.
+            shared: tensors that are equal on all ranks, likewise.
+            choices: chosen numbers, likewise.
         """
         by_name = dict(self.named_parameters())
         self._pieces = WeakIdKeyDictionary()
@@ -233,7 +233,7 @@ class ParameterStore:
 
 
 def multiply_error(error: Tensor, factor: float) -> None:
-    """Multiply what is remembered as lost, in place; it stays finite."""
+    """Multiply errors in place; they stay finite."""
     if factor != 1.0:
         most = torch.finfo(error.dtype).max
         error.mul_(min(factor, most)).clamp_(-most, most)

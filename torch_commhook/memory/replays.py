@@ -1,4 +1,4 @@
-"""Steps that CUDA graphs replay, of which the host sees nothing."""
+"""Steps that CUDA graphs replay, invisible to the host."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch_commhook.collectives.streams import has_streams, is_capturing
 class Replays:
     """Counts the steps of a hook that CUDA graphs have run.
 
-    A step that a graph captures runs no code of Python when it is replayed. So the captured step
-    adds 1 to a tensor on the device, and the host reads that where somebody asks.
+    A replayed step runs no Python code. So the captured step adds 1 to a tensor on the device, and
+    the host reads it when needed.
     """
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._counter: Tensor | None = None
         self._has_captured = False
-        self._before = 0  # of graphs that captured memory which is in use no more
-        # Their counters, what these must stay at, and the memory, which a replay still writes.
+        self._before = 0  # of graphs whose captured memory is no longer in use
+        # Their counters, the values that these must keep, and the memory that replays still write.
         self._stale: list[tuple[Tensor, int, object]] = []
 
     def prepare(self, device: torch.device) -> None:
-        """Make the tensor, outside of captures: a graph must not own it."""
+        """Create the tensor, outside of captures: a graph must not own it."""
         if self._counter is None and has_streams(device):
             self._device = device
             with torch.inference_mode(False):
@@ -39,7 +39,7 @@ class Replays:
         """Let the graph that captures the current stream count each replay.
 
         Raises:
-            RuntimeError: the hook has not been prepared for captures.
+            RuntimeError: the hook was not prepared for captures.
         """
         if self._counter is None:
             raise RuntimeError(
@@ -50,7 +50,7 @@ class Replays:
         self._has_captured = True
 
     def count(self) -> int:
-        """How many there have been. Waits for the device where a graph has captured a step.
+        """Return the number of replays. Waits for the device if a graph has captured a step.
 
         Raises:
             RuntimeError: a graph writes memory that the hook no longer uses.
@@ -58,29 +58,29 @@ class Replays:
         for counter, value, _ in self._stale:
             if int(counter) != value:
                 raise RuntimeError(
-                    "torch_commhook: a CUDA graph was replayed that captured what the hook "
-                    "remembered before a state was loaded or buckets were formed anew; what it "
-                    "remembers now does not have those steps. Capture the graph anew"
+                    "torch_commhook: a CUDA graph was replayed that had captured the hook's memory "
+                    "before a state was loaded or buckets were rebuilt; the present memory "
+                    "misses those steps. Capture the graph again"
                 )
         if self._counter is None or not self._has_captured:
             return self._before
         return self._before + int(self._counter)
 
     def memory_loaded(self, before: object) -> None:
-        """What the hook remembers is another training's: it lacks nothing of earlier replays.
+        """Note that memory of another training was loaded; earlier replays do not belong to it.
 
         Args:
-            before: what holds the tensors in which it remembered.
+            before: the object with the old memory's tensors.
         """
         self.memory_replaced(before)
         self._stale = [(counter, int(counter), kept) for counter, _, kept in self._stale]
 
     def memory_replaced(self, before: object) -> None:
-        """The hook remembers in other tensors from here on: graphs must be captured anew.
+        """Note that the hook uses other tensors from now on: graphs must be captured again.
 
         Args:
-            before: what holds the tensors that it leaves. Graphs that were captured may still be
-                replayed, so these tensors stay.
+            before: the object with the old tensors. Captured graphs may still be replayed, so these
+                tensors stay.
         """
         if self._counter is None or not self._has_captured:
             return
@@ -93,7 +93,7 @@ class Replays:
 
 
 def cannot_be_captured(what: str, why: str) -> RuntimeError:
-    """The error of a hook whose steps change with what the host counts."""
+    """The error of a hook whose steps change with a count on the host."""
     return RuntimeError(
         f"{what}: a CUDA graph cannot capture its steps: {why}, and replays run nothing on the host"
     )

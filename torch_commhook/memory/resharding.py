@@ -1,4 +1,4 @@
-"""States of a hook's memory for another number of ranks."""
+"""Converts states of a hook's memory to another number of ranks."""
 
 from __future__ import annotations
 
@@ -37,44 +37,43 @@ _MOST_RANKS = 1 << 20
 _OF_RANKS_APART = (PARAMETERS, MEANS)
 
 
-@torch.inference_mode(False)  # inside, states would be no use elsewhere
-# Over 80 lines: the docstring tells each argument and error.
+@torch.inference_mode(False)  # states made in inference mode could not be used outside it
+# Over 80 lines: the docstring describes each argument and error.
 def reshard_states(
     states: Sequence[dict[str, Any]] | dict[str, Any],
     world_size: int,
     *,
     shards: int | None = None,
 ) -> list[dict[str, Any]]:
-    """States for another number of ranks, from those of all ranks.
+    """Convert the states of all ranks to another number of ranks.
 
-    What the ranks have yet to send is sent all the same: the mean of their error memories stays.
-    With fewer ranks, the memories of rank r, r + W, r + 2 W, and so on are added up; with more, the
-    new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
-    ranks then. What ranks have lost of the sums that they encode goes into these memories. Ranks
-    that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
-    parameters; what has come of an exchange under way they apply when its time comes.
+    No unsent error is lost: the mean of the ranks' error memories stays the same. With fewer ranks,
+    the memories of rank r, r + W, r + 2 W, and so on are added. With more ranks, additional ones
+    begin with empty memory. Each memory is scaled by new ranks / old ranks, since the mean is then
+    over other ranks. Errors of sums that ranks encode are added to these memories. Ranks that are
+    apart (:class:`torch_commhook.hooks.local_sgd`) continue from the mean of their parameters; they
+    apply the arrived means of a running exchange when it is due.
 
-    On sharded models a hook remembers whole gradients where it takes part in the reduce-scatters;
-    the same holds then. Across replicas it remembers those of its shard: the ranks of a replica
-    together have whole ones, to which all this applies, and which are cut again. So are the
-    anchor, its momentum and the parameters of ranks that are apart. Factors of matrices begin anew
-    on other shards.
+    On sharded models, a hook in the reduce-scatters remembers whole gradients, and the same holds.
+    A hook across replicas remembers its shard: the ranks of a replica together have whole memories,
+    to which all this applies, and which are divided again. So are the anchor, its momentum and the
+    parameters of ranks that are apart. Factors of matrices restart on other shards.
 
     Args:
-        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank; or what
-            ``state_dict(gather=True)`` gave. On a mesh of replicas and shards those of a replica
-            follow one another.
-        world_size: ranks that are to go on.
-        shards: into how many shards a hook's memory is to be cut, where it is to average across
-            replicas: ranks of a replica. 1 for all other models. None for as many as before.
+        states: the states from ``HookHandle.state_dict()`` of each rank, in rank order; or from
+            ``state_dict(gather=True)``. On a mesh of replicas and shards the states of a replica
+            are consecutive.
+        world_size: the new number of ranks.
+        shards: the number of shards of the new memory, for a hook across replicas: the ranks of a
+            replica. 1 for all other models. None keeps the number.
 
     Returns:
-        For each of the new ranks, what it is to load.
+        The state of each new rank.
 
     Raises:
-        TypeError: no list of states, or no number of ranks.
-        ValueError: the states are not those of all ranks of one training, no rank is to go on, or
-            the states are of a hierarchical hook: what that remembers belongs to nodes.
+        TypeError: ``states`` is no list of states, or a number is no int.
+        ValueError: the states are not those of all ranks of one training; ``world_size`` is out of
+            range; or the states are of a hierarchical hook, whose memory belongs to nodes.
 
     Example:
         >>> def train(rank):
@@ -111,8 +110,8 @@ def reshard_states(
         )
     if isinstance(states[0], dict) and PARTS in states[0]:
         raise ValueError(
-            "reshard_states: states of models with tensor parallelism are for the ranks that they "
-            "are of"
+            "reshard_states: states of models with tensor parallelism fit only the number of ranks "
+            "that has saved them"
         )
     if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
         beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]
@@ -165,7 +164,7 @@ def _of_shard_hook(state: Any, rank: int) -> Any:
 def _reshard_shards(
     states: Sequence[dict[str, Any]], world_size: int, shards: int | None
 ) -> list[dict[str, Any]]:
-    """:func:`reshard_states`, where parameters are, or are to be, in shards."""
+    """Convert states of sharded parameters, or to sharded parameters; as :func:`reshard_states`."""
     for rank, state in enumerate(states):
         _own_tensors(state, rank)
         _check_alike(state, states[0], rank)
@@ -175,7 +174,7 @@ def _reshard_shards(
         raise _error(f"world_size must be a multiple of {shards} shards, got {world_size}")
     whole = reshard_states(whole_states(states, _error), world_size // shards)
     made = cut_states(whole, shards, states[0], _error)
-    if shards == before:  # what the replicas of a shard have alike, such as factors, stays
+    if shards == before:  # tensors that the replicas of a shard share, such as factors, stay
         for rank, state in enumerate(made):
             key = shared_key(rank % shards)
             state[key] = states[rank % shards].get(key, {})
@@ -223,7 +222,7 @@ def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
 
 
 def _first_wrong(kinds: object) -> str:
-    """Where what is to be tensors by kind and parameter is something else."""
+    """The place in a state where tensors by kind and parameter are expected and missing."""
     if not isinstance(kinds, dict):
         return shown(kinds)
     for kind, tensors in kinds.items():
@@ -236,7 +235,7 @@ def _first_wrong(kinds: object) -> str:
 
 
 def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> None:
-    """Refuse what all ranks have alike where it is not of its form, or a round of its own."""
+    """Refuse a common part that has another form, or another round, than the first rank's."""
     which = f"states[{rank}]: its "
     if not is_number(state.get("version"), VERSION):
         raise _error(f"{which}version must be {VERSION}, got {shown(state.get('version'))}")
@@ -260,7 +259,7 @@ def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> Non
 
 
 def _check_shapes(own: Sequence[dict[str, dict[str, Tensor]]], rank: int) -> None:
-    """Refuse tensors of a rank that do not fit those of the first, or those they go into."""
+    """Refuse tensors of a rank that do not fit the first rank's, or their sums."""
     for kind, tensors in own[rank].items():
         firsts = own[0][kind]
         if kind in _OF_RANKS_APART and tensors.keys() != firsts.keys():
@@ -288,15 +287,15 @@ def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: i
         for kind, tensors in kinds.items():
             if kind.startswith("node_"):
                 raise ValueError(
-                    "reshard_states: what hierarchical hooks remember belongs to nodes, which "
-                    "another number of ranks has not"
+                    "reshard_states: hierarchical hooks' memory belongs to nodes, which "
+                    "another number of ranks does not have"
                 )
             if kind in _OF_RANKS_APART:
                 for each in found:
                     _add_mean(each.setdefault(kind, {}), tensors, own[0][kind], len(own))
                 continue
             into = FOLDED_INTO.get(kind)
-            # A sum's own loss counts as often as there are ranks.
+            # A sum's own error counts as often as there are ranks.
             factor = world_size if into else world_size / len(own)
             target = found[rank % world_size].setdefault(into or kind, {})
             for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
-"""Finds the scaler of mixed precision that a hook was not told of.
+"""Detects a scaler of mixed precision that a hook does not know.
 
-A scaler calls the optimizer's step(): a hook on all optimizers finds it among its callers. That
-costs a microsecond in a step.
+A scaler calls the optimizer's step(): a hook on all optimizers finds it among the callers. This
+costs a microsecond per step.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _log = logging.getLogger(__name__)
 
 _OPTIMIZER_FILE = register_optimizer_step_pre_hook.__code__.co_filename
 
-#: Of the scaler's methods, one of which calls an optimizer's ``step()``.
+#: The scaler's methods, one of which calls an optimizer's ``step()``.
 _STEPS = frozenset(
     method.__code__
     for method in (GradScaler.step, getattr(GradScaler, "_maybe_opt_step", None))
     if method is not None
 )
-#: Between those and the optimizer's hooks: what wraps ``step()``, such as a scheduler.
+#: Functions between these and the optimizer's hooks: wrappers of ``step()``, such as a scheduler's.
 _MOST_FRAMES = 16
 
 
 class ScaledHook(Protocol):
-    """A hook that is attached to a model, and minds what its gradients are scaled by.
+    """An attached hook that depends on the scale of its gradients.
 
     Attributes:
-        name: for the message.
-        memory: what it remembers of the model.
-        keeps_error: whether it remembers what it has lost of gradients; it clips otherwise.
+        name: the hook's name, for the message.
+        memory: its memory of the model.
+        keeps_error: whether it remembers errors of gradients; otherwise it clips.
     """
 
     name: str
@@ -55,33 +55,33 @@ _handles: list[RemovableHandle] = []
 
 
 def watch_for_scaler(attached: ScaledHook) -> None:
-    """Say once, in the log, where a scaler turns up that the hook was not told of."""
+    """Warn once, in the log, if a scaler appears that the hook does not know."""
     if attached not in _watched:
         _watched.add(attached)
-        # Of a model that goes away with its hook on.
+        # Of a freed model with an attached hook.
         weakref.finalize(attached, _remove_unneeded_step_hook).atexit = False
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def stop_watching_for_scaler(attached: ScaledHook) -> None:
-    """Look for scalers no more, where a hook is taken off."""
+    """Stop watching for a removed hook."""
     _watched.discard(attached)
     _remove_unneeded_step_hook()
 
 
 @left_to_python
 def _remove_unneeded_step_hook() -> None:
-    """Take the hook off all optimizers, where nothing is left to look for."""
-    # The garbage collector may come here while an optimizer iterates over its hooks.
-    if not list(_watched) and not is_inside(_OPTIMIZER_FILE):  # a set may count what is just going
+    """Remove the hook from all optimizers, if nothing is left to watch."""
+    # The garbage collector may call this while an optimizer iterates over its hooks.
+    if not list(_watched) and not is_inside(_OPTIMIZER_FILE):  # a set may count a dying object
         while _handles:
             _handles.pop().remove()
 
 
 @left_to_python
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # A compiler that traces step() would break its graph at this.
+    # A compiler that traces step() would break its graph here.
     if torch.compiler.is_compiling() or not _scaler_calls():
         return
     own = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""Float tensors that the buckets of a model lend each other."""
+"""Float tensors that the buckets of a model share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class Scratch:
-    """Tensors for one call each, and for the next call of whatever bucket.
+    """Tensors for one call each; afterwards the next call of any bucket reuses them.
 
-    There are as many as buckets were under way at once. Any thread may take and give.
+    There are as many as buckets that were processed at once. Any thread may take and give.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor of at least ``numel`` elements with undefined contents."""
+        """Return a flat tensor of at least ``numel`` elements with undefined contents."""
         try:
             kept = self._free.pop()
         except IndexError:
@@ -24,9 +24,9 @@ class Scratch:
         if kept is not None and kept.numel() >= numel:
             if kept.dtype == dtype and kept.device == device:
                 return kept
-        with torch.inference_mode(False):  # or no other call could write to it
+        with torch.inference_mode(False):  # otherwise no other call could write to it
             return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, tensor: Tensor) -> None:
-        """Let others have a tensor that :meth:`take` gave."""
+        """Return a tensor of :meth:`take`, so that others can use it."""
         self._free.append(tensor)

@@ -1,4 +1,4 @@
-"""A bucket of which each rank gets a shard."""
+"""A bucket of whose sum each rank gets a shard."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 class ShardedBucket(BucketWithMemory):
     """Gradients of sharded parameters, which a reduce-scatter is to sum over the ranks.
 
-    Its buffer has as many elements for each rank, in order of rank: that rank's shard of each
-    parameter, one after another, with padding where a parameter's rows do not divide evenly.
+    Its buffer has equally many elements for each rank, in rank order: that rank's shard of each
+    parameter, one after another, with padding if a parameter's rows do not divide evenly.
 
     Args:
-        parameters: for each rank and parameter a stand-in of the shard's shape. Their values mean
-            nothing.
-        memory: what the hook remembers of the bucket.
-        shard: written: this rank's share of the sum, of ``numel() // ranks`` elements.
-        scale: what the sum is multiplied by.
-        op: the same as an operation of the process group's.
+        parameters: for each rank and parameter a placeholder with the shard's shape. Its values are
+            meaningless.
+        memory: the hook's memory of the bucket.
+        shard: memory for this rank's share of the sum, ``numel() // ranks`` elements. Written.
+        scale: the factor of the sum.
+        op: the same as an operation of the process group.
         settings: the other arguments of :class:`torch_commhook.GradBucket`.
     """
 

@@ -1,4 +1,4 @@
-"""A hook's memory where a model's parameters are sharded."""
+"""A hook's memory for a model with sharded parameters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from torch_commhook.memory.states import ERROR, FOLDED_INTO, Remembered, checked
 
 
 class UnshardedMemory(HookMemory):
-    """Memory of whole gradients, of whose sum each rank gets its shard.
+    """Memory of whole gradients, when each rank gets its shard of their sum.
 
-    A bucket has its elements by rank: a parameter's gradient is in as many pieces as there are
-    shards. A state has whole parameters, as where they are not sharded.
+    A bucket's elements are ordered by rank: a parameter's gradient has one piece per shard. A state
+    has whole parameters, as without shards.
 
     Attributes:
-        replica: which of the replicas this rank belongs to, and how many there are.
+        replica: the number of this rank's replica, and the number of replicas.
         part: this rank's position in tensor parallelism, and the number of positions.
     """
 
@@ -49,11 +49,11 @@ class UnshardedMemory(HookMemory):
         )
 
     def set_sharded(self, parameters: Sequence[ShardedParameter], *, rank: int) -> None:
-        """Name the model's parameters, and say which rank this is.
+        """Set the model's parameters with their names, and this rank.
 
         Args:
-            parameters: sharded over equally many ranks.
-            rank: of this process among them.
+            parameters: the parameters, sharded over equally many ranks.
+            rank: this process's rank among these.
         """
         self._parameters = {each.name: each for each in parameters}
         self._shards = {each.name: each.stand_ins() for each in parameters}
@@ -81,7 +81,7 @@ class UnshardedMemory(HookMemory):
         return part_key(super().own_key, self.part)
 
     def shards_of(self, names: Sequence[str]) -> list[Tensor]:
-        """What stands for some parameters' shards in a bucket: by rank, then by parameter."""
+        """Placeholders of parameters' shards in a bucket: by rank, then by parameter."""
         found = [self._shards[name] for name in names]
         return [each[rank] for rank in range(self.world_size) for each in found]
 
@@ -89,7 +89,7 @@ class UnshardedMemory(HookMemory):
         return BucketMemory(self, parameters, index, is_sharded=True)
 
     def clear_padding(self, memory: BucketMemory) -> None:
-        """Forget what was lost of padding, which is no gradient's."""
+        """Set errors of padding to zero; they belong to no gradient."""
         error = memory.tensors.get(ERROR)
         if error is None:
             return
@@ -109,7 +109,7 @@ class UnshardedMemory(HookMemory):
         offsets, lengths = memory.layout.offsets, memory.layout.lengths
         for stand_in, offset, length in zip(memory.parameters, offsets, lengths, strict=True):
             parameter, number = place_of[id(stand_in)]
-            if parameter.dim == 0:  # others are cut evenly
+            if parameter.dim == 0:  # others divide evenly
                 rows = parameter.shard_shape[0]
                 begin = length // max(rows, 1) * parameter.rows_of(number)
                 if begin < length:
@@ -162,7 +162,7 @@ class UnshardedMemory(HookMemory):
     def load_state(self, state: dict[str, Any]) -> None:
         key = super().own_key
         own = {kind: dict(tensors) for kind, tensors in state[key].items()}
-        # What a rank had lost of sums that it encoded, where parameters were not sharded.
+        # A rank's errors of sums that it encoded when parameters were not sharded.
         for kind in [kind for kind in own if kind in FOLDED_INTO]:
             for name, lost in own.pop(kind).items():
                 shape = self._parameters[name].shape
@@ -195,13 +195,13 @@ class UnshardedMemory(HookMemory):
 class ReplicaMemory(HookMemory):
     """Memory of shards' gradients, which are averaged across replicas.
 
-    Ranks that have other shards remember other things: a state is of a rank among all.
+    Ranks with other shards have other memory: each state belongs to one rank of all.
 
     Attributes:
-        shard: which of the shards this rank has, and how many there are.
-        part: as that of :class:`UnshardedMemory`.
-        parameters: the model's.
-        beside: the memory of the hook in the reduce-scatters, where there is one.
+        shard: the number of this rank's shard, and the number of shards.
+        part: as for :class:`UnshardedMemory`.
+        parameters: the model's parameters.
+        beside: the memory of the hook in the reduce-scatters, or None.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class ReplicaMemory(HookMemory):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), SHARDS: shards_entry(self.parameters, self.shard[1])}
-        if self.shard[1] > 1:  # what the replicas of one shard have alike, others have not
+        if self.shard[1] > 1:  # the replicas of one shard share entries that other shards lack
             state[shared_key(self.shard[0])] = state["shared"]
             state[choices_key(self.shard[0])] = state["choices"]
             state["shared"], state["choices"] = {}, {}
@@ -257,7 +257,7 @@ class ReplicaMemory(HookMemory):
         if (SHARD_HOOK in state) != self._beside_remembers:
             has = "none" if self._beside_remembers else "one"
             raise load_error(
-                f"the state must have what a shard_hook remembers where there is one, got {has}"
+                f"the state must have the memory of a shard_hook if there is one, got {has}"
             )
         if self._beside_remembers:
             assert self.beside is not None
@@ -273,7 +273,7 @@ class ReplicaMemory(HookMemory):
 
 def _check_shards(state: Any, wanted: int) -> None:
     if not isinstance(state, dict):
-        return  # for others to refuse
+        return  # other checks refuse it
     shards = number_of_shards(state, "its ", load_error)
     if shards != wanted:
         raise load_error(

@@ -1,4 +1,4 @@
-"""A parameter that is cut into shards."""
+"""A parameter that is divided into shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ShardedParameter:
     """A parameter of which each rank has a shard.
 
     Attributes:
-        name: in the model.
-        shape: of the whole parameter.
-        dim: along which it is cut.
-        shards: into how many.
-        dtype: of its gradient.
-        device: of its gradient.
+        name: its name in the model.
+        shape: the shape of the whole parameter.
+        dim: the dimension along which it is divided.
+        shards: the number of shards.
+        dtype: its gradient's dtype.
+        device: its gradient's device.
     """
 
     name: str
@@ -31,27 +31,27 @@ class ShardedParameter:
 
     @property
     def shard_shape(self) -> torch.Size:
-        """Of each shard, with its padding."""
+        """The shape of each shard, with its padding."""
         shape = list(self.shape)
         shape[self.dim] = -(-shape[self.dim] // self.shards)
         return torch.Size(shape)
 
     def rows_of(self, rank: int) -> int:
-        """How many of a shard's rows are the parameter's: the rest is padding."""
+        """The number of a shard's rows that belong to the parameter: the rest is padding."""
         rows = self.shard_shape[self.dim]
         return max(min(self.shape[self.dim] - rank * rows, rows), 0)
 
     def stand_ins(self) -> list[Tensor]:
-        """For each rank a tensor of its shard's form, which takes no memory."""
+        """For each rank a placeholder with its shard's form, which takes no memory."""
         one = torch.empty((), dtype=self.dtype, device=self.device)
         return [one.expand(self.shard_shape) for _ in range(self.shards)]
 
     def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The parameter's form of what is remembered of its shards."""
+        """The whole tensor of its shards' tensors."""
         return torch.cat(list(pieces), dim=self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """What :meth:`whole` was made of, zeros in the padding."""
+        """The inverse of :meth:`whole`, with zeros in the padding."""
         rows = self.shard_shape[self.dim]
         missing = rows * self.shards - self.shape[self.dim]
         shape = list(self.shape)

@@ -1,4 +1,4 @@
-"""States of hooks on sharded models: of whole parameters, and cut into shards again."""
+"""Converts states of hooks on sharded models to whole parameters, and back to shards."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.memory.state_values import Refuse, is_number, shown
 from torch_commhook.memory.states import ANCHOR, FOLDED_INTO, LOCAL_STEPS, MOMENTUM, entry_name
 
-#: Where a state says into how many shards its parameters are cut, and how.
+#: The key of the number of shards of a state's parameters, and of their dimensions.
 SHARDS = "shards"
-#: The key of the number of parts that tensor parallelism splits the model into.
+#: The key of the number of parts into which tensor parallelism divides the model.
 PARTS = "parts"
 _OF_ALL_PARTS = {"version", "steps", "world_size", "buckets", LOCAL_STEPS}
 
-#: Where a state has that of the hook in the reduce-scatters, beside one across replicas.
+#: The key of the state of the hook in the reduce-scatters, beside one across replicas.
 SHARD_HOOK = "shard_hook"
 
 _MOST_DIMENSIONS = 64
 
 
 def shards_entry(parameters: Sequence[ShardedParameter], number: int) -> dict[str, Any]:
-    """What a state has under :data:`SHARDS`.
+    """A state's entry under :data:`SHARDS`.
 
     Args:
-        parameters: the model's.
-        number: of the shards that the tensors of a state are cut into.
+        parameters: the model's parameters.
+        number: the number of shards of the state's tensors.
     """
     forms = {each.name: [each.dim, *each.shape] for each in parameters}
     return {"number": number, "forms": forms}
 
 
 def number_of_shards(state: Mapping[str, Any], which: str, refuse: Refuse) -> int:
-    """Into how many shards the tensors of a state are cut; 1 where they are whole.
+    """The number of shards of a state's tensors; 1 if they are whole.
 
     Raises:
-        ValueError: that is no number of shards.
+        ValueError: the state has no such number.
     """
     entry = state.get(SHARDS, {"number": 1})
     number = entry.get("number") if isinstance(entry, dict) else None
@@ -50,7 +50,7 @@ def number_of_shards(state: Mapping[str, Any], which: str, refuse: Refuse) -> in
 
 
 def _forms(state: Mapping[str, Any], which: str, refuse: Refuse) -> dict[str, list[int]]:
-    """The dimension along which each parameter is cut, and its shape."""
+    """Each parameter's dimension of division, and its shape."""
     entry = state.get(SHARDS, {})
     forms = entry.get("forms", {}) if isinstance(entry, dict) else None
     if not isinstance(forms, dict):
@@ -78,7 +78,7 @@ def _parameter(name: str, form: Sequence[int], shards: int) -> ShardedParameter:
 
 
 def choices_key(shard: int) -> str:
-    """The key under which a state has a shard's choices, which its replicas share."""
+    """The key of a shard's choices in a state; its replicas share them."""
     return f"choices{shard}"
 
 
@@ -86,7 +86,7 @@ def part_key(key: str, part: tuple[int, int]) -> str:
     """The key of an entry in a state of one part of a model.
 
     Args:
-        key: of the entry in a model of one part.
+        key: the entry's key in a model of one part.
         part: the part's number, and the number of parts.
     """
     number, parts = part
@@ -94,7 +94,7 @@ def part_key(key: str, part: tuple[int, int]) -> str:
 
 
 def of_part(state: dict[str, Any], part: tuple[int, int]) -> dict[str, Any]:
-    """Give a state's entries names that no other part of the model uses; see :func:`part_key`."""
+    """Rename a state's entries, so that other parts use other names; see :func:`part_key`."""
     if part[1] == 1:
         return state
     return {PARTS: part[1], **{part_key(key, part): value for key, value in state.items()}}
@@ -104,10 +104,10 @@ def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
     """Undo :func:`of_part`.
 
     Raises:
-        ValueError: the state is that of another part.
+        ValueError: the state belongs to another part.
     """
     if not isinstance(state, dict):
-        return state  # for others to refuse
+        return state  # other checks refuse it
     number, parts = part
     if not is_number(state.get(PARTS, 1), parts):
         raise refuse(
@@ -118,7 +118,7 @@ def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
         return state
     own = f"part{number}_"
     if not any(isinstance(key, str) and key.startswith(own) for key in state):
-        raise refuse(f"the state must be that of part {number}, of which it has nothing")
+        raise refuse(f"the state must contain part {number}, got one without it")
     return {
         key.removeprefix(own): value
         for key, value in state.items()
@@ -127,16 +127,16 @@ def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
 
 
 def shared_key(shard: int) -> str:
-    """Where a state has what the replicas of a shard have alike."""
+    """The key of the entries that the replicas of a shard share."""
     return f"shared{shard}"
 
 
 def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[str, Any]]:
-    """States of whole parameters, one for each replica, from those of its shards.
+    """Convert states of shards to states of whole parameters, one for each replica.
 
     Args:
-        states: of all ranks, in order of rank: those of a replica follow one another.
-        refuse: makes the error of a text.
+        states: the states of all ranks, in rank order: those of a replica are consecutive.
+        refuse: makes an error from a text.
 
     Raises:
         ValueError: they do not fit together.
@@ -172,12 +172,12 @@ def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[
 
 
 def _of_parameters(alike: Any, refuse: Refuse) -> dict[str, dict[str, Tensor]]:
-    """What ranks have alike that is a number for each of a parameter's elements.
+    """The common entries of ranks that have a number for each of a parameter's elements.
 
-    The rest, such as factors of matrices, is of one shard or of a whole parameter, and begins anew.
+    Others, such as factors of matrices, belong to one shard or a whole parameter, and restart.
     """
     if not isinstance(alike, dict):
-        raise refuse(f"what the replicas of a shard have alike must be a dict, got {shown(alike)}")
+        raise refuse(f"the common part of a shard's replicas must be a dict, got {shown(alike)}")
     found = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
     for kind, tensors in found.items():
         if not isinstance(tensors, dict):
@@ -233,14 +233,14 @@ def cut_states(
     forms_of: Mapping[str, Any],
     refuse: Refuse,
 ) -> list[dict[str, Any]]:
-    """States for each rank of replicas, whose parameters are cut into shards.
+    """Convert states of whole parameters to states for each rank of replicas with shards.
 
     Args:
-        states: of whole parameters, one for each replica, in order.
-        shards: how many ranks each replica has.
-        forms_of: a state that tells how parameters are cut; along their first dimension where it
-            does not.
-        refuse: makes the error of a text.
+        states: states of whole parameters, one for each replica, in order.
+        shards: the number of ranks of each replica.
+        forms_of: a state with the parameters' dimensions of division; without these, the first
+            dimension is used.
+        refuse: makes an error from a text.
     """
     forms = dict(_forms(forms_of, "states[0]: its ", refuse))
     if shards == 1:
@@ -287,7 +287,7 @@ def _map_tensors(
 
 
 def is_cut(state: object) -> bool:
-    """Whether a state's tensors are those of shards."""
+    """Whether a state's tensors are shards."""
     if not isinstance(state, dict) or SHARDS not in state:
         return False
     entry = state[SHARDS]

@@ -1,4 +1,4 @@
-"""Checks of untrusted values in a state. They raise no other errors than their own."""
+"""Checks of untrusted values in a state. They raise only their own errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 
-#: Makes the error of a text.
+#: Makes an error from a text.
 Refuse = Callable[[str], ValueError]
 
 _MOST_CHARACTERS_SHOWN = 80
@@ -17,12 +17,12 @@ _MOST_BITS_SHOWN = 128
 
 
 def is_number(value: object, number: int) -> bool:
-    """Whether a value is an int, and this one; tensors and bools are not."""
+    """Whether a value is an int and equals a number; tensors and bools are not ints."""
     return type(value) is int and value == number
 
 
 def shown(value: object) -> str:
-    """A value in an error: plain ones as they are, others by their class. Never long."""
+    """A value's text in an error: plain values themselves, others by class. Never long."""
     if type(value) is int and value.bit_length() > _MOST_BITS_SHOWN:
         return f"an int of {value.bit_length()} bits"  # Python refuses to write the longest
     if value is None or type(value) in (bool, int, float, complex):
@@ -43,19 +43,19 @@ def check_tensor(
     *,
     is_finite: bool = True,
 ) -> Tensor:
-    """Refuse what cannot be a tensor of a state.
+    """Check a tensor of a state, and convert it.
 
     Args:
-        what: said of it in errors.
-        value: of the state.
-        shape: that it must have; None for any.
-        dtype: as which it is to be kept; None for its own.
+        what: its name in errors.
+        value: the state's value.
+        shape: the required shape; None for any.
+        dtype: the dtype to convert to; None for its own.
         refuse: makes the error.
-        is_finite: whether all its numbers must be finite as such.
+        is_finite: whether all its numbers must be finite.
 
     Returns:
-        Its numbers in ``dtype``; not copied where they are in that already. For None, those of 8
-        bits or less are float32.
+        Its numbers in ``dtype``, without a copy if they have it already. With None, numbers of 8
+        bits or less become float32.
 
     Raises:
         ValueError: it is of another kind or shape, or holds numbers that are not finite.
@@ -77,7 +77,7 @@ def check_tensor(
         has_memory = _bytes_needed(value) <= value.untyped_storage().nbytes()
         numbers = _numbers(value, dtype) if has_memory else value
         fits = not has_memory or not is_finite or bool(numbers.isfinite().all())
-    except Exception as error:  # what tensors of odd dtypes and classes raise is for them to say
+    except Exception as error:  # tensors of odd dtypes and classes may raise anything
         got = f"{_C.type_name(value)} of {value.dtype}"
         raise refuse(f"{what} must be a tensor that can be read as {dtype}, got {got}") from error
     if not has_memory:
@@ -92,7 +92,7 @@ def _numbers(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes_needed(tensor: Tensor) -> int:
-    """The least length of a storage that has all elements of a strided tensor."""
+    """The smallest storage that contains all elements of a strided tensor, in bytes."""
     if tensor.numel() == 0:
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,7 +1,7 @@
 """The form of ``HookHandle.state_dict()``, and the checks of a state before it is loaded.
 
-Tensors by kind and parameter name: each rank's own under ``"rank0"``, ``"rank1"`` and so on, and
-what all have alike under ``"shared"``; beside them plain values.
+A state has tensors by kind and parameter name: each rank's own under ``"rank0"``, ``"rank1"`` and
+so on, and tensors that are equal on all ranks under ``"shared"``; also plain values.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from torch_commhook.memory.state_values import Refuse, check_tensor, is_number, 
 
 VERSION = 1
 
-#: Where a state has the steps since the ranks were together.
+#: The key of the steps since the ranks' last exchange.
 LOCAL_STEPS = "local_steps"
 
-#: What a rank's own parameters are kept as, where ranks are apart.
+#: The kind of a rank's own parameters, if ranks are apart.
 PARAMETERS = "local_sgd_parameter"
 
-#: What has come of a fragment's exchange that is to be applied later: the mean distances.
+#: The kind of a fragment's means that have arrived and are applied later: mean distances.
 MEANS = "local_sgd_mean"
 
-#: What all ranks have alike where they are apart, of the shape of a parameter: where it was after
-#: the last exchange, and the momentum of that place.
+#: Tensors of ranks that are apart, equal on all ranks, with a parameter's shape: its value after
+#: the last exchange, and the momentum of that value.
 ANCHOR = "local_sgd_anchor"
 MOMENTUM = "local_sgd_momentum"
 
-#: What has been lost of a parameter's gradients, and is to be sent.
+#: The unsent errors of a parameter's gradients.
 ERROR = "error"
 
-#: Memories of a part of the elements, and where they belong when another rank has that part.
+#: Memories of a part of the elements, and the kind to which they are added when another rank owns
+#: that part.
 FOLDED_INTO = {"shard_error": ERROR, "node_error": ERROR, "node_shard_error": ERROR}
 
-#: The numbers of a position where fragments have turns of their own, and the least of each.
+#: The numbers of a position with fragments, and the smallest value of each.
 _OF_FRAGMENTS = {"steps_of_round": 0, "fragments": 1, "fragment": 0, "steps_in_flight": -1}
 
-#: More steps than anybody takes, and few enough to count on.
+#: More steps than any training takes, and few enough to count on.
 _MOST_STEPS = 1 << 48
 
 
 class Remembered(NamedTuple):
-    """What a hook remembers.
+    """The contents of a hook's memory.
 
     Attributes:
-        own: kinds of what each rank has of its own, of a parameter's shape.
-        shards: kinds of what a rank has of a part of the elements.
-        shared: tensors that all ranks have alike, by kind and parameter name.
-        choices: by kind, what may have been settled.
+        own: kinds of tensors of each rank's own, with a parameter's shape.
+        shards: kinds of tensors for a part of the elements.
+        shared: tensors that are equal on all ranks, by kind and parameter name.
+        choices: by kind, the numbers that may have been chosen.
     """
 
     own: Set[str]
@@ -64,22 +65,23 @@ class Remembered(NamedTuple):
 def checked_state(
     state: Any, by_name: dict[str, Tensor], remembered: Remembered, *, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """A state that is to be loaded, without what the hook does not remember of it.
+    """Check a state that is to be loaded, and remove entries that the hook does not use.
 
     Args:
-        state: what a user gives.
+        state: the user's state.
         by_name: the model's parameters.
-        remembered: what the hook remembers that is to load it.
-        rank, world_size: of this process.
+        remembered: the memory of the hook that loads it.
+        rank, world_size: this process's rank and the number of ranks.
 
     Raises:
-        ValueError: no state of these parameters, this rank, this number of ranks, and such a hook.
+        ValueError: it is no state of these parameters, this rank, this number of ranks, and such a
+            hook.
     """
     if not isinstance(state, dict) or not is_number(state.get("version"), VERSION):
         got = shown(state)
         if isinstance(state, dict):
             got = f"version {shown(state.get('version'))}"
-        raise load_error(f"the state must be what HookHandle.state_dict() gives, got {got}")
+        raise load_error(f"the state must come from HookHandle.state_dict(), got {got}")
     if not is_number(state.get("world_size"), world_size):
         raise load_error(
             f"the state must be of {world_size} ranks, got one of "
@@ -100,22 +102,22 @@ def checked_state(
     for kind in own:
         if kind not in remembered.own | remembered.shards | folded:
             raise load_error(
-                f"it has {shown(kind)}, which the hook that is attached does not remember; a "
-                "state is for a hook like the one that it is of"
+                f"it has {shown(kind)}, which the attached hook does not remember; attach a "
+                "hook like the one that the state is of"
             )
     checked_own: dict[str, dict[str, Tensor]] = {}
     for kind, name, value, parameter in _entries(own, own, by_name):
         what, shape = entry_name(kind, name), parameter.shape
-        if kind in FOLDED_INTO:  # which lies as the elements do
+        if kind in FOLDED_INTO:  # laid out like the elements
             shape = torch.Size([parameter.numel()])
         value = check_tensor(what, value, shape, torch.float32, load_error)
         checked_own.setdefault(kind, {})[name] = value
-    # Other kinds are left out, such as factors of another rank, which begin anew.
+    # Other kinds are left out, such as factors of another rank, which restart.
     shared: dict[str, dict[str, Tensor]] = {kind: {} for kind in remembered.shared}
     for kind, name, value, _ in _entries(state["shared"], remembered.shared, by_name):
         what, like = entry_name(kind, name), remembered.shared[kind].get(name)
         if like is None:
-            raise load_error(f"it has {what}, of which the hook remembers nothing")
+            raise load_error(f"it has {what}, which the hook does not remember")
         shared[kind][name] = check_tensor(what, value, like.shape, like.dtype, load_error)
     choices: dict[str, dict[str, int]] = {}
     for kind, name, value, _ in _entries(state["choices"], remembered.choices, by_name):
@@ -140,8 +142,8 @@ def _entries(
     """The entries of a part of a state: kind, name, value, and the parameter.
 
     Args:
-        kinds: values by kind and name, such as nobody has looked at yet.
-        wanted: the kinds that are to be looked at.
+        kinds: unchecked values by kind and name.
+        wanted: the kinds to return.
         by_name: the model's parameters.
     """
     for kind, values in kinds.items():
@@ -157,12 +159,12 @@ def _entries(
 
 
 def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
-    """Refuse what all ranks have alike where it is not of its form.
+    """Refuse a common part of another form.
 
     Args:
-        state: of a rank.
-        which: said before the names of its entries.
-        refuse: makes the error of a text.
+        state: a rank's state.
+        which: prefix of the names of its entries in errors.
+        refuse: makes an error from a text.
     """
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
@@ -181,16 +183,16 @@ def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
 
 
 def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[str, Any]:
-    """The position in a round of a state of a hook that keeps ranks apart.
+    """The position in a round, from a state of a hook that keeps ranks apart.
 
     It has ``done`` and ``is_open``. With fragments it also has ``steps_of_round``; ``fragments``,
-    how many there are; ``fragment``, the number of the fragment whose turn is next; and
-    ``steps_in_flight``, the number of steps since the exchange under way began, or -1.
+    their number; ``fragment``, the number of the next fragment; and ``steps_in_flight``, the number
+    of steps since the running exchange began, or -1.
 
     Args:
-        state: has ``LOCAL_STEPS``.
-        which: said before that in errors.
-        refuse: makes the error of a text.
+        state: a state with ``LOCAL_STEPS``.
+        which: prefix of this key in errors.
+        refuse: makes an error from a text.
 
     Raises:
         ValueError: it has no such position.
@@ -223,7 +225,7 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def comparable_form(state: dict[str, Any]) -> dict[str, str]:
-    """What ranks compare of a checked state beside plain values, as short texts."""
+    """The parts of a checked state that ranks compare beside plain values, as short texts."""
     buckets = json.dumps(state["buckets"])
     shared = json.dumps({kind: sorted(state["shared"][kind]) for kind in sorted(state["shared"])})
     tensors = sum(map(len, state["shared"].values()))

@@ -1,6 +1,6 @@
-"""Results that go into no gradient, since no rank has used a parameter in a step.
+"""Results that go into no gradient, because no rank has used a parameter in a step.
 
-Their messages have held what was lost of it in earlier steps, which is then still to be sent.
+Their messages contained errors of earlier steps, which must then still be sent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class BucketResult(NamedTuple):
 
     Attributes:
         members: the numbers of its parameters.
-        memory: what the hook remembers of it.
+        memory: the hook's memory of it.
         result: flat.
-        sent: for each parameter the gradient that this rank has sent although it did not use it:
-            one of an earlier backward, which stays where it is. None for zeros.
+        sent: for each parameter that this rank did not use, the gradient that it sent nevertheless:
+            one of an earlier backward, which stays in place. None for zeros.
     """
 
     members: Sequence[int]
@@ -39,11 +39,11 @@ class BucketResult(NamedTuple):
 def make_unsent_table(
     bucket_results: Sequence[BucketResult],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-    """What :func:`keep_unsent` takes.
+    """The arguments of :func:`keep_unsent`.
 
     Returns:
-        Flat tensors of errors; results and gradients, of parameters' shapes; and rows of ``_ROW``
-        numbers: of a parameter, of its error, where that begins, how many elements it has, of its
+        Flat tensors of errors; results and gradients with parameters' shapes; and rows of ``_ROW``
+        numbers: of a parameter, of its error, its offset there, its number of elements, of its
         result, and of its gradient.
     """
     errors: list[Tensor] = []
@@ -72,7 +72,7 @@ def make_unsent_table(
 
 
 def _decayed(tensor: Tensor, decay: float) -> Tensor:
-    """What is added to an error that has decayed in this step, as all that it holds has."""
+    """The addend of an error that has decayed in this step, with the same decay."""
     return tensor if decay == 1.0 else tensor.to(torch.float32).mul(decay)
 
 
@@ -83,18 +83,18 @@ def add_unsent_to_errors(
     used: Tensor,
     table: Sequence[int],
 ) -> None:
-    """Add results to what is remembered as lost, of parameters that no rank has used.
+    """Add results of parameters that no rank has used to the errors.
 
-    Their gradients are left alone, so that nothing else knows of what the messages have held for
-    them: errors of earlier steps. On each rank, since these are shares of a mean. Gradients of an
-    earlier backward, which were sent again, are no part of it.
+    Their gradients are not written, so the content of their messages would be lost: errors of
+    earlier steps. Each rank adds them, since they are shares of a mean. Gradients of an earlier
+    backward, which were sent again, are not part of them.
 
     Args:
-        errors: flat, float32 or bfloat16; written.
-        results: of parameters' shapes, laid out as in the buckets.
-        gradients: of parameters' shapes.
+        errors: flat, float32 or bfloat16. Written.
+        results: with parameters' shapes, laid out as in the buckets.
+        gradients: with parameters' shapes.
         used: for each parameter, whether any rank has used it.
-        table: as :func:`make_unsent_table` gives it.
+        table: from :func:`make_unsent_table`.
     """
     is_used = used.tolist()
     for start in range(0, len(table), _ROW):
@@ -121,12 +121,12 @@ def keep_unsent(
     used: Tensor,
     table: list[int],
 ) -> None:
-    """:func:`add_unsent_to_errors` as an operator, for compilers.
+    """Run :func:`add_unsent_to_errors` as an operator, for compilers.
 
-    Anyone may call it, so that it checks.
+    It checks its arguments, because anyone may call it.
 
     Raises:
-        TypeError, ValueError: a tensor of another kind, or a table that does not fit.
+        TypeError, ValueError: a tensor is of another kind, or the table does not fit.
     """
     check_used("keep_unsent", used, table[::_ROW], "parameters in table")
     _check_unsent(errors, results, gradients, table)
@@ -180,16 +180,16 @@ def _keep_unsent_fake(*arguments: object) -> None:
 def without_unused(
     result: Tensor, used: Tensor, members: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """A copy of a bucket's result, with zeros for the parameters that no rank has used.
+    """Copy a bucket's result, with zeros for the parameters that no rank has used.
 
     Args:
         result: flat.
         used: for each parameter of the model, whether any rank has used it.
-        members: the numbers of the bucket's.
-        lengths: how many elements each has.
+        members: the numbers of the bucket's parameters.
+        lengths: the number of elements of each.
 
     Raises:
-        TypeError, ValueError: a tensor of another kind, or lengths that do not fit.
+        TypeError, ValueError: a tensor is of another kind, or lengths do not fit.
     """
     op = "without_unused"
     check_flat(op, "result", result, GRADIENT_DTYPES)

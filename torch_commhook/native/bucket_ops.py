@@ -1,9 +1,8 @@
 """Fakes and typed functions of ``torch.ops.commhook``.
 
-The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``, the
-derivatives in ``csrc/ops/bucket/bucket_autograd.cpp``. Each operator has here, one below the other:
-its typed function with the documentation and its fake kernel, which checks what can be checked
-without data.
+``csrc/ops/library.cpp`` has the schemas, ``csrc/ops`` and ``cuda`` the kernels, and
+``csrc/ops/bucket/bucket_autograd.cpp`` the derivatives. For each operator this module has its typed
+function with the documentation, followed by its fake kernel, which checks all that needs no data.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _ops = torch.ops.commhook
 BUCKET_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPE_NAMES = "float64, float32, float16 or bfloat16"
 
-#: Those that gradients may have; the operators on buckets take no complex ones.
+#: The dtypes of gradients; the operators on buckets do not support complex ones.
 GRADIENT_DTYPES = (*BUCKET_DTYPES, torch.complex64, torch.complex128)
 
 
 class FlattenStats(NamedTuple):
-    """What :func:`flatten_stats` returns."""
+    """The result of :func:`flatten_stats`."""
 
     buffer: Tensor
     sum_of_squares: Tensor
@@ -39,11 +38,12 @@ class FlattenStats(NamedTuple):
 
 
 def cpu_capability(limit: str | None = None) -> str:
-    """The instruction set of the CPU kernels: ``reference``, ``default``, ``avx2`` or ``avx512``.
+    """Return the instruction set of the CPU kernels.
 
-    ``reference`` is plain ATen. With ``limit``, the kernels of this process use at most that from
-    here on, which is meant for tests and measurements; the environment variable
-    ``COMMHOOK_CPU_CAPABILITY`` does the same at the start.
+    It is ``reference``, ``default``, ``avx2`` or ``avx512``. ``reference`` is plain ATen. With
+    ``limit``, the kernels of this process use at most that instruction set from now on; this is for
+    tests and measurements. The environment variable ``COMMHOOK_CPU_CAPABILITY`` sets the limit at
+    the start.
 
     Raises:
         ValueError: ``limit`` is none of the four.
@@ -134,28 +134,28 @@ def flatten(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Concatenate tensors into one flat buffer, scaled and then cast, in one pass over memory.
+    """Concatenate tensors into one flat buffer, scaled and cast in one pass over memory.
 
-    Elements come in logical (row-major) order, whatever the strides. They are multiplied by
-    ``scale`` in float32, or in float64 where a tensor or the buffer is float64, and then rounded to
-    the buffer's dtype (to nearest, ties to even). Where ``scale`` is 1 and the dtype stays, bits
-    are copied as they are.
+    Elements are in logical (row-major) order, whatever the strides. They are multiplied by
+    ``scale`` in float32, or in float64 if a tensor or the buffer is float64, and then rounded to
+    the buffer's dtype (to nearest, ties to even). If ``scale`` is 1 and the dtype stays, bits are
+    copied unchanged.
 
     Args:
         tensors: any number of dense tensors of any shape on one device, of dtype float64, float32,
             float16 or bfloat16, contiguous or not.
-        scale: factor, a plain number.
-        dtype: of the buffer; by default that of the tensors, which must then agree.
-        out: a contiguous buffer to write, of any shape, with as many elements as the tensors and no
-            memory shared with them; its dtype decides.
+        scale: the factor, a plain number.
+        dtype: the buffer's dtype; by default the tensors' dtype, which must then be the same.
+        out: a contiguous buffer of any shape, with as many elements as the tensors and no memory
+            shared with them, or None. Its dtype is the buffer's. Written.
 
     Returns:
         A buffer of shape ``(total number of elements,)``, or ``out``. Differentiable without
         ``out``.
 
     Raises:
-        TypeError: a tensor is sparse or of another dtype, or dtypes differ and none is given.
-        ValueError: no tensors, several devices, or ``out`` does not fit or shares memory.
+        TypeError: a tensor is sparse or of another dtype, or dtypes differ and ``dtype`` is None.
+        ValueError: there are no tensors, several devices, or ``out`` does not fit or shares memory.
         RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
 
     Example:
@@ -189,9 +189,9 @@ def _flatten_out_fake(tensors: Sequence[Tensor], *, scale: float = 1.0, out: Ten
     return out
 
 
-# Inductor (seen in 2.13) takes what an out= operator returns for new memory, and gives the memory
-# of `out` to others while the result is still read. So compilers get the functional form, which
-# they write back themselves.
+# Inductor (seen in 2.13) treats the result of an out= operator as new memory, and reuses the memory
+# of `out` while the result is still read. So compilers get the functional form, and write its
+# result back themselves.
 @_ops.flatten.out.py_functionalize_impl
 def _flatten_out_functional(
     ctx: Any, tensors: Sequence[Tensor], *, scale: float = 1.0, out: Tensor
@@ -211,15 +211,14 @@ def _flatten_out_functional(
 def flatten_stats(
     tensors: Sequence[Tensor], *, scale: float = 1.0, dtype: torch.dtype | None = None
 ) -> FlattenStats:
-    """:func:`flatten`, with the buffer's square sum and its count of non-finite values.
+    """As :func:`flatten`, with the buffer's sum of squares and its count of non-finite values.
 
-    Both come from the same pass over memory. On the CPU they do not depend on the number of
-    threads.
+    All come from the same pass over memory. On the CPU they do not depend on the number of threads.
 
     Returns:
         ``buffer``; ``sum_of_squares``, float64, 0-dimensional: of the scaled values before the
-        cast, added up in float64; ``nonfinite_count``, int64, 0-dimensional: infinities and NaNs in
-        the buffer, those that the cast made by overflow included.
+        cast, summed in float64; ``nonfinite_count``, int64, 0-dimensional: infinities and NaNs in
+        the buffer, including overflows of the cast.
 
     Raises:
         TypeError, ValueError: as :func:`flatten`.
@@ -243,13 +242,13 @@ def _flatten_stats_fake(
 
 
 def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
-    """New tensors with the contents of a flat buffer: the inverse of :func:`flatten`.
+    """Return new tensors with the contents of a flat buffer: the inverse of :func:`flatten`.
 
     Args:
         buffer: contiguous, of any shape, with as many elements as ``like`` in total.
-        like: dense tensors whose shapes, strides and dtypes the result takes over, as
-            ``torch.empty_like`` does. Their contents are not read.
-        scale: factor, applied in float32 (float64 where a side is float64) before the cast.
+        like: dense tensors that determine the result's shapes, strides and dtypes, as for
+            ``torch.empty_like``. Their contents are not read.
+        scale: the factor, applied in float32 (float64 if a side is float64) before the cast.
 
     Returns:
         One new tensor for each of ``like``. Differentiable with respect to ``buffer``.
@@ -283,9 +282,9 @@ def unflatten_into(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 
 
     Args:
         buffer: contiguous, of any shape, with as many elements as ``tensors`` in total.
-        tensors: dense destinations, of any strides that reach each element once, sharing no memory
-            with the buffer or each other.
-        scale: factor, applied in float32 (float64 where a side is float64) before the cast.
+        tensors: dense destinations with any strides that reach each element once. They share no
+            memory with the buffer or each other. Written.
+        scale: the factor, applied in float32 (float64 if a side is float64) before the cast.
 
     Raises:
         TypeError: a tensor is sparse or of a dtype that buckets do not have.

@@ -1,4 +1,4 @@
-"""Fakes and typed functions of the operators that check hooks: as ``_ops.py``, for those."""
+"""Fakes and typed functions of the operators that check hooks; as ``bucket_ops.py``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _ops = torch.ops.commhook
 
 
 def check_hook_result(result: Tensor, value: Tensor, hook: str) -> None:
-    """Check that a hook's result can take the place of the value that the hook was given.
+    """Check that a hook's result can replace the hook's input.
 
-    Looks at no data. Once compiled, it runs each time that the compiled code does, in the order of
-    the calls; not inside a branch of ``torch.cond``. In a CUDA graph shapes are fixed, and only
-    recording it checks them.
+    Reads no data. In compiled code it runs each time that the code runs, in the order of the calls;
+    not inside a branch of ``torch.cond``. In a CUDA graph shapes are fixed, and only its capture
+    checks them.
 
     Args:
         result: a tensor of any shape, dtype, layout and device.
-        value: as ``result``.
+        value: the hook's input, as ``result``.
         hook: the hook's name, for the message.
 
     Raises:
-        RuntimeError: ``result`` has another dtype, layout, device or size; sizes must be equal,
+        RuntimeError: ``result`` has another dtype, layout, device or size. Sizes must be equal;
             nothing is broadcast.
     """
     _ops.check_hook_result(result, value, hook)
@@ -59,13 +59,13 @@ def _check_hook_result_fake(result: Tensor, value: Tensor, hook: str) -> None:
     if not same_type:
         raise RuntimeError(f"hook '{hook}' {type_change(value, result)}")
     if result.dim() != value.dim() or any(
-        map(_surely_differ, result.shape, value.shape)  # what is not sure, the kernel sees
+        map(_surely_differ, result.shape, value.shape)  # the kernel checks uncertain sizes
     ):
         raise RuntimeError(f"hook '{hook}' {size_change(value, result)}")
 
 
 def _surely_differ(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes differ, without a guard, which would compile again for other sizes."""
+    """Whether two sizes differ, without a guard, which would recompile for other sizes."""
     if isinstance(one, int) and isinstance(other, int):
         return one != other
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -73,8 +73,8 @@ def _surely_differ(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
     return statically_known_true(one != other)
 
 
-# An operator that returns nothing and writes nothing is left out by compilers, unless it is known
-# to have an effect.
+# Compilers remove an operator that returns nothing and writes nothing, unless it is known to have
+# an effect.
 _register_effectful_op("commhook::check_hook_result", _EffectType.ORDERED)
 
 
@@ -84,13 +84,12 @@ _register_effectful_op("commhook::check_hook_result", _EffectType.ORDERED)
 def check_finite(tensors: Sequence[Tensor], count: Tensor) -> None:
     """Add the number of infinities and NaNs in tensors to a count, in one pass over memory.
 
-    The host waits for nothing, so that this can be part of a CUDA graph; read the count when it is
-    time to know.
+    The host does not wait, so this can be part of a CUDA graph; read the count later.
 
     Args:
-        tensors: any number, of any shape, dense or sparse, on one device. A complex number counts
-            once, a sparse tensor's values as they are stored, an integer never.
-        count: dense, int64, of one element, on the device of the tensors.
+        tensors: any number of tensors of any shape, dense or sparse, on one device. A complex
+            number counts once, a sparse tensor's values as stored, an integer never.
+        count: dense, int64, of one element, on the device of the tensors. Written.
 
     Raises:
         TypeError: ``count`` is of another dtype or sparse, or a tensor neither dense nor sparse.

@@ -1,4 +1,4 @@
-"""Libraries of C++ hooks: the headers to build them with, and loading them."""
+"""Libraries of C++ hooks: the headers to build them with, and their loading."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ _loaded: dict[str, bytes] = {}
 
 
 def include_paths() -> list[str]:
-    """Folders for the compiler: ``#include <commhook/comm_hook.h>``.
+    """Return the folders of the headers, for ``#include <commhook/comm_hook.h>``.
 
-    To be given to ``torch.utils.cpp_extension`` as ``include_dirs``.
+    Pass them to ``torch.utils.cpp_extension`` as ``include_dirs``.
 
     Example:
         >>> [path.rpartition("/")[2] for path in include_paths()]
         ['include']
     """
     package = Path(__file__).parent.parent
-    # Installed with the package; in a working tree they are beside it.
+    # Installed with the package; in a working tree beside it.
     folders = (package / "include", package.parent / "csrc" / "include")
     return [str(folder) for folder in folders if (folder / "commhook").is_dir()][:1]
 
 
 def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
-    """Take in the hooks of a library that was built against ``commhook/comm_hook.h``.
+    """Load the hooks of a library that was built against ``commhook/comm_hook.h``.
 
-    The library stays loaded until the process ends; loading it again does nothing, and one that
-    has been built anew since is an error.
+    The library stays loaded until the process ends. Loading it again does nothing; if it was
+    rebuilt meanwhile, loading raises an error.
 
     Args:
-        path: of the shared library. The file must be one of this machine's.
+        path: the path of the shared library, a file on this machine.
 
     Returns:
         The names of its hooks: those for :class:`hooks.cpp`, then those for :class:`autograd.cpp`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        NativeLibraryError: it does not load, was built for another torch or torch_commhook, or is
-            not what this process has loaded from there before.
-        ValueError: it registers no hooks, or one of a name that is taken, or wrongly; or the path
-            has no form in UTF-8.
+        NativeLibraryError: it does not load, was built for another torch or torch_commhook, or has
+            changed since this process loaded it.
+        ValueError: it registers no hooks, or one with a name that is taken, or incorrectly; or the
+            path cannot be encoded in UTF-8.
 
     Example:
         >>> load_cpp_hooks("no_such_library.so")
@@ -66,25 +66,25 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
     contents = hashlib.sha256(Path(file).read_bytes()).digest()
     if _loaded.get(file, contents) != contents:
         raise NativeLibraryError(
-            f"load_cpp_hooks: '{file}' has been built anew since this process loaded it; start the "
-            "process again"
+            f"load_cpp_hooks: '{file}' has been rebuilt since this process loaded it; restart the "
+            "process"
         )
     try:
         _C.open_hook_library(file)
-        _loaded[file] = contents  # from now on, whatever is in it
+        _loaded[file] = contents  # from now on, whatever the file contains
         return _C.take_hook_library(file)
     except ImportError as error:
         raise NativeLibraryError(str(error)) from None
 
 
 def _is_cut_short(file: str) -> bool:
-    """Whether an ELF file ends before its segments do, which ends the process that loads it."""
+    """Whether an ELF file ends before its segments do; loading it would end the process."""
     size = os.path.getsize(file)
     with open(file, "rb") as library:
         header = library.read(64)
-        # 64 bits, little-endian: what torch is built for.
+        # 64 bits, little-endian: the platforms of torch.
         if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
-            return False  # the loader says what it is
+            return False  # the loader reports what it is
         offset, entry_size, count = struct.unpack_from("<Q14xHH", header, 32)
         library.seek(offset)
         segments = library.read(entry_size * count)

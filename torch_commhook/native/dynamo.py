@@ -1,4 +1,4 @@
-"""What torch's compiler must not take in. Does not import the compiler, which takes seconds."""
+"""Excludes functions from torch's compiler. Does not import the compiler, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def left_to_python(function: _Function, *, with_callees: bool = True) -> _Function:
-    """Let Python run a function, wherever it is called, and all that it calls.
+    """Let Python run a function and all that it calls, wherever it is called.
 
-    For what is called from C++ (autograd, the garbage collector) while compiled code runs, which
-    would be compiled on its own, for nothing. It can still be traced as part of what calls it.
+    For functions that C++ (autograd, the garbage collector) calls while compiled code runs. The
+    compiler would compile them separately, without benefit. They can still be traced as part of
+    their caller.
 
     Args:
         function: a Python function.
-        with_callees: so for what it calls.
+        with_callees: whether this also applies to the functions that it calls.
     """
     callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)

@@ -1,4 +1,4 @@
-"""Loads the operator library, and says what to do where that fails."""
+"""Loads the operator library, and explains failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_ops() -> None:
             f"Build it for the installed torch {torch.__version__}: {HOW_TO_BUILD}"
         )
     built_for = read_built_for(library)
-    if built_for is not None:  # before loading: another torch's symbols may not even resolve
+    if built_for is not None:  # before loading: another torch's symbols may be missing
         check_built_for(built_for)
     try:
         torch.ops.load_library(str(library))

@@ -1,7 +1,7 @@
-"""The runtime's functions: calling a communication hook and taking its result.
+"""The runtime's functions: they call a communication hook and check its result.
 
-Implemented in ``csrc/runtime``. They keep the semantics of PyTorch's ``PythonCommHook`` and turn
-what ends the process or fails unnamed there into exceptions that name hook and bucket.
+Implemented in ``csrc/runtime``. They keep the semantics of PyTorch's ``PythonCommHook``. Where that
+ends the process or raises an unclear error, they raise exceptions that name hook and bucket.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ check_built_for(_C.built_for_torch())
 
 
 def run_hook(hook: Callable[..., Any], state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Call ``hook(state, bucket)`` and return what it gives as a Future.
+    """Call ``hook(state, bucket)`` and return its result as a Future.
 
     Args:
         hook: any callable that :func:`check_hook` accepts.
-        state: passed to the hook as it is.
+        state: the hook's first argument.
         bucket: a :class:`torch_commhook.GradBucket` or a ``torch.distributed.GradBucket``.
 
     Returns:
-        The hook's Future; a tensor that it returned is put into a completed one. The Future's
-        value is not checked here: :func:`parse_hook_result` does that.
+        The hook's Future; a completed one if the hook returned a tensor. This does not check its
+        value; :func:`parse_hook_result` does.
 
     Raises:
-        TypeError: the hook returned neither a Future nor a tensor. Names hook, bucket and what
-            came back.
-        Exception: whatever the hook raised, with its type and traceback; a note names hook and
-            bucket (Python 3.11 and newer).
+        TypeError: the hook returned neither a Future nor a tensor. The message names hook, bucket
+            and the result.
+        Exception: the hook raised it, with its type and traceback; a note names hook and bucket
+            (Python 3.11 and newer).
 
     Example:
         >>> def hook(state, bucket):
@@ -58,20 +58,20 @@ def run_hook(hook: Callable[..., Any], state: object, bucket: Any) -> torch.futu
 
 
 def parse_hook_result(value: object, bucket: Any) -> Tensor:
-    """The tensor in a hook's completed Future, checked against the bucket.
+    """Return the tensor in a hook's completed Future, checked against the bucket.
 
     Args:
-        value: what ``future.wait()`` gave: a tensor, a list or tuple of one tensor (what
-            ``Work.get_future()`` holds), or an exception (what ``Future.set_exception`` stores).
+        value: the result of ``future.wait()``: a tensor, a list or tuple of one tensor (the value
+            of ``Work.get_future()``), or an exception (as ``Future.set_exception`` stores it).
         bucket: a :class:`torch_commhook.GradBucket` or a ``torch.distributed.GradBucket``.
 
     Returns:
         The tensor, contiguous, in the shape of ``bucket.buffer()``.
 
     Raises:
-        TypeError: no tensor, or one of another dtype or layout than the buffer.
-        ValueError: another number of elements, another device, or several tensors.
-        Exception: the exception that the Future held.
+        TypeError: it is no tensor, or has another dtype or layout than the buffer.
+        ValueError: it has another number of elements or device, or there are several tensors.
+        Exception: ``value``, if it is an exception.
 
     Example:
         >>> bucket = GradBucket([torch.zeros(3)], gradients=[torch.ones(3)])
@@ -86,16 +86,16 @@ def parse_hook_result(value: object, bucket: Any) -> Tensor:
 
 
 def check_hook(hook: object) -> None:
-    """Raise what a user must know about a hook before training starts.
+    """Raise an error if a hook cannot work, before training starts.
 
-    Partials, bound methods, callable objects and any argument names are fine. Annotations may be
+    Partials, bound methods, callable objects and any argument names are allowed. Annotations may be
     missing, strings, or of PyTorch's classes or ours.
 
     Args:
         hook: any object.
 
     Raises:
-        TypeError: not callable, a class instead of an instance, not callable as
+        TypeError: it is not callable, a class instead of an instance, not callable as
             ``hook(state, bucket)``, a coroutine or a generator function.
         ValueError: an annotation says that it takes no GradBucket or returns no tensor.
 
@@ -110,11 +110,11 @@ def check_hook(hook: object) -> None:
 
 
 def hook_name(hook: object) -> str:
-    """The name that errors give a hook, such as ``package.module.function``."""
+    """Return a hook's name in errors, such as ``package.module.function``."""
     return _C.hook_name(hook)
 
 
 def hook_on_bucket(hook: str, index: int, count: int) -> str:
-    """How errors name a hook and its bucket."""
-    # A compiler of dynamic shapes makes variables of numbers, of which there is no text.
+    """The text that names a hook and its bucket in errors."""
+    # With dynamic shapes a compiler replaces numbers by variables, which have no text.
     return f"hook '{hook}' on bucket {operator.index(index)} of {operator.index(count)}"

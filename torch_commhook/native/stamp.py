@@ -1,6 +1,6 @@
-"""The torch that the operator library was built for, read from its file.
+"""Reads the torch version that the operator library was built for from its file.
 
-Imports no torch, so that it works where torch does not load.
+Imports no torch, so it works even if torch does not load.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MARK = b"commhook built for torch "
 
 
 def operator_library(folder: Path = LIBRARY_FOLDER) -> Path | None:
-    """The operator library's file, or None where the package has not been built."""
+    """The operator library's file, or None if the package has not been built."""
     return next(iter(sorted(folder.glob("_ops*.so"))), None)
 
 
 def read_built_for(library: Path) -> str | None:
-    """The version of the torch that a library was built for.
+    """The torch version that a library was built for.
 
     Args:
         library: the file of ``_ops``.
 
     Returns:
-        Such as ``"2.13.0+cpu"``, or None if the file holds no mark.
+        A version such as ``"2.13.0+cpu"``, or None if the file contains none.
 
     Raises:
         OSError: the file cannot be read.
@@ -43,5 +43,5 @@ def read_built_for(library: Path) -> str | None:
 
 
 def release(version: str) -> str:
-    """``2.13`` of ``2.13.0+cpu``: the C++ interfaces are stable within one minor release."""
+    """``2.13`` for ``2.13.0+cpu``: the C++ interfaces are stable within one minor release."""
     return ".".join(version.split("+")[0].split(".")[:2])

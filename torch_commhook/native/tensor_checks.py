@@ -1,6 +1,6 @@
 """Checks of the arguments of operators that are written in Python.
 
-PyTorch lets anyone call them, with tensors whose memory it reads without a look.
+PyTorch lets anyone call them, and they read tensors' memory without further checks.
 In C++: ``csrc/ops/memory_check.h``.
 """
 
@@ -15,11 +15,11 @@ _FLAGS = (torch.uint8, torch.bool, torch.int32, torch.int64)
 
 
 def check_dense(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a tensor that is not dense, of another dtype, or without its memory.
+    """Refuse a tensor that is not dense, has another dtype, or lacks memory.
 
     Raises:
-        TypeError: another layout or dtype, such as a quantized one.
-        ValueError: its storage is smaller than the tensor says.
+        TypeError: it has another layout or dtype, such as a quantized one.
+        ValueError: its storage is smaller than its sizes need.
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}")
@@ -43,7 +43,7 @@ def check_dense(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype
 def check_flat(
     op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int | None = None
 ) -> None:
-    """:func:`check_dense`, for a flat tensor without gaps.
+    """Refuse a tensor that is not flat and contiguous; otherwise as :func:`check_dense`.
 
     Raises:
         TypeError, ValueError: as :func:`check_dense`; or it has other sizes.
@@ -58,22 +58,22 @@ def check_flat(
 
 
 def span_of(tensor: Tensor) -> int:
-    """Elements from a tensor's first to its last in memory, both counted."""
+    """The number of elements from a tensor's first to its last in memory, both included."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def check_used(op: str, used: Tensor, numbers: Sequence[int], name: str) -> list[int]:
-    """What ``used`` holds, a number for each parameter.
+    """The values of ``used``, a number for each parameter.
 
     Args:
-        op: named in errors.
+        op: the operator's name in errors.
         used: for each parameter, whether any rank has used it.
-        numbers: of the parameters that are asked for.
-        name: of these in errors.
+        numbers: the numbers of parameters that are looked up.
+        name: the name of ``numbers`` in errors.
 
     Raises:
-        TypeError, ValueError: it holds none of the numbers' parameters.
+        TypeError, ValueError: it has no value for one of the numbers.
     """
     check_flat(op, "used", used, _FLAGS)
     for number in numbers:

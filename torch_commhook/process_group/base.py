@@ -1,4 +1,4 @@
-"""The process group that Python classes derive from."""
+"""The base class of process groups in Python."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from torch_commhook.process_group.group_hooks import (
 )
 from torch_commhook.process_group.work import take_over
 
-#: Of the hook that PyTorch's older interface registers, which has no id.
+#: The key of the hook that PyTorch's older interface registers; it has no id.
 _ON_COMPLETION_ID = -(1 << 63)
 #: Ranks of a group, in its text.
 _MOST_SHOWN = 16
 
 
 def called_by_cpp(function: FunctionType, name: str) -> Any:
-    """What a class of groups has for a method of that name, which C++ calls too."""
+    """The attribute of a class of groups for a method that C++ calls too."""
     return _C.group_method(left_to_python(function), name)
 
 
 class ProcessGroup(_C.ProcessGroup):
-    """A process group whose methods a Python class defines: all that C++ calls.
+    """The base class of process groups in Python: C++ calls the methods of a subclass.
 
-    See ``docs/process_groups.md``. Made with ``(rank, size)`` or ``(store, rank, size)``.
+    See ``docs/process_groups.md``. The constructor takes ``(rank, size)`` or
+    ``(store, rank, size)``.
 
-    Every group has hooks, of Python or C++, under the names that torch 2.15 has for its own: before
-    an operation is issued, after it, when it has completed, and before an abort. They are called in
-    the order of their ids, for Python's calls and those of C++. A hook whose id is there already
-    takes that one's place. What a pre- or post-hook raises comes out of the operation, which a
-    pre-hook so prevents; what the others raise goes to ``sys.unraisablehook``.
+    Every group has hooks, in Python or C++, under the names of torch 2.15: before an operation is
+    issued, after it, when it has completed, and before an abort. They are called in the order of
+    their ids, for calls from Python and from C++. A new hook replaces one with the same id. If a
+    pre- or post-hook raises, the operation raises; a pre-hook so prevents the operation. Exceptions
+    of other hooks go to ``sys.unraisablehook``.
 
     Example:
         >>> class Done(Work):
@@ -76,7 +77,7 @@ class ProcessGroup(_C.ProcessGroup):
             text = super().__repr__().strip("<>")
         if self in distributed_c10d._world.pg_map:
             return f"<{text}>"
-        # Where PyTorch fails to look a group up, the group is all that its error says.
+        # If PyTorch cannot find a group, its error contains only this text.
         return (
             f"<{text}, which torch.distributed does not know; "
             "torch_commhook.process_group.register(group, name) makes it known>"
@@ -92,8 +93,8 @@ class ProcessGroup(_C.ProcessGroup):
             self._hook_registry = GroupHooks()
         return self._hook_registry
 
-    # A group in Python is its own backend, where it has no other: torch.distributed asks it then
-    # for these (torch 2.14 and newer for a batch of sends and receives).
+    # A group in Python is its own backend, if it has no other: torch.distributed then calls these
+    # methods of it (torch 2.14 and newer for a batch of sends and receives).
 
     supports_coalescing = False
 
@@ -112,19 +113,19 @@ class ProcessGroup(_C.ProcessGroup):
         self._hooked = bool(self._hooks)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], None]) -> None:
-        """Have ``hook(args)`` called before an operation is issued."""
+        """Call ``hook(args)`` before each operation is issued."""
         self._add_hook("pre", hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Forget a hook; nothing where there is none."""
+        """Remove a hook; do nothing if there is none."""
         self._remove_hook("pre", hook_id)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
-        """Have ``hook(args)`` called after an operation was issued, with its Work."""
+        """Call ``hook(args)`` after each operation was issued, with its Work."""
         self._add_hook("post", hook_id, hook)
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Forget a hook; nothing where there is none."""
+        """Remove a hook; do nothing if there is none."""
         self._remove_hook("post", hook_id)
 
     @property
@@ -135,16 +136,16 @@ class ProcessGroup(_C.ProcessGroup):
     def register_completion_hook(
         self, hook_id: int, hook: Callable[[CompletionHookArgs], None]
     ) -> None:
-        """Have ``hook(args)`` called when an operation has completed or failed.
+        """Call ``hook(args)`` when an operation has completed or failed.
 
-        On the thread that completes it, often one of the backend's; where tensors are on an
-        accelerator, on a thread that asks every half a millisecond; where a Work has no Future,
-        on the thread that waits for it, and not before.
+        The call happens on the thread that completes the operation, often one of the backend's. For
+        tensors on an accelerator it happens on a thread that polls every half a millisecond. If a
+        Work has no Future, it happens on the thread that waits for it, and not before.
         """
         self._add_hook("completion", hook_id, hook)
 
     def unregister_completion_hook(self, hook_id: int) -> None:
-        """Forget a hook; nothing where there is none."""
+        """Remove a hook; do nothing if there is none."""
         self._remove_hook("completion", hook_id)
 
     @property
@@ -153,19 +154,19 @@ class ProcessGroup(_C.ProcessGroup):
         return True
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Have ``hook()`` called before ``abort()`` does anything."""
+        """Call ``hook()`` before ``abort()`` does anything."""
         self._add_hook("abort", hook_id, hook)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Forget a hook; nothing where there is none."""
+        """Remove a hook; do nothing if there is none."""
         self._remove_hook("abort", hook_id)
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
-        """PyTorch's older interface, which it has for NCCL: one hook for each group.
+        """Register a hook by PyTorch's older interface for NCCL: one hook for each group.
 
         Raises:
             TypeError: the hook is not callable.
-            RuntimeError: there is one.
+            RuntimeError: the group has such a hook already.
         """
         if self._has_hooks():
             raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Many tensors from one rank to all others, in few broadcasts: eager, and as an operator.
+"""Broadcasts many tensors from one rank in few messages: in eager code, and as an operator.
 
-The schema stands in ``csrc/ops/library.cpp``, the kernel in
-``csrc/runtime/collectives/broadcast_coalesced.cpp``.
+``csrc/ops/library.cpp`` has the schema, and
+``csrc/runtime/collectives/broadcast_coalesced.cpp`` the kernel.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ def broadcast_coalesced(
     buffer_size: int,
     rank: int = 0,
 ) -> None:
-    """Give all ranks the contents that tensors have on one rank, in few broadcasts.
+    """Broadcast one rank's tensors to all ranks, in few messages. Writes the tensors in place.
 
     The results are those of ``torch.distributed._broadcast_coalesced``. Tensors of one dtype and
-    device travel together, in flat buckets of at most ``buffer_size`` bytes. Large ones travel
-    alone, from where they lie if they are contiguous, and in pieces where they are very large. At
-    most two broadcasts are in flight, and so memory for two buckets is needed at most, or for two
-    such pieces. A compiler sees ``torch.ops.commhook.broadcast_coalesced`` and takes it apart into
-    functional collectives; sizes are constants there.
+    device are sent together, in flat buckets of at most ``buffer_size`` bytes. A large tensor is
+    sent alone, without a copy if it is contiguous, and in pieces if it is very large. At most two
+    broadcasts are in flight, so the call needs memory for at most two buckets or two such pieces. A
+    compiler sees ``torch.ops.commhook.broadcast_coalesced``, and decomposes it into functional
+    collectives with constant sizes.
 
-    All ranks must call this with as many tensors, of the same shapes and dtypes; strides may
-    differ. When it returns, the tensors are written, or on CUDA will be by what is on the current
-    stream. After an error nothing is in flight, and what the tensors hold is undefined.
+    All ranks must call this with the same number of tensors, of the same shapes and dtypes; strides
+    may differ. When it returns, the tensors are written, or on CUDA will be by work on the current
+    stream. After an error nothing is in flight, and the tensors' contents are undefined.
 
     Args:
         process_group: the process group; None for the default one.
-        tensors: any number of dense tensors of any shapes, strides, devices that the group serves,
-            and dtypes, which need not agree; none is fine, as are empty tensors. One that is there
-            twice, as tied weights are, travels once.
-        buffer_size: bytes, at least 1.
-        rank: the rank within the group whose tensors are sent.
+        tensors: any number of dense tensors, also none, of any shapes, strides and dtypes, on
+            devices that the group supports. They need not agree, and may be empty. A tensor that is
+            listed twice, like tied weights, is sent once.
+        buffer_size: the size of a bucket in bytes, at least 1.
+        rank: the rank within the group that sends its tensors.
 
     Raises:
         TypeError: ``tensors`` is no list of tensors, or one of them is sparse or quantized;
-            ``buffer_size`` or ``rank`` is no int; no process group.
+            ``buffer_size`` or ``rank`` is no int; ``process_group`` is none.
         ValueError: ``buffer_size`` or ``rank`` is out of range; tensors share memory, with each
-            other or among their own elements (expanded ones), or have none (the meta device). What
-            a compiler has taken apart does not notice all of this.
+            other or among their own elements (expanded tensors), or have no memory (the meta
+            device). Compiled code does not detect all of these.
         RuntimeError: a tensor requires grad while gradients are recorded, or was made in inference
             mode and is written outside of it; torch.distributed is not initialized.
-        Exception: what the process group raises.
+        Exception: the process group raised it.
 
     Example:
         >>> def share(rank):
@@ -139,13 +139,13 @@ def _broadcast_coalesced_fake(
 
 
 def _is_expanded(size: int | torch.SymInt, stride: int | torch.SymInt) -> bool:
-    """As far as it is known without a guard; the kernel sees the rest."""
+    """Whether a tensor is expanded, if known without a guard; the kernel checks the rest."""
     return isinstance(size, int) and isinstance(stride, int) and size > 1 and stride == 0
 
 
-# What compilers make of it. As the functional collectives that they know they neither drop it, not
-# even where nobody looks at the tensors again, as on the source, nor change its place among other
-# collectives, which have to come in one order on all ranks.
+# The form for compilers. They treat it as the functional collectives that they know: they do not
+# remove it, not even if nobody reads the tensors again, as on the source. They do not reorder it
+# among other collectives, which must have one order on all ranks.
 @torch.ops.commhook.broadcast_coalesced.default.py_impl(FunctionalTensorMode)
 def _broadcast_coalesced_traced(
     mode: Any, tensors: Sequence[Tensor], buffer_size: int, rank: int, group_name: str
@@ -183,7 +183,7 @@ def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
 
 
 class _TracedBucket:
-    """A bucket that is in flight in what is traced, once ``before`` is there."""
+    """A bucket in flight in traced code, once ``before`` has arrived."""
 
     def __init__(
         self, tensors: list[Tensor], rank: int, group_name: str, before: Tensor | None
@@ -198,7 +198,7 @@ class _TracedBucket:
         if self._tensors[0].dtype in BUCKET_DTYPES and not is_negated:
             unflatten_into(received, self._tensors)
             return received
-        # Aliases of another dtype cannot be written in what is traced.
+        # Traced code cannot write to an alias of another dtype.
         width = received.element_size()
         sizes = [tensor.numel() * tensor.element_size() // width for tensor in self._tensors]
         for tensor, piece in zip(self._tensors, received.split(sizes), strict=True):
@@ -207,10 +207,10 @@ class _TracedBucket:
 
 
 def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:
-    """The tensors' bits in one, as :func:`_words`.
+    """The tensors' bits in one tensor, as :func:`_words`.
 
-    Takes nothing of ``before`` in the end, but seems to: a compiler must not gather more buckets
-    before those in flight are there, as Inductor does since torch 2.15.
+    It seems to depend on ``before``, but uses no value of it. So a compiler cannot gather more
+    buckets before those in flight have arrived, as Inductor does since torch 2.15.
     """
     words = [_words(tensor) for tensor in tensors]
     if before is not None and before.device != words[0].device:
@@ -223,21 +223,21 @@ def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """A tensor's elements in a dtype that the bucket operators copy, where there is one."""
+    """A tensor's elements in a dtype that the bucket operators copy, if there is one."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype in BUCKET_DTYPES:
         return tensor
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     flat = tensor.reshape(-1).contiguous()
-    if tensor.dtype is torch.bool:  # whose views Inductor does not take in torch 2.11
+    if tensor.dtype is torch.bool:  # Inductor of torch 2.11 does not support views of it
         return flat.to(torch.uint8)
     return flat.view(_WORDS[tensor.element_size()])
 
 
 _WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 
-#: Not all backends know others, which are sent as bytes.
+#: Not all backends support other dtypes, which are sent as bytes.
 _SENT_AS_THEY_ARE = (*BUCKET_DTYPES, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Collectives of a process group that go through codecs."""
+"""Collectives of a process group that use codecs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
-#: Reductions that may be compressed, and the class of their options.
+#: Reductions that may be compressed, with the class of their options.
 SUMS: dict[str, Any] = {
     "allreduce": dist.AllreduceOptions,
     "allreduce_coalesced": dist.AllreduceCoalescedOptions,
@@ -39,12 +39,12 @@ GATHERS: dict[str, Any] = dict.fromkeys(
     AllgatherOptions,
 )
 
-#: Kinds of operations, each of which draws other random numbers.
+#: Kinds of operations; each draws different random numbers.
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def options_of(operation: str, arguments: Sequence[Any]) -> Any:
-    """The options of a call; None where its arguments are not in PyTorch's usual form."""
+    """The options of a call; None if its arguments do not have PyTorch's usual form."""
     make_options = SUMS.get(operation) or GATHERS[operation]
     tensors = 1 if operation.startswith("allreduce") else 2
     if len(arguments) == tensors:
@@ -54,13 +54,13 @@ def options_of(operation: str, arguments: Sequence[Any]) -> Any:
 
 
 def _timeout_of(options: Any) -> timedelta | None:
-    """The timeout that a call has been given; None for the group's."""
+    """The timeout of a call; None for the group's."""
     timeout: timedelta = options.timeout
     return None if timeout == type(options)().timeout else timeout
 
 
 def is_large(tensors: Any, at_least: int, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether these are dense, contiguous tensors of one device, with so many elements in all."""
+    """Whether these are dense, contiguous tensors of one device with enough elements in total."""
     if not isinstance(tensors, (list, tuple)) or not tensors:
         return False
     for tensor in tensors:
@@ -89,17 +89,17 @@ def as_sum(options: Any) -> Any:
 def parts_of(
     outputs: Sequence[Tensor], inputs: Any, ranks: int, rank: int, *, in_lists: bool
 ) -> list[list[Tensor]] | None:
-    """For each rank the tensors that a reduce-scatter sums up there.
+    """For each rank, the tensors that a reduce-scatter sums for it.
 
     Args:
-        outputs: this rank's.
+        outputs: this rank's outputs.
         inputs: for each output a tensor of all ranks' shares, or a list of these.
-        ranks: of the group.
-        rank: this one.
+        ranks: the number of ranks.
+        rank: this rank.
         in_lists: whether the inputs are lists.
 
     Returns:
-        None where the inputs do not fit the outputs.
+        The tensors, or None if the inputs do not fit the outputs.
     """
     if len(inputs) != len(outputs):
         return None
@@ -120,11 +120,12 @@ def _rows(tensor: Tensor, ranks: int) -> tuple[Tensor, ...]:
 
 
 class Reduction(NamedTuple):
-    """A sum, with what its terms and the sum itself are multiplied by.
+    """A sum, with the factors of its terms and of the sum.
 
     Attributes:
-        scale: factor of the sum.
-        premultiplier: a number or a tensor of one element, factor of this rank's terms; None for 1.
+        scale: the factor of the sum.
+        premultiplier: the factor of this rank's terms: a number or a tensor of one element; None
+            for 1.
     """
 
     scale: float
@@ -132,8 +133,8 @@ class Reduction(NamedTuple):
 
 
 def reduction_of(op: Any, ranks: int) -> Reduction | None:
-    """The sum that an operation is; None for another one."""
-    # Not by `in`, which would ask the members of another type whether they are equal.
+    """The sum that an operation computes; None if it computes none."""
+    # Not by `in`, which would compare members of another type.
     if op == dist.ReduceOp.SUM:
         return Reduction(1.0, None)
     if op == dist.ReduceOp.AVG:
@@ -152,16 +153,16 @@ def _times(tensor: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
 
 
 def without_premultiplier(operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A reduction of CPU tensors that has a factor of its terms, as a sum of multiplied terms.
+    """Replace a reduction of CPU tensors with a factor by a sum of multiplied terms.
 
-    Gloo has no ``PREMUL_SUM``, which FSDP's divide factor becomes.
+    Gloo does not support ``PREMUL_SUM``, which FSDP's divide factor uses.
 
     Args:
         operation: one of ``SUMS``.
-        arguments: of the group's method. An all-reduce's tensors are multiplied in place.
+        arguments: the method's arguments. An all-reduce's tensors are multiplied in place.
 
     Returns:
-        The arguments of the sum; those of any other call as they are.
+        The arguments of the sum; any other call's unchanged arguments.
     """
     options = options_of(operation, arguments)
     reduction = None if options is None else reduction_of(options.reduceOp, 1)
@@ -199,14 +200,14 @@ def _mapped(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 class CodecCalls:
-    """Issues a group's sums and all-gathers through codecs.
+    """Runs a group's sums and all-gathers through codecs.
 
     Args:
-        parent: the group on which messages travel.
-        codec: of sums; None leaves them alone.
-        gathers: codec of all-gathers; None leaves them alone.
-        min_numel: operations on fewer elements are left alone.
-        seed: of random numbers.
+        parent: the group that sends the messages.
+        codec: the codec of sums; None does not compress them.
+        gathers: the codec of all-gathers; None does not compress them.
+        min_numel: operations on fewer elements are not compressed.
+        seed: the seed of random numbers.
     """
 
     def __init__(
@@ -225,23 +226,23 @@ class CodecCalls:
         self._steps: dict[str, Iterator[int]] = {kind: itertools.count() for kind in _KINDS}
 
     def takes(self, operation: str) -> bool:
-        """Whether some calls of a method go through a codec."""
+        """Whether some calls of a method use a codec."""
         codec = self._codec if operation in SUMS else self._gathers
         return codec is not None and (operation in SUMS or operation in GATHERS)
 
     def prepare(self, operation: str, arguments: Sequence[Any]) -> Callable[[], Any] | None:
-        """A function that starts an operation through its codec, and returns the Work.
+        """Return a function that starts an operation through its codec and returns the Work.
 
         Args:
-            operation: one that is taken.
-            arguments: of the group's method, without keywords.
+            operation: an operation that :meth:`takes`.
+            arguments: the method's arguments, without keywords.
 
         Returns:
-            None for an operation that passes as it is.
+            The function, or None for a call that is not compressed.
         """
         options = options_of(operation, arguments)
         if options is None:
-            return None  # for the parent to judge
+            return None  # the parent checks it
         if operation in GATHERS:
             return self._prepare_gather(operation, arguments[0], arguments[1], _timeout_of(options))
         reduction = reduction_of(options.reduceOp, self._parent.size())
@@ -309,7 +310,7 @@ class CodecCalls:
         nbytes = sum(part.nbytes for part in codec.chunks(sizes))
         if ranks == 1 or nbytes >= _bytes_of(flat):
             return None
-        # Of one output they are in the order of ranks.
+        # The ranks of one output are in order.
         sources = flat if len(outputs) == 1 else [tensor for part in parts for tensor in part]
 
         def start() -> Any:
@@ -331,7 +332,7 @@ class CodecCalls:
     def _terms(tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
         if reduction.premultiplier is None:
             return list(tensors)
-        # Of this rank's own terms, since other ranks may have other factors.
+        # Only this rank's own terms: other ranks may have other factors.
         return [
             _times(tensor, reduction.premultiplier, _at_least_float32(tensor.dtype))
             for tensor in tensors
@@ -386,7 +387,7 @@ class CodecCalls:
     def _rounding(
         self, kind: str, codec: Codec, device: torch.device, *, rows: int = 1
     ) -> Tensor | None:
-        """Seed and step of the next operation of a kind; in two rows for one that encodes twice."""
+        """Seed and step of the next operation of a kind; two rows for one that encodes twice."""
         if not codec.is_random:
             return None
         step = next(self._steps[kind])
@@ -403,7 +404,7 @@ class CodecCalls:
 def _places(
     operation: str, outputs: Any, inputs: int, ranks: int
 ) -> list[tuple[Tensor, ...]] | None:
-    """For each rank the places of its tensors; None where there are more or fewer of them."""
+    """For each rank the positions of its tensors; None if their numbers differ."""
     if not isinstance(outputs, (list, tuple)):
         return None
     in_lists = operation.startswith("allgather")
@@ -430,7 +431,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
-    """What each rank sends on average for a sum."""
+    """The number of bytes that each rank sends for a sum, on average."""
     if codec.exchange == "all_to_all":
         sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
         return (sum(sizes) / ranks + max(sizes)) * (ranks - 1)
@@ -445,11 +446,11 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _work_of(future: torch.futures.Future[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """The Work of a collective, whose own Future holds a list of tensors."""
+    """A collective's Work, with a Future that holds a list of tensors."""
     value: Any = list(tensors)
 
     def finish(done: torch.futures.Future[Tensor]) -> Any:
-        done.value()  # raises what the collective has failed with
+        done.value()  # raises the collective's error
         return value
 
     return _C.as_work(then(future, finish, value[0].device))

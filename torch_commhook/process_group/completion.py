@@ -1,4 +1,4 @@
-"""When a Work has completed, whatever it is made of."""
+"""Detects when a Work has completed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _TIMERS = Timers("commhook-completion")
 
 
 def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
-    """Have ``done(end, error)`` called once a Work has completed.
+    """Call ``done(end, error)`` once a Work has completed.
 
-    A Work with a Future tells by it, on the thread that completes it. On an accelerator a Future is
-    complete once the work is queued, so there the Work is asked, by a thread that lives as long as
-    there is something to ask. A Work without a Future tells when it is waited for.
+    A Work with a Future calls from the thread that completes it. On an accelerator a Future is
+    complete once the operation is queued, so a thread polls the Work instead; it lives only while
+    there is such Work. A Work without a Future calls when it is waited for.
 
     Args:
-        work: a Work; anything else has completed when it is returned.
-        tensors: what it reads and writes.
-        done: called once; what it raises goes to ``sys.unraisablehook``.
+        work: a Work; anything else counts as complete.
+        tensors: the tensors that it reads and writes.
+        done: called once. Its exceptions go to ``sys.unraisablehook``.
 
     Returns:
         The Work to return in its place.
@@ -43,7 +43,7 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
         return work
     try:
         future = work.get_future()
-    except (RuntimeError, NotImplementedError):  # which backends raise, and our own Work
+    except (RuntimeError, NotImplementedError):  # backends raise these, and our own Work
         return _ObservedWork(work, done)
     if not isinstance(future, torch._C.Future):
         raise TypeError(
@@ -57,7 +57,7 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
 
 
 def error_of(work: Any) -> BaseException | None:
-    """What a completed Work has failed with."""
+    """The error of a completed Work, or None."""
     if work.is_success():
         return None
     return _C.work_exception(work) or RuntimeError("the work has failed")
@@ -100,7 +100,7 @@ def _watch(work: Any, done: Done, pause: float = _POLL_SECONDS) -> None:
 
 
 def _ask(work: Any, done: Done) -> bool:
-    """Whether a work needs no more asking."""
+    """Whether a Work needs no more polling."""
     try:
         if not work.is_completed():
             return False

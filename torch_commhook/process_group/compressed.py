@@ -31,62 +31,64 @@ from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
 
-#: What is rounded to 16 bits.
+#: The dtypes that 16-bit codecs round.
 _ROUNDED = (torch.float32, torch.float64)
 
 
 class CompressedProcessGroup(WrapperProcessGroup):
-    """Leaves everything to another group, and sends large sums and means in fewer bits.
+    """A process group around another one that compresses large sums and means.
 
-    This holds for all-reduce and reduce-scatter of floating tensors, with ``SUM`` or ``AVG``. So
-    ``fully_shard``, DTensor and DDP send compressed gradients without a hook. The group also
-    compresses sums that are no gradients, which ``min_numel`` should leave alone. All else passes
-    as it is: other reductions and dtypes, small, sparse and non-contiguous tensors, and operations
+    It compresses all-reduces and reduce-scatters of floating-point tensors with ``SUM`` or ``AVG``.
+    So ``fully_shard``, DTensor and DDP send compressed gradients without a hook. The group also
+    compresses sums that are no gradients; choose ``min_numel`` above their size. It does not
+    compress other reductions and dtypes, small, sparse and non-contiguous tensors, and operations
     between ``start_coalescing`` and ``end_coalescing``.
 
-    **A codec of 16 bits** (``torch.bfloat16``, ``torch.float16``) takes float32 and float64. Each
-    value travels divided by the number of ranks (in float32) and rounded; the result is scaled and
-    cast back in one pass. Divided first, the sum stays in range where the mean does (float16: up to
-    65504).
+    **A codec of 16 bits** (``torch.bfloat16``, ``torch.float16``) compresses float32 and float64.
+    Each value is divided by the number of ranks (in float32) and rounded; the result is scaled and
+    cast back in one pass. Because of the division the sum stays in range if the mean does (float16:
+    up to 65504).
 
-    Among fewer than 8 ranks the parent runs the same operation, and adds in ``codec``. From 8 ranks
-    on the error does not grow with their number. A reduce-scatter is an all-to-all of the parent's,
-    whose values each rank adds up in float32, straight into the output. An all-reduce is the same
-    with a sum that is rounded once, and an all-gather. Where the parent is a Gloo group that
-    ``torch.distributed`` knows, the all-gather runs on a second group, which the first such
-    all-reduce of CPU tensors makes; over other parents that all-reduce returns once its all-to-all
-    has ended, with CUDA tensors over NCCL at once.
+    Among fewer than 8 ranks the parent runs the same operation, and sums in ``codec``. With 8 or
+    more ranks the error does not grow with their number. A reduce-scatter then is an all-to-all of
+    the parent; each rank sums the values in float32, directly into the output. An all-reduce adds
+    one rounding of the sum, and an all-gather. If the parent is a Gloo group that
+    ``torch.distributed`` knows, the all-gather uses a second group, which the first such all-reduce
+    of CPU tensors makes. Over other parents this all-reduce returns after its all-to-all has ended;
+    with CUDA tensors over NCCL it returns at once.
 
-    **A codec of** :mod:`torch_commhook.codecs` takes float64, float32, bfloat16 and float16, and
-    adds in float32. An all-reduce is a :func:`~torch_commhook.collectives.compressed_all_reduce`, a
-    reduce-scatter a :func:`~torch_commhook.collectives.compressed_reduce_scatter`, on the parent.
-    All ranks get the same bits of an all-reduce. There is no error feedback: the group keeps
-    nothing of what a message loses. Tensors pass as they are where that takes as few bytes, and so
-    on one rank. ``PREMUL_SUM`` is compressed too; that of small CPU tensors becomes a sum of
-    multiplied tensors, since Gloo has none.
+    **A codec of** :mod:`torch_commhook.codecs` compresses float64, float32, bfloat16 and float16,
+    and sums in float32. An all-reduce is a
+    :func:`~torch_commhook.collectives.compressed_all_reduce`, a reduce-scatter a
+    :func:`~torch_commhook.collectives.compressed_reduce_scatter`, on the parent. An all-reduce
+    gives all ranks the same bits. There is no error feedback: the group does not remember errors.
+    Tensors are not compressed if this saves no bytes, and so never on one rank. ``PREMUL_SUM`` is
+    compressed too; for small CPU tensors it becomes a sum of multiplied tensors, since Gloo has
+    none.
 
-    ``gathers`` compresses all-gathers of floating tensors as well, such as those of parameters in
-    ``fully_shard``. All ranks get the same bits, this rank of its own tensor, too. That includes
-    ``DTensor.full_tensor()``, and so checkpoints that are made by it.
+    ``gathers`` also compresses all-gathers of floating-point tensors, such as those of parameters
+    in ``fully_shard``. All ranks get the same bits, and a rank's own tensor is compressed too. This
+    includes ``DTensor.full_tensor()``, and checkpoints that use it.
 
     Args:
         parent: the process group that does the work.
-        codec: of sums: ``torch.bfloat16``, ``torch.float16`` or a
-            :class:`torch_commhook.codecs.Codec`, the same on all ranks.
-        min_numel: operations on fewer elements pass as they are. The elements of all ranks count,
-            so those of a reduce-scatter's inputs and of an all-gather's outputs.
-        seed: of random numbers, for codecs that draw some; the same on all ranks. They follow from
-            seed, rank, kind of operation and how many of that kind the group has compressed.
-        gathers: a codec of all-gathers, the same on all ranks; None leaves them as they are.
+        codec: the codec of sums: ``torch.bfloat16``, ``torch.float16`` or a
+            :class:`torch_commhook.codecs.Codec`. The same on all ranks.
+        min_numel: operations on fewer elements are not compressed. The elements of all ranks count:
+            those of a reduce-scatter's inputs and of an all-gather's outputs.
+        seed: the seed of random numbers, for codecs that need them. The same on all ranks. The
+            numbers depend on seed, rank, kind of operation, and the number of compressed operations
+            of that kind.
+        gathers: the codec of all-gathers, the same on all ranks. None does not compress them.
 
     Attributes:
-        compressed: how many operations were.
-        bytes_sent: by this rank, for these. ``HookHandle.stats()`` counts what a hook hands to the
-            group instead, uncompressed.
+        compressed: the number of compressed operations.
+        bytes_sent: the bytes that this rank has sent for them. ``HookHandle.stats()`` instead
+            counts the uncompressed bytes that a hook gives to the group.
 
     Raises:
-        TypeError: no process group; another codec; a seed that is no int.
-        ValueError: a negative ``min_numel``.
+        TypeError: ``parent`` is no process group; ``codec`` is another value; ``seed`` is no int.
+        ValueError: ``min_numel`` is negative.
 
     Example:
         >>> def reduce(rank):
@@ -109,7 +111,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
     ) -> None:
         super().__init__(parent)
         name = type(self).__name__
-        # Not by `in`, which would ask objects of another type whether they are equal.
+        # Not by `in`, which would compare objects of another type.
         is_dtype = codec is torch.bfloat16 or codec is torch.float16
         if not is_dtype and not isinstance(codec, Codec):
             raise TypeError(
@@ -145,9 +147,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
         return self.codec
 
     def start_coalescing(self, device: Any) -> Any:
-        """Have the parent take what follows for one operation. It passes as it is.
+        """Let the parent combine the following operations, uncompressed.
 
-        The caller waits for the parent's Work of all of it, so nothing could be decoded after it.
+        The caller waits for the parent's Work of all of them, so nothing could be decoded after it.
         """
         result = getattr(self.parent, BINDINGS["start_coalescing"])(device)
         self._is_coalescing = True
@@ -192,11 +194,11 @@ class CompressedProcessGroup(WrapperProcessGroup):
         return _C.as_work(super().run_collective(operation, arguments, {}))
 
     def _encode(self, operation: str, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
-        """Starts the operation, and returns its Work; None for what passes as it is."""
+        """A function that starts the operation and returns its Work; None without compression."""
         options = options_of(operation, arguments)
         if options is None:
-            return None  # for the parent to judge
-        # Not by `in`, which would ask the members of another type whether they are equal.
+            return None  # the parent checks it
+        # Not by `in`, which would compare members of another type.
         if options.reduceOp == dist.ReduceOp.AVG:
             factor = 1.0
         elif options.reduceOp == dist.ReduceOp.SUM:
@@ -246,7 +248,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
         gather = _with_timeout(AllgatherOptions, options)
         second = second_group(self.parent) if buffer.device.type == "cpu" else None
         if second is None:
-            # All ranks issue both here, so that their order on the parent is the same.
+            # All ranks issue both here, so that the parent sees them in the same order.
             with beside(buffer.device, self._stream, [buffer, shards, sums]), torch.no_grad():
                 self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all).wait()
                 sum_rows(shards, sums)
@@ -309,7 +311,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
     def _scatter_in_float32(
         self, parts: list[list[Tensor]], outputs: Any, options: Any, factor: float
     ) -> Any:
-        """The Work of an all-to-all, after which each rank adds up what has come."""
+        """The Work of an all-to-all, after which each rank sums the received tensors."""
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         own = sizes[self.rank()]
         wire = self._flatten([tensor for part in parts for tensor in part])
@@ -330,7 +332,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
         work = self._call("all_to_all_single", shards.view(-1), wire, *splits, new_options)
         return FollowedWork(work, write_back)
 
-    # ---- what both share -------------------------------------------------------------------------
+    # ---- shared ----------------------------------------------------------------------------------
 
     def _flatten(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The faults that a process group can inject, and when."""
+"""The faults that a process group can inject."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InjectedError(RuntimeError):
 
 
 class DroppedRankError(RuntimeError):
-    """This rank takes no part in operations any more; see :class:`Drop`.
+    """This rank no longer takes part in operations; see :class:`Drop`.
 
     Example:
         >>> issubclass(process_group.DroppedRankError, RuntimeError)
@@ -31,15 +31,16 @@ class DroppedRankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault in some operations on some ranks.
+    """A fault in some operations on some ranks. The base class of all faults.
 
     Attributes:
-        operations: names of a group's methods, such as ``"allreduce"``; None for all. Old names of
-            a method mean the same as its newest.
-        ranks: of the group; None for all.
-        skip: how many matching operations go well first.
-        count: how many go wrong at most; None for no limit.
-        probability: with which a matching operation goes wrong; each rank draws for itself.
+        operations: the names of a group's methods, such as ``"allreduce"``; None for all methods.
+            Old names mean the newest one.
+        ranks: the ranks of the group; None for all.
+        skip: the number of matching operations that succeed first.
+        count: the highest number of faults; None for no limit.
+        probability: the probability that a matching operation fails. Each rank draws its own
+            random numbers.
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
@@ -102,10 +103,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Fault):
-    """The rank comes to the operation ``seconds`` late.
+    """The rank starts the operation ``seconds`` late.
 
     Attributes:
-        seconds: how late.
+        seconds: the delay.
 
     Example:
         >>> fault = process_group.Delay(operations="allreduce", ranks=[0], seconds=0.01, count=1)
@@ -122,10 +123,10 @@ class Delay(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Fail(Fault):
-    """The operation raises, and is not issued; the other ranks wait for this one.
+    """The operation raises an error and is not issued; the other ranks wait for this rank.
 
     Attributes:
-        error: what is raised, an exception or a class of them.
+        error: the exception that is raised, or its class.
 
     Example:
         >>> def reduce(rank):
@@ -152,10 +153,10 @@ class Fail(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Fault):
-    """The operation is not issued, and its Work fails with TimeoutError when its time is over.
+    """The operation is not issued, and its Work fails with a TimeoutError when its time is over.
 
     Attributes:
-        seconds: until then; None for the timeout of the operation, or else of the group.
+        seconds: the time; None for the timeout of the operation, or else of the group.
 
     Example:
         >>> def reduce(rank):
@@ -179,14 +180,14 @@ class Hang(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Corrupt(Fault):
-    """One element is wrong: of what this rank gets, or of what it gives.
+    """One element of the operation's output or input is wrong.
 
     Attributes:
-        value: what the element becomes; None for NaN, and in tensors of integers for one more.
-        index: of the element in the first tensor, in row-major order; None for a random one. One
-            that the tensor does not have is an IndexError of the operation.
+        value: the element's new value; None for NaN, or plus one in integer tensors.
+        index: the element's index in the first tensor, in row-major order; None for a random one.
+            If the tensor has no such element, the operation raises an IndexError.
         of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
-            so that the caller's tensor stays as it is.
+            so that the caller's tensor stays unchanged.
 
     Example:
         >>> def reduce(rank):
@@ -232,12 +233,12 @@ class Drop(Fault):
 
 @dataclass(frozen=True)
 class Injected:
-    """A fault that happened.
+    """A fault that has happened.
 
     Attributes:
         operation: the method, by its newest name.
-        op_id: counts the operations of the group, from 0.
-        fault: what happened.
+        op_id: the operation's number on the group, from 0.
+        fault: the fault.
 
     Example:
         >>> def reduce(rank):
@@ -254,7 +255,7 @@ class Injected:
     fault: Fault
 
 
-#: Of the newest name of a method, by any of its names.
+#: The newest name of a method, by each of its names.
 _NEWEST = {name: names[0] for names in _C.process_group_methods().values() for name in names}
 
 

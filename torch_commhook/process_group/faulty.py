@@ -1,4 +1,4 @@
-"""A process group that fails on purpose, to test what a training does then."""
+"""A process group that fails on purpose, to test how a training reacts."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _TIMERS = Timers("commhook-faults")
 
 
 class FaultyProcessGroup(WrapperProcessGroup):
-    """Leaves everything to another group, but for the faults that it is told.
+    """A process group around another one that injects faults.
 
-    For testing one's own training loop: does it notice, does it end, does it go on where it should?
+    Use it to test a training loop: whether it detects a fault, ends, or continues correctly.
 
     Args:
         parent: the process group that does the work.
         faults: any number of :class:`Delay`, :class:`Fail`, :class:`Hang`, :class:`Corrupt` and
-            :class:`Drop`, looked at in this order for each operation.
-        seed: of the random choices; each rank has its own sequence.
+            :class:`Drop`, applied in this order to each operation.
+        seed: the seed of random choices. Each rank has its own sequence.
 
     Attributes:
-        injected: the faults that happened, in order.
+        injected: the faults that have happened, in order.
 
     Raises:
-        TypeError: no process group; no faults.
-        ValueError: a fault of ranks that the group does not have.
+        TypeError: ``parent`` is no process group, or ``faults`` is no list of faults.
+        ValueError: a fault names ranks that the group does not have.
 
     Example:
         >>> def reduce(rank):
@@ -94,12 +94,12 @@ class FaultyProcessGroup(WrapperProcessGroup):
         return ", ".join(type(rule.fault).__name__ for rule in self._rules)
 
     def abort(self) -> None:
-        """As the parent's; also ends what hangs."""
+        """Abort the parent, and end hanging operations."""
         self._end_hanging("aborted")
         super().abort()
 
     def shutdown(self) -> None:
-        """As the parent's; also ends what hangs."""
+        """Shut down the parent, and end hanging operations."""
         self._end_hanging("shut down")
         super().shutdown()
 
@@ -108,7 +108,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             work.end(how)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """As the parent's; also that of :class:`Hang`."""
+        """Set the timeout of the parent and of :class:`Hang`."""
         self._timeout = timeout
         super().set_timeout(timeout)
 
@@ -226,7 +226,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
 
 
 class _HangingWork(Work):
-    """Never done; its time ends, or somebody aborts it."""
+    """Work that never succeeds: it ends by timeout or abort."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class _HangingWork(Work):
 
 
 class _Rule:
-    """A fault, and how often it was looked at and has happened."""
+    """A fault, with counts of its matching operations and of its occurrences."""
 
     def __init__(self, fault: Fault, world_size: int) -> None:
         if not isinstance(fault, Fault) or type(fault) is Fault:

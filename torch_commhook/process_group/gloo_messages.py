@@ -1,7 +1,7 @@
 """The messages of Gloo's collectives, and their order.
 
-In Gloo a receiver asks the sender for each message. If both come to a message at the same time, it
-takes a round trip: the request, then the message.
+In Gloo a receiver requests each message from the sender. If both reach a message at the same time,
+it takes a round trip: the request, then the message.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch_commhook.process_group.operations import Call
 
 #: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
 EXCHANGE = "exchange"
-#: An exchange for whose messages the ranks have asked before.
+#: An exchange whose messages the ranks have requested in advance.
 EXPECTED = "expected exchange"
-#: Of Gloo's all-reduce and reduce, whose messages are no larger.
+#: The largest message of Gloo's all-reduce and reduce.
 _MOST_SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A call of a process group, as far as its link is concerned.
+    """The part of a process group's call that matters for a link.
 
     Attributes:
         operation: the method, by its newest name.
-        ranks: of the group.
-        nbytes: of the tensors that it reads, or writes where it reads nothing.
+        ranks: the number of the group's ranks.
+        nbytes: bytes of the tensors that it reads; of those that it writes if it reads nothing.
         carried: bytes that the rank's link carries, in the direction that carries more.
         is_root: whether this rank gathers or scatters.
     """
@@ -40,7 +40,7 @@ class Traffic:
     is_root: bool = False
 
     def scaled(self, factor: float) -> Traffic:
-        """The same call on tensors that are so many times as large."""
+        """The same call on tensors that are ``factor`` times as large."""
         return replace(self, nbytes=self.nbytes * factor, carried=self.carried * factor)
 
 
@@ -49,14 +49,15 @@ class Messages:
     """Messages that a rank receives in one part of a collective.
 
     Attributes:
-        count: how many.
-        nbytes: of each.
-        at_once: so many are under way: each one waits for the one so many places before it.
-        is_requested: whether the receiver asks for each when the collective comes to it, which
-            takes the latency once more. Others have been asked for before.
-        shares_connection: whether requests wait behind the rank's own messages, as those of
-            collectives between two ranks do.
-        latencies: that each takes: 1, or more where one stands for several (:func:`merged`).
+        count: the number of messages.
+        nbytes: the size of each.
+        at_once: the number of messages in flight: each waits for the one this many before it.
+        is_requested: whether the receiver requests each message when the collective reaches it,
+            which takes one more latency. Otherwise requests were sent in advance.
+        shares_connection: whether requests queue behind the rank's own messages, as in collectives
+            between two ranks.
+        latencies: the latencies of each message: 1, or more for a message that stands for several
+            (:func:`merged`).
     """
 
     count: int
@@ -68,7 +69,7 @@ class Messages:
 
 
 def traffic_of(call: Call, rank: int, ranks: int) -> Traffic:
-    """What a call on a group of so many ranks means for the link of one of them."""
+    """The load of a call on one rank's link, in a group of ``ranks`` ranks."""
     return Traffic(
         call.operation,
         ranks,
@@ -79,11 +80,11 @@ def traffic_of(call: Call, rank: int, ranks: int) -> Traffic:
 
 
 def link_bytes(call: Call, rank: int, ranks: int) -> int:
-    """Bytes that a rank's link carries for an operation, in the direction that carries more."""
+    """The bytes that a rank's link carries for an operation, in the direction that carries more."""
     if ranks == 1:
         return 0
     if call.operation in ("broadcast", "reduce", "recv", "recv_anysource"):
-        return call.nbytes  # which each rank sends or receives at least once
+        return call.nbytes  # each rank sends or receives these at least once
     if call.operation in ("gather", "gather_single"):
         return call.nbytes * (ranks - 1 if rank == call.root else 1)
     if call.operation == "scatter" and rank != call.root:
@@ -92,7 +93,7 @@ def link_bytes(call: Call, rank: int, ranks: int) -> int:
 
 
 def messages_of(traffic: Traffic) -> list[Messages]:
-    """The parts of a collective, one after another; none where nothing travels."""
+    """The parts of a collective, in order; none if nothing is sent."""
     parts = _PARTS.get(traffic.operation)
     if traffic.ranks < 2 or parts is None:
         return []
@@ -101,7 +102,7 @@ def messages_of(traffic: Traffic) -> list[Messages]:
 
 
 def has_a_thread(traffic: Traffic) -> bool:
-    """Whether the operation takes one of the threads of its group, of which there are few."""
+    """Whether the operation occupies one of the group's few threads."""
     return traffic.operation not in _WITHOUT_THREAD
 
 
@@ -109,9 +110,9 @@ _WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHAN
 
 
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
-    """The same bytes and latencies in fewer messages, where a part has more than ``most``.
+    """The same bytes and latencies in fewer messages, if a part has more than ``most``.
 
-    For collectives of many ranks, which have too many messages to follow each one.
+    For collectives of many ranks, which have too many messages to simulate each one.
     """
     found = []
     for each in parts:
@@ -129,13 +130,13 @@ def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
 
 
 def _segments(nbytes: float, ranks: int) -> int:
-    """Into how many segments a ring cuts the tensor."""
+    """The number of segments into which a ring divides the tensor."""
     least = max(math.ceil(nbytes / _MOST_SEGMENT_BYTES), 2 * ranks)
     return math.ceil(least / ranks) * ranks
 
 
 def _around_ring(traffic: Traffic) -> Messages:
-    """A tensor's segments, two under way, each past all ranks."""
+    """A tensor's segments, two in flight, each passing all ranks."""
     segments = _segments(traffic.nbytes, traffic.ranks)
     count = segments // traffic.ranks * (traffic.ranks - 1)
     return Messages(count, traffic.nbytes / segments, at_once=2)
@@ -143,7 +144,7 @@ def _around_ring(traffic: Traffic) -> Messages:
 
 def _all_reduce(traffic: Traffic) -> list[Messages]:
     if traffic.nbytes <= 2:
-        # All of it belongs to the first rank. The others have asked for it by the time it comes.
+        # The first rank owns everything. The others have requested it before it arrives.
         return [Messages(2 * (traffic.ranks - 1), traffic.nbytes, is_requested=False)]
     return [_around_ring(traffic)] * 2
 
@@ -162,7 +163,7 @@ def _to_each_other_at_once(traffic: Traffic) -> list[Messages]:
 
 
 def _broadcast(traffic: Traffic) -> list[Messages]:
-    # Down a tree, in which all but the root have asked when the message comes.
+    # A tree, in which all ranks but the root have requested the message before it arrives.
     depth = math.ceil(math.log2(traffic.ranks))
     first = Messages(1, traffic.nbytes)
     return [first, Messages(depth - 1, traffic.nbytes, is_requested=False)][: min(depth, 2)]
@@ -185,7 +186,7 @@ def _barrier(traffic: Traffic) -> list[Messages]:
 
 
 def _monitored_barrier(traffic: Traffic) -> list[Messages]:
-    return [Messages(traffic.ranks - 1, 0.0)]  # the first rank takes one after another
+    return [Messages(traffic.ranks - 1, 0.0)]  # the first rank serves one after another
 
 
 def _one(traffic: Traffic) -> list[Messages]:
@@ -211,7 +212,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "recv": _one,
     "recv_anysource": _one,
     "reduce": _reduce,
-    # Gloo sums up everything on all ranks.
+    # Gloo sums everything on all ranks.
     "reduce_scatter": _all_reduce,
     "reduce_scatter_single": _all_reduce,
     "reduce_scatter_single_coalesced": _all_reduce,

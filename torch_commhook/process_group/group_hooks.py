@@ -1,8 +1,8 @@
 """Hooks of process groups: before an operation, after it was issued, when it has completed, and
 before an abort.
 
-They are those of torch 2.15, under its names, on every torch. There they are for PyTorch's own
-backends; here for every ``torch_commhook.ProcessGroup``, however it is called.
+They have the names of torch 2.15, on every torch. There they exist for PyTorch's own backends; here
+for every ``torch_commhook.ProcessGroup``, whether Python or C++ calls it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PreHookArgs:
 
     Attributes:
         name: a ``HookOpName``.
-        async_op: whether the caller asked for a Work to wait for.
-        input_tensors: what is read.
-        output_tensors: what is written; the same tensors in place.
-        root: the rank that has the source or the result, or the peer; else -1.
-        op_id: of this call on this group; the same for all its hooks.
+        async_op: whether the caller asked for a Work.
+        input_tensors: the tensors that are read.
+        output_tensors: the tensors that are written; the same ones for an operation in place.
+        root: the rank with the source or the result, or the peer; else -1.
+        op_id: the call's number on this group, the same for all its hooks.
         operation: the method, by its newest name.
 
     Example:
@@ -63,7 +63,7 @@ class PostHookArgs:
 
     Attributes:
         name, async_op, op_id, operation: as in :class:`PreHookArgs`.
-        work: its Work; None where the method returns none.
+        work: its Work; None if the method returns none.
 
     Example:
         >>> def reduce(rank):
@@ -88,16 +88,16 @@ class CompletionHookArgs:
     """An operation that has completed.
 
     Attributes:
-        completion_key: what c10d knows its Work by; 0 where there is none.
-        duration_ms: from issue to completion, in milliseconds.
+        completion_key: c10d's key of its Work; 0 if there is none.
+        duration_ms: the time from issue to completion, in milliseconds.
         name, op_id, operation: as in :class:`PreHookArgs`.
-        sizes: of its inputs, or of its outputs where it reads nothing.
-        dtype: of the first of these; None without tensors.
-        nbytes: of these, together.
-        start, end: when it was issued and completed, in seconds of a clock that only goes forward
-            and is the same for all processes of a machine.
-        error: what it has failed with, also where issuing it has raised; else None. (torch 2.15
-            calls completion hooks for what has succeeded only.)
+        sizes: the sizes of its inputs, or of its outputs if it reads nothing.
+        dtype: the dtype of the first of these; None without tensors.
+        nbytes: the total bytes of these.
+        start, end: the times of issue and completion, in seconds of a monotonic clock that all
+            processes of a machine share.
+        error: the operation's error, also if issuing it raised one; else None. (torch 2.15 calls
+            completion hooks only after success.)
 
     Example:
         >>> def reduce(rank):
@@ -124,13 +124,13 @@ class CompletionHookArgs:
 
 
 class WorkInfo(NamedTuple):
-    """What ``_register_on_completion_hook`` tells, as PyTorch's ``WorkInfo``.
+    """The argument of ``_register_on_completion_hook``'s hook, as PyTorch's ``WorkInfo``.
 
     Attributes:
         op_type: the operation, such as ``"ALLREDUCE"``.
-        seq: counts the operations of the group.
-        time_started, time_finished: of a clock that only goes forward.
-        active_duration: from start to end.
+        seq: the operation's number on the group.
+        time_started, time_finished: times of a monotonic clock.
+        active_duration: the time from start to end.
 
     Example:
         >>> def reduce(rank):
@@ -155,7 +155,7 @@ KINDS = ("pre", "post", "completion", "abort")
 
 
 class GroupHooks:
-    """The hooks of one group, by kind and id. They are called in the order of their ids."""
+    """The hooks of one group, by kind and id. They run in the order of their ids."""
 
     def __init__(self) -> None:
         self._hooks: dict[str, dict[int, Hook]] = {kind: {} for kind in KINDS}
@@ -177,7 +177,7 @@ class GroupHooks:
             raise TypeError(
                 f"register_{kind}_hook: hook must be callable, got {_C.type_name(hook)}"
             )
-        # A new dict, for calls that are under way on other threads.
+        # A new dict, since other threads may be iterating over the old one.
         self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
 
     def remove(self, kind: str, hook_id: int) -> None:
@@ -204,7 +204,7 @@ def run_with_hooks(
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
 ) -> Any:
-    """Call a method of a group with the group's hooks around it; called by C++."""
+    """Call a method of a group with the group's hooks around it. C++ calls this."""
     hooks = group._hooks
     if hooks in _local.running:  # what a hook itself calls is not told to hooks
         return method(*arguments, **keywords)
@@ -212,7 +212,7 @@ def run_with_hooks(
         for hook in hooks.of("abort"):
             try:
                 hook()
-            except Exception as error:  # what is broken must end all the same
+            except Exception as error:  # other hooks must still run
                 _C.report_unraisable(error, hook)
         return method(*arguments, **keywords)
     call = describe(operation, arguments[1:], keywords)
@@ -246,7 +246,7 @@ def run_with_hooks(
 
 
 class _Local(threading.local):
-    """Whose hooks this thread is running."""
+    """The hooks that this thread is running."""
 
     def __init__(self) -> None:
         self.running: list[GroupHooks] = []
@@ -269,7 +269,7 @@ class _Completed:
 
     def __init__(self, hooks: GroupHooks, call: Call, op_id: int) -> None:
         self._hooks = hooks
-        # Without the tensors, which are the caller's.
+        # Without the tensors, which belong to the caller.
         self._about = (call.sizes, call.dtype, call.nbytes)
         self._name, self._operation, self._op_id = call.name, call.operation, op_id
         self._start = _C.steady_seconds()

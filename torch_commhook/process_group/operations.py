@@ -1,4 +1,4 @@
-"""What a process group's methods are called with: tensors, root, and the bytes that they send."""
+"""Arguments of a process group's methods: tensors, root, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_commhook.metrics import ring_all_reduce_bytes, tensor_bytes
 
 
 class _HookOpName(enum.Enum):
-    """What a hook of a process group is called for: the names and values of torch 2.15."""
+    """The operation of a hook's call: the names and values of torch 2.15."""
 
     SEND = 0
     RECV = 1
@@ -40,7 +40,7 @@ class _HookOpName(enum.Enum):
     UNKNOWN = 20
 
 
-#: PyTorch's own where it has all of them, so that one hook serves its groups and ours.
+#: PyTorch's own if it has all of them, so that one hook serves its groups and ours.
 HookOpName: Any = getattr(c10d, "HookOpName", _HookOpName)
 if not hasattr(HookOpName, "ALLTOALL_BASE"):
     HookOpName = _HookOpName
@@ -52,12 +52,12 @@ class Call:
 
     Attributes:
         operation: the method's newest name.
-        name: what PyTorch's hooks call it, a ``HookOpName``.
-        inputs: tensors that are read.
-        outputs: tensors that are written; of an operation in place the same.
-        root: the rank that has the result or the source, of a send or receive the peer; else -1.
-        async_op: whether the caller asked for a Work to wait for.
-        splits: rows for each rank, of an all-to-all in one tensor that has unequal ones.
+        name: its name for PyTorch's hooks, a ``HookOpName``.
+        inputs: the tensors that are read.
+        outputs: the tensors that are written; the same ones for an operation in place.
+        root: the rank with the result or the source; the peer of a send or receive; else -1.
+        async_op: whether the caller asked for a Work.
+        splits: rows for each rank, for an all-to-all of one tensor with unequal splits.
     """
 
     operation: str
@@ -70,28 +70,28 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs, or of the outputs where nothing is read."""
+        """Bytes of the inputs, or of the outputs if nothing is read."""
         return sum(tensor_bytes(tensor) for tensor in self.inputs or self.outputs)
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
-        """Of the inputs, or of the outputs where nothing is read."""
+        """Sizes of the inputs, or of the outputs if nothing is read."""
         return tuple(tensor.size() for tensor in self.inputs or self.outputs)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first tensor; None where there is none."""
+        """The first tensor's dtype; None without tensors."""
         for tensor in self.inputs or self.outputs:
             return tensor.dtype
         return None
 
     def bytes_sent(self, rank: int, world_size: int) -> int:
-        """Bytes that a rank must send at least, by what all ranks hold after it."""
+        """The minimum of bytes that a rank must send, by the contents of all ranks afterwards."""
         count = _BYTES_SENT.get(self.operation)
         return 0 if count is None or world_size == 1 else count(self, rank, world_size)
 
 
-#: By operation: its hook name, and where its inputs and outputs stand among the arguments.
+#: By operation: its hook name, and the positions of inputs and outputs among the arguments.
 _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
     "allgather": ("ALLGATHER", 1, 0),
     "all_gather_single": ("ALLGATHER_BASE", 1, 0),
@@ -120,13 +120,13 @@ _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
 }
 
 
-#: All methods that have hooks, by their newest names.
+#: All methods with hooks, by their newest names.
 OPERATIONS = frozenset(_SIGNATURES)
-#: Those that communicate. All return a Work but monitored_barrier.
+#: The methods that communicate. All but monitored_barrier return a Work.
 COLLECTIVES = OPERATIONS - {"new_window", "split_group"}
 
 
-#: What PyTorch's bindings call the parameters of a method, in their order.
+#: The names of a method's parameters in PyTorch's bindings, in order.
 _PARAMETERS: dict[str, str] = {
     "allgather": "output_tensors input_tensors|input_tensor opts|timeout",
     "all_gather_single": "output input opts",
@@ -156,7 +156,7 @@ _PARAMETERS: dict[str, str] = {
 def by_position(
     operation: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with its keywords in their places, as far as they follow one another."""
+    """A call with its keywords in their positions, as far as these are consecutive."""
     left = dict(keywords)
     if left:
         for names in _PARAMETERS.get(operation, "").split()[len(arguments) :]:
@@ -168,12 +168,12 @@ def by_position(
 
 
 def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
-    """A call of a group's method; None where it does not communicate.
+    """Describe a call of a group's method; None if it does not communicate.
 
     Args:
         operation: the method's newest name.
-        arguments: what it is called with, without the group.
-        keywords: those given by name.
+        arguments: its arguments, without the group.
+        keywords: its keyword arguments.
     """
     signature = _SIGNATURES.get(operation)
     if signature is None:
@@ -211,7 +211,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return []
 
 
-# ---- bytes on the wire: the least that a rank must send ------------------------------------------
+# ---- bytes on the wire: the minimum that a rank must send ----------------------------------------
 
 
 def _share(call: Call, rank: int, world_size: int) -> int:
@@ -243,7 +243,7 @@ _BYTES_SENT: dict[str, Callable[[Call, int, int], int]] = {
     "allreduce_coalesced": lambda call, rank, size: ring_all_reduce_bytes(call.nbytes, size),
     "all_to_all_single": _all_to_all_single,
     "alltoall": _all_but_own,
-    # All but one rank must get it, from whom is the backend's choice: an equal share each.
+    # All but one rank must receive it. The backend chooses the senders: an equal share each.
     "broadcast": _share,
     "reduce": _share,
     "gather": lambda call, rank, size: 0 if rank == call.root else call.nbytes,

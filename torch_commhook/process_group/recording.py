@@ -1,4 +1,4 @@
-"""A process group that records what passes through it."""
+"""A process group that records its operations."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Counters:
     """Sums over all operations, or over those of one kind.
 
     Attributes:
-        calls: operations that were issued.
-        completed: of these, those that have completed, failed ones included.
-        errors: those that have failed.
-        nbytes: of their tensors.
-        bytes_sent: the least that this rank must send for them.
-        seconds: from issue to completion, of those that have completed.
-        blocked: for how long threads waited for their works, in seconds.
+        calls: the number of operations issued.
+        completed: the number of these that have completed, including failures.
+        errors: the number of these that have failed.
+        nbytes: the bytes of their tensors.
+        bytes_sent: the minimum of bytes that this rank must send for them.
+        seconds: the total time from issue to completion, of completed operations.
+        blocked: the total time that threads waited for their works, in seconds.
 
     Example:
         >>> def reduce(rank):
@@ -54,21 +54,22 @@ class Counters:
 
 @dataclass
 class Record:
-    """One operation of a group. Times are in seconds of a clock that all processes of a machine
-    share.
+    """One operation of a group.
+
+    Times are in seconds of a clock that all processes of a machine share.
 
     Attributes:
         operation: the method, by its newest name.
-        op_id: counts the operations of the group, from 0.
-        sizes: of the tensors that it reads, or writes where it reads nothing.
-        dtype: of the first of these; None without tensors.
-        nbytes: of these, together.
-        bytes_sent: the least that this rank must send for it.
-        start: when it was issued.
-        end: when it had completed; None before.
-        blocked: for how long threads waited for its Work, in seconds. What waits for its Future is
-            not seen.
-        error: what it has failed with.
+        op_id: the operation's number on the group, from 0.
+        sizes: the sizes of the tensors that it reads; of those that it writes if it reads nothing.
+        dtype: the dtype of the first of these; None without tensors.
+        nbytes: the total bytes of these.
+        bytes_sent: the minimum of bytes that this rank must send for it.
+        start: the time of issue.
+        end: the time of completion; None before.
+        blocked: how long threads waited for its Work, in seconds. Waits for its Future are not
+            included.
+        error: its error, or None.
 
     Example:
         >>> def reduce(rank):
@@ -94,23 +95,23 @@ class Record:
 
     @property
     def duration(self) -> float | None:
-        """From issue to completion, in seconds; None before."""
+        """The time from issue to completion, in seconds; None before completion."""
         return None if self.end is None else self.end - self.start
 
 
 class RecordingProcessGroup(WrapperProcessGroup):
-    """Leaves everything to another group, and records operation, bytes, dtype, times and errors.
+    """A process group around another one that records operations: bytes, dtypes, times and errors.
 
-    Where a hook of :func:`torch_commhook.attach` issues its collectives on such a group,
-    ``HookHandle.stats()`` has the bytes, also of hooks that go past the library's collectives.
+    If a hook of :func:`torch_commhook.attach` uses such a group, ``HookHandle.stats()`` contains
+    the bytes of all its collectives, also of those that are not the library's.
 
     Args:
         parent: the process group that does the work.
-        limit: how many records are kept, the latest ones; the counters go on.
+        limit: the number of latest records that are kept; counters include all operations.
 
     Raises:
-        TypeError: no process group.
-        ValueError: ``limit`` is no positive number.
+        TypeError: ``parent`` is no process group.
+        ValueError: ``limit`` is no positive int.
 
     Example:
         >>> def reduce(rank):
@@ -134,7 +135,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
 
     @property
     def records(self) -> list[Record]:
-        """The operations in the order of their issue, those under way included."""
+        """The operations in the order of issue, including those in flight."""
         with self._lock:
             return self._records[-self._limit :]
 
@@ -154,15 +155,15 @@ class RecordingProcessGroup(WrapperProcessGroup):
         return total
 
     def clear(self) -> None:
-        """Forget all records and counters; what is under way will not be counted."""
+        """Forget all records and counters. Operations in flight are not counted later."""
         with self._lock:
             self._records, self._counters = [], {}
 
     def summary(self) -> str:
-        """A table: a line for each operation, and one for all.
+        """Return a table with a line for each operation, and one for all.
 
         ``overlap`` is the part of the time in flight during which other operations of the group
-        were in flight too; ``blocked`` the part that threads waited for their works.
+        were in flight too. ``blocked`` is the part that threads waited for their works.
         """
         records = self.records
         shared = overlaps([record_interval(record) for record in records])
@@ -187,7 +188,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
         )
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The records as a trace, which chrome://tracing and Perfetto show."""
+        """Return the records as a trace for chrome://tracing and Perfetto."""
         return chrome_trace(self.records, self.rank())
 
     def save_trace(self, path: str | Path) -> None:
@@ -238,7 +239,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
     def _finish(self, record: Record, end: float, error: BaseException | None) -> None:
         with self._lock:
             record.end, record.error = end, error
-            counters = record._counters  # which are forgotten with what clear() forgets
+            counters = record._counters  # clear() drops these too
             counters.completed += 1
             counters.errors += error is not None
             counters.seconds += end - record.start
@@ -250,7 +251,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
 
 
 class _RecordedWork(WrapperWork):
-    """Tells how long it was waited for."""
+    """Measures how long threads wait for it."""
 
     def __init__(self, work: Any, record: Record, group: RecordingProcessGroup) -> None:
         super().__init__(work)
@@ -265,7 +266,7 @@ class _RecordedWork(WrapperWork):
 
 
 def record_interval(record: Record) -> Interval:
-    """When an operation was in flight; until now where it still is."""
+    """When an operation was in flight; until now if it still is."""
     return record.start, _C.steady_seconds() if record.end is None else record.end
 
 

@@ -1,4 +1,4 @@
-"""Making process groups in Python known to ``torch.distributed``."""
+"""Registers process groups in Python with ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def register(
     devices: str | Sequence[str] = ("cpu", "cuda"),
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Make a process group, or a kind of them, known to ``torch.distributed`` by a name.
+    """Register a process group, or a class of them, with ``torch.distributed``.
 
-    A class is known as a backend: ``init_process_group(name, ...)`` and ``new_group(backend=name)``
-    make groups of it. A group is known as itself: the functions of ``torch.distributed`` take it
-    as ``group=``, ``DeviceMesh.from_group`` as well, and functional collectives find it by its
-    name, also in compiled code. ``torch.distributed.destroy_process_group(group)`` forgets it.
+    A class becomes a backend: ``init_process_group(name, ...)`` and ``new_group(backend=name)``
+    make groups of it. A group becomes known under ``name``: the functions of ``torch.distributed``
+    and ``DeviceMesh.from_group`` accept it, and functional collectives find it by its name, also in
+    compiled code. ``torch.distributed.destroy_process_group(group)`` removes it.
 
     Args:
-        group: a subclass of ``torch.distributed.ProcessGroup``, or any other callable, called as
+        group: a subclass of ``torch.distributed.ProcessGroup``, or another callable
             ``group(store, rank, size)``; or a process group.
-        name: for a class, of lower-case letters, digits and underscores. For a group, one that no
-            other has.
-        devices: for a class: the device type that it serves, or several.
-        ranks: for a group: the global rank of each of its ranks. By default those of the group
-            that it wraps, and 0, 1, 2 and so on for a group of your own.
+        name: for a class: lower-case letters, digits and underscores. For a group: a name that no
+            other group has.
+        devices: for a class: the device types that it supports, one or several.
+        ranks: for a group: the global rank of each of its ranks. The default is those of the group
+            that it wraps, or 0, 1, 2 and so on for a group of your own.
 
     Raises:
-        TypeError: neither a class nor a group; a name that is no string.
-        ValueError: the name is taken, or is none for a backend; ``ranks`` are not as many as the
-            group's; they are not given, and 0, 1, 2 and so on would not be the group's.
+        TypeError: ``group`` is neither a class nor a group; ``name`` is no string.
+        ValueError: the name is taken, or no backend's name; the number of ``ranks`` is not the
+            group's size; they are not given, and this rank is not 0, 1, 2 and so on.
 
     Example:
         >>> def reduce(rank):
@@ -85,7 +85,7 @@ def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequen
             )
         try:
             group.set_timeout(timeout)
-        except RuntimeError as error:  # of backends that have no timeout
+        except RuntimeError as error:  # of backends without a timeout
             if "does not support setting timeout" not in str(error):
                 raise
         return group
@@ -95,7 +95,7 @@ def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequen
 
 
 def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | None) -> None:
-    world: Any = distributed_c10d._world  # what new_group() fills in
+    world: Any = distributed_c10d._world  # new_group() fills these in
     if name in world.pg_names.values():
         raise ValueError(f"register: there is a process group {name!r} already")
     if group in world.pg_map:
@@ -126,10 +126,10 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
 
 
 def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The global ranks of a group, where nobody gives them.
+    """The global ranks of a group, if the user does not give them.
 
     Raises:
-        ValueError: nobody knows them, and this process is at another place than they would say.
+        ValueError: they are unknown, and this process has another rank than its number suggests.
     """
     known = group_ranks(group)
     if known is not None:

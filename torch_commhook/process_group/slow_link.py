@@ -1,4 +1,4 @@
-"""When collectives of Gloo end on a link of given bandwidth and latency."""
+"""The times at which Gloo's collectives end on a link of given bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch_commhook.process_group.gloo_messages import Messages
 
-#: Called with the time at which something happens, in seconds.
+#: Called with the time of the event, in seconds.
 Event = Callable[[float], object]
 
 
@@ -19,9 +19,9 @@ class SlowLink:
     The caller gives the time, in seconds of any clock. Events happen only in :meth:`advance`.
 
     Args:
-        bandwidth: each way, in bits per second.
-        latency: of a message, one way, in seconds.
-        burst: bytes that it carries at once after a pause that is long enough for them.
+        bandwidth: bits per second, each way.
+        latency: the latency of a message, one way, in seconds.
+        burst: bytes that it carries at once after a sufficient pause.
     """
 
     def __init__(self, bandwidth: float, latency: float, burst: float = 0.0) -> None:
@@ -30,22 +30,22 @@ class SlowLink:
         self.burst = burst
         #: All events up to this time have happened.
         self.now = 0.0
-        #: When the last byte that was sent so far leaves.
+        #: When the last byte sent so far leaves.
         self.is_free = 0.0
         self._would_be_free = 0.0  # without bursts
         self._events: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
 
     def at(self, when: float, event: Event) -> None:
-        """Have ``event(when)`` called by :meth:`advance`."""
+        """Let :meth:`advance` call ``event(when)``."""
         heapq.heappush(self._events, (when, next(self._numbers), event))
 
     def next_event(self) -> float | None:
-        """When the next event is; None without one."""
+        """The time of the next event, or None."""
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float) -> None:
-        """Call the events up to a time, that included."""
+        """Call the events up to and including a time."""
         while self._events and self._events[0][0] <= until:
             when, _, event = heapq.heappop(self._events)
             self.now = max(self.now, when)
@@ -53,23 +53,23 @@ class SlowLink:
         self.now = max(self.now, until)
 
     def finish(self) -> None:
-        """Call all events, also those that events add."""
+        """Call all events, including those that events add."""
         while self._events:
             self.advance(self._events[0][0])
 
     def carry(self, when: float, nbytes: float) -> float:
-        """Send so many bytes behind those that were sent before; when the last one leaves."""
+        """Send bytes behind all earlier ones. Returns the time when the last byte leaves."""
         self._would_be_free = max(when, self._would_be_free) + nbytes * 8 / self.bandwidth
         self.is_free = max(when, self._would_be_free - self.burst * 8 / self.bandwidth)
         return self.is_free
 
 
 class GlooGroup:
-    """A group of ranks over Gloo, as one of them sees it.
+    """A group of ranks over Gloo, seen from one rank.
 
     Args:
-        link: this rank's, which other groups may use, too.
-        threads: so many collectives are under way at once; others wait, in order.
+        link: this rank's link. Other groups may use it too.
+        threads: the number of collectives that run at once; others wait in order.
     """
 
     def __init__(self, link: SlowLink, threads: int) -> None:
@@ -82,15 +82,15 @@ class GlooGroup:
         """Begin a collective at a time that :meth:`SlowLink.advance` has not passed.
 
         Args:
-            when: in seconds.
-            parts: of the collective; it is at its end at once where there are none.
+            when: the time in seconds.
+            parts: the parts of the collective; without any it ends at once.
             done: called with the time of its end.
         """
         self._waiting.append((parts, done))
         self._begin_next(when)
 
     def send(self, when: float, parts: Sequence[Messages], done: Event) -> None:
-        """As :meth:`issue`, for what takes no thread: messages between two ranks."""
+        """Begin messages between two ranks, which occupy no thread; as :meth:`issue`."""
         _Collective(self.link, parts, done).begin(when)
 
     def _begin_next(self, when: float) -> None:
@@ -117,7 +117,7 @@ class _Collective:
         self._done = done
 
     def begin(self, when: float) -> None:
-        """Go on with the next part, or end."""
+        """Begin the next part, or end."""
         while self._parts and self._parts[0].count == 0:
             self._parts.popleft()
         if not self._parts:

@@ -40,24 +40,24 @@ _TIMERS = Timers("commhook-throttle")
 
 
 class _ClockedLink:
-    """A link in real time: a timer wakes it when its next event is due.
+    """A link in real time: a timer runs its next event when it is due.
 
     Args:
-        bandwidth, latency, burst: as of :class:`SlowLink`.
+        bandwidth, latency, burst: as for :class:`SlowLink`.
     """
 
     def __init__(self, bandwidth: float, latency: float, burst: float) -> None:
         self.link = SlowLink(bandwidth, latency, burst)
         self._lock = threading.Lock()
         self._ended: list[Callable[[], object]] = []
-        #: When the timers that are set will wake this, the next one last: none is set for a later
-        #: time than another, and the earliest one wakes first.
+        #: The times of the timers that are set, the next one last. No timer is set for a later time
+        #: than an earlier one, so the earliest runs first.
         self._wakes = [math.inf]
 
     def issue(
         self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
     ) -> None:
-        """Have ``done()`` called once a link has carried what was ready at a time, in seconds."""
+        """Call ``done()`` once the link has carried bytes that were ready at a time, in seconds."""
         with self._lock:
             start = max(when, self.link.now)
             self.link.advance(start)
@@ -86,31 +86,32 @@ class _ClockedLink:
 
 
 class ThrottledProcessGroup(WrapperProcessGroup):
-    """Leaves everything to another group, and completes as late as a slow link would let it.
+    """A process group around another one that completes as late as over a slow link.
 
-    For planning: what a training costs over a link that is not there, without being root. A rank
-    has one link. Operations begin on it in the order in which the other group completes them, and
-    take as long as Gloo's do: each message of a collective has its bytes on the link, then the
-    latency, and waits for those messages that Gloo waits for (``gloo_messages.py``). No more
-    collectives are under way at once than the group has threads. The time of the other group
-    comes on top, and does not matter where that is fast (Gloo between processes of a machine).
+    Use it to plan: it shows the time of a training over a link that you do not have, without root
+    rights. Each rank has one link. Operations start on it in the order in which the parent
+    completes them, and take as long as Gloo's do. Each message of a collective puts its bytes on
+    the link, then takes the latency, and waits for the messages that Gloo waits for
+    (``gloo_messages.py``). At most as many collectives run at once as the group has threads. The
+    parent's own time comes on top; it is negligible if the parent is fast (Gloo between processes
+    of one machine).
 
-    Hooks treat a group around Gloo's own as they treat that one: their second stages have a group
-    beside it, on the same link, and the ranks agree at the end of each step.
+    Hooks treat a group around Gloo's as they treat Gloo's own: their second stages use another
+    group on the same link, and the ranks agree at the end of each step.
 
     Args:
         parent: the process group that does the work.
-        bandwidth: of the link, each way, in bits per second: ``200e6`` for 200 Mbit/s.
-        latency: of one message, one way, in seconds: half of a round trip.
-        burst: bytes that the link carries at once after a pause, as links do whose rate a token
-            bucket limits. 0 for a wire.
-        threads: so many collectives are under way at once; None for as many as a Gloo group
-            has, or for two around others.
+        bandwidth: the link's bandwidth each way, in bits per second: ``200e6`` for 200 Mbit/s.
+        latency: the latency of one message, one way, in seconds: half of a round trip.
+        burst: bytes that the link carries at once after a pause, like a link with a token bucket. 0
+            for a wire.
+        threads: the number of collectives that run at once. None means that of a Gloo group, or two
+            around other groups.
 
     Raises:
-        TypeError: no process group; no numbers.
-        ValueError: a bandwidth or a number of threads that is not positive, or a negative latency
-            or burst.
+        TypeError: ``parent`` is no process group, or another argument no number.
+        ValueError: ``bandwidth`` or ``threads`` is not positive, or ``latency`` or ``burst`` is
+            negative.
 
     Example:
         >>> def reduce(rank):
@@ -201,7 +202,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
 
 class _ThrottledPlace(Place):
-    """A place in the order of the parent's exchanges, which also take their time on the link."""
+    """A place in the order of the parent's exchanges, which also take time on the link."""
 
     def __init__(self, group: ThrottledProcessGroup) -> None:
         super().__init__(group.parent)
@@ -230,7 +231,7 @@ class _ThrottledPlace(Place):
 def _second_of(
     group: weakref.ref[ThrottledProcessGroup],
 ) -> Callable[[], dist.ProcessGroup | None]:
-    """A function that makes the group of second stages, on the same link.
+    """Return a function that makes the group of second stages, on the same link.
 
     It holds no reference to ``group``.
     """
@@ -254,7 +255,7 @@ def _second_of(
 
 
 class _ThrottledWork(Work):
-    """Complete when the parent's Work is, and the link has carried its bytes."""
+    """Completes when the parent's Work has completed and the link has carried its bytes."""
 
     def __init__(self, link: _ClockedLink, model: GlooGroup, traffic: Traffic) -> None:
         super().__init__()
@@ -264,10 +265,10 @@ class _ThrottledWork(Work):
         self._has_future = True
 
     def follow(self, work: Any, tensors: list[torch.Tensor]) -> None:
-        """Be complete after the parent's Work, where it has one."""
+        """Complete after the parent's Work, if there is one."""
         self._work = work
         observed = on_completion(work, tensors, self._sent)
-        if observed is not work:  # which tells when it is waited for
+        if observed is not work:  # it reports completion only when it is waited for
             self._work, self._has_future = observed, False
 
     def _sent(self, end: float, error: BaseException | None) -> None:

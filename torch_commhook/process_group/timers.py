@@ -1,4 +1,4 @@
-"""Calls at given times, on a thread that ends when there are none."""
+"""Calls functions at given times, on a thread that ends when no call is pending."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable
 
 from torch_commhook import _C
 
-#: In seconds. Python's own limit is far beyond, and an error.
+#: In seconds. A wait beyond Python's own, much higher limit raises an error.
 _LONGEST_WAIT = 3600.0
 
 
 class Timers:
-    """Calls functions at times of ``_C.steady_seconds()``, in their order.
+    """Calls functions at times of ``_C.steady_seconds()``, in order.
 
-    The functions are short, and what they raise goes to ``sys.unraisablehook``.
+    Functions must be short. Their exceptions go to ``sys.unraisablehook``.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._numbers = itertools.count()
         self._start_anew()
-        if hasattr(os, "register_at_fork"):  # the thread is not in the child, its lock may be
+        if hasattr(os, "register_at_fork"):  # a child has no such thread, but maybe a held lock
             os.register_at_fork(after_in_child=self._start_anew)
         # A thread that is in C++ when the interpreter ends, and then asks for the GIL, aborts.
         atexit.register(self._close)
@@ -37,7 +37,7 @@ class Timers:
         self._is_closed = False
 
     def call_at(self, when: float, function: Callable[[], object]) -> int:
-        """Have ``function()`` called; returns what :meth:`cancel` takes."""
+        """Call ``function()`` at a time. Returns a number for :meth:`cancel`."""
         number = next(self._numbers)
         with self._changed:
             if self._is_closed:
@@ -51,7 +51,7 @@ class Timers:
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget a call; nothing where it has been made."""
+        """Cancel a call; do nothing if it was made already."""
         with self._changed:
             self._pending = [entry for entry in self._pending if entry[1] != number]
             heapq.heapify(self._pending)
@@ -82,4 +82,4 @@ class Timers:
                 function()
             except Exception as error:
                 _C.report_unraisable(error, function)
-            del function  # and what it holds, while the next one is waited for
+            del function  # and its references, before the wait for the next one

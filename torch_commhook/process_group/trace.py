@@ -1,4 +1,4 @@
-"""Records of operations as traces in Chrome's format, which Perfetto shows too."""
+"""Writes records of operations as traces in Chrome's format, which Perfetto reads too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def overlaps(intervals: Sequence[Interval]) -> list[float]:
     for start, end in intervals:
         count[place[start]] += 1
         count[place[end]] -= 1
-    # Of each moment: for how long, up to there, at least two were under way.
+    # For each moment: the total time so far during which at least two were in flight.
     shared, under_way, since_start = 0.0, 0, []
     for i, moment in enumerate(moments):
         if under_way > 1:
@@ -30,7 +30,7 @@ def overlaps(intervals: Sequence[Interval]) -> list[float]:
 
 
 def lanes(intervals: Sequence[Interval]) -> list[int]:
-    """For each interval, in order of their starts, the first lane that is free."""
+    """For each interval, in the order of starts, the first free lane."""
     ends: list[float] = []
     chosen = []
     for start, end in intervals:
@@ -41,11 +41,11 @@ def lanes(intervals: Sequence[Interval]) -> list[int]:
 
 
 def chrome_trace(records: Sequence[Any], rank: int) -> dict[str, Any]:
-    """A trace of one rank: a process of its name, with as many lanes as were in flight at once.
+    """The trace of one rank: one process, with as many lanes as operations were in flight at once.
 
     Args:
-        records: of a :class:`RecordingProcessGroup`. What has not completed is shown as begun.
-        rank: of the group's rank.
+        records: records of a :class:`RecordingProcessGroup`. Incomplete ones are shown as begun.
+        rank: the rank in the group.
     """
     events: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
     last = max((record.end or record.start for record in records), default=0.0)
@@ -82,7 +82,7 @@ def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
 
 
 def write_trace(trace: dict[str, Any], path: str | Path) -> None:
-    """Write a trace to a file, whole or not at all."""
+    """Write a trace to a file, completely or not at all."""
     path = Path(path)
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps(trace))
@@ -90,11 +90,11 @@ def write_trace(trace: dict[str, Any], path: str | Path) -> None:
 
 
 def merge_traces(paths: Sequence[str | Path], path: str | Path) -> None:
-    """Write the traces of several ranks into one file, each rank a process.
+    """Merge the traces of several ranks into one file, with one process for each rank.
 
     Args:
-        paths: files of :meth:`RecordingProcessGroup.save_trace`, of one machine: others' clocks do
-            not agree.
+        paths: files of :meth:`RecordingProcessGroup.save_trace` from one machine. Clocks of several
+            machines do not agree.
         path: the file to write.
 
     Raises:

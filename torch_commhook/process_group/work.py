@@ -1,4 +1,4 @@
-"""Work that a Python class does, and Work around another."""
+"""The base class of Work in Python, and Work around another Work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook.native.dynamo import left_to_python
 
-#: What C++ passes where no timeout is given.
+#: C++ passes this if no timeout is given.
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -25,13 +25,13 @@ def take_over(
     methods: Mapping[str, list[str]],
     make: Callable[[types.FunctionType, str], Any],
 ) -> None:
-    """Have Python's own calls of what a class defines for C++ pass where those of C++ do.
+    """Let Python's own calls of methods that C++ calls take the same path as C++'s calls.
 
     Args:
-        cls: the class, with what it has from classes that do not derive from ``base``.
-        base: ours.
+        cls: the class, with methods that it inherits from classes that do not derive from ``base``.
+        base: our base class.
         methods: the names of each method, the newest first.
-        make: what the class has for a function under a name.
+        make: returns the class's attribute for a function and a name.
     """
     for names in methods.values():
         own: Any = None
@@ -42,7 +42,7 @@ def take_over(
             if isinstance(vars(holder)[name], types.FunctionType):
                 own = make(vars(holder)[name], name)
                 setattr(cls, name, own)
-        # One name in a class takes the place of the others in those before it.
+        # A name in a class overrides all names in its base classes.
         for name in names:
             if own is not None and name not in vars(cls) and _is_python(cls, name):
                 setattr(cls, name, own)
@@ -54,17 +54,17 @@ def _is_python(cls: type, name: str) -> bool:
 
 
 def have_all_names(cls: type, names: list[str], method: Any) -> None:
-    """Let a class have a method under all its names, whichever a caller or super() uses."""
+    """Give a class a method under all its names, whichever a caller or super() uses."""
     for name in names:
         if name not in vars(cls):
             setattr(cls, name, method)
 
 
 def called_by_cpp(function: types.FunctionType, name: str) -> Any:
-    """What a class of works has for a method of that name, which C++ calls too."""
+    """The attribute of a class of works for a method that C++ calls too."""
     method = _C.work_method(left_to_python(function), name)
 
-    # A function, since Dynamo forgets `self` of others.
+    # A function, since Dynamo loses `self` of other callables.
     if name != "wait":
 
         @left_to_python
@@ -90,14 +90,14 @@ def called_by_cpp(function: types.FunctionType, name: str) -> Any:
 
 
 class Work(_C.Work):
-    """Work that a Python class does: a base class.
+    """The base class of Work in Python.
 
-    A subclass defines ``wait(timeout)``, ``get_future()``, or both; what it leaves out follows from
-    the Future. See ``docs/process_groups.md``.
+    A subclass defines ``wait(timeout)``, ``get_future()``, or both; the base class derives the
+    other methods from the Future. See ``docs/process_groups.md``.
 
     Args:
-        rank: the rank that the work is received from, for ``source_rank()``.
-        op_type: what it does, a ``torch.distributed.OpType``.
+        rank: the rank that the work receives from, for ``source_rank()``.
+        op_type: its operation, a ``torch.distributed.OpType``.
 
     Example:
         >>> class Done(Work):
@@ -113,7 +113,7 @@ class Work(_C.Work):
 
 
 class WrapperWork(Work):
-    """Work that leaves everything to another Work, for subclasses that change a part.
+    """Work around another Work, for subclasses that change a part.
 
     Args:
         work: a ``torch.distributed.Work``.
@@ -133,7 +133,7 @@ class WrapperWork(Work):
         self.work = work
 
     def exception(self) -> BaseException | None:
-        # PyTorch's binding cannot convert it, up to torch 2.12.
+        # PyTorch's binding cannot convert it up to torch 2.12.
         return _C.work_exception(self.work)
 
 
@@ -163,12 +163,12 @@ _delegate_all()
 
 
 class FollowedWork(WrapperWork):
-    """Work after which something is done once, before anybody sees that it has completed.
+    """Work that calls a function once, before anybody sees that it has completed.
 
     Args:
         work: the Work.
-        then: called once. The own Future holds what it returns, or where that is None what the
-            Future of ``work`` holds. What it raises is this Work's error.
+        then: called once. This Work's Future holds its result, or if that is None the result of
+            ``work``. If it raises, this Work fails with its error.
 
     Example:
         >>> def reduce(rank):
@@ -216,7 +216,7 @@ class FollowedWork(WrapperWork):
         if not self.work.is_completed():
             return False
         if self.work.is_success():
-            self._outcome_of_then()  # whose error exception() tells
+            self._outcome_of_then()  # exception() returns its error
         return True
 
     def is_success(self) -> bool:
@@ -237,6 +237,6 @@ class FollowedWork(WrapperWork):
         return self._future
 
     def _value(self, done: torch.futures.Future[Any]) -> Any:
-        value = done.value()  # raises what the work has failed with
+        value = done.value()  # raises the work's error
         result = self._follow()
         return value if result is None else result

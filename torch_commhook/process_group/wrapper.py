@@ -14,7 +14,7 @@ from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
 from torch_commhook.process_group.work import have_all_names
 
-#: Other methods that the parent answers.
+#: Other methods that the parent handles.
 _OTHERS = (
     "_get_sequence_number_for_group",
     "_set_sequence_number_for_group",
@@ -32,7 +32,7 @@ _OTHERS = (
 
 
 def _bindings() -> dict[str, str]:
-    """What each method is called in the torch at hand: the newest name that it knows."""
+    """The name of each method in the installed torch: the newest name that it knows."""
     known: dict[str, str] = {}
     for names in _C.process_group_methods().values():
         for name in names:
@@ -41,22 +41,22 @@ def _bindings() -> dict[str, str]:
     return known
 
 
-#: What each method is called in the torch at hand.
+#: The name of each method in the installed torch.
 BINDINGS = _bindings()
 
 
 class WrapperProcessGroup(ProcessGroup):
-    """A process group that leaves everything to another one, for subclasses that change a part.
+    """A process group around another one, for subclasses that change a part.
 
-    A subclass may define any method of a group (see ``docs/process_groups.md``), or one of the
-    three through which all collectives pass: :meth:`change_arguments`, :meth:`context` and
-    :meth:`wrap_work`; or :meth:`run_collective`, which calls these.
+    A subclass may define any method of a group (see ``docs/process_groups.md``). Or it defines one
+    of the three methods that all collectives call, :meth:`change_arguments`, :meth:`context` and
+    :meth:`wrap_work`, or their caller :meth:`run_collective`.
 
     Args:
         parent: the process group that does the work.
 
     Raises:
-        TypeError: no process group.
+        TypeError: ``parent`` is no process group.
 
     Example:
         >>> class Counting(process_group.WrapperProcessGroup):
@@ -81,62 +81,62 @@ class WrapperProcessGroup(ProcessGroup):
         self.parent = parent
 
     def __del__(self, drop: Callable[..., None] = _C.drop_on_main_thread) -> None:
-        # Where a backend's own thread drops the last reference, as after a callback of a Future,
-        # the backend must not end there: it would wait for that thread. As an argument, since this
-        # module may have ended before the group does.
+        # A backend's own thread may release the last reference, as after a Future's callback. The
+        # backend must not be destroyed there: it would wait for that thread. An argument, since
+        # this module may be gone before the group is.
         drop(self, "parent")
 
-    # Asked each time: the ranks of groups like torchft's change.
+    # Read each time: the ranks of groups like torchft's change.
 
-    #: Of this class alone: a class that overrides rank() knows it by itself.
+    #: For this class only: C++ sees a subclass's own rank() anyway.
     _rank_is_the_parents = True
 
     def rank(self) -> int:
-        """This process's rank in the parent; also where the parent itself does not tell."""
+        """This process's rank in the parent, also if the parent does not report it to C++."""
         return group_rank(self.parent)
 
     def size(self) -> int:
-        """The number of the parent's ranks at the moment."""
+        """The present number of the parent's ranks."""
         return self.parent.size()
 
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the parent is called with: tensors, ranks and options, in their order.
+        """Return the arguments for the parent's call: tensors, ranks and options, in order.
 
         Args:
             operation: the method's newest name.
-            arguments: what this group was called with; keywords are in their places.
+            arguments: this group's arguments; keywords are in their positions.
         """
         return arguments
 
     def context(
         self, operation: str, arguments: tuple[Any, ...]
     ) -> AbstractContextManager[Any] | None:
-        """What is entered while the parent is called, which starts the work; None for nothing."""
+        """Return a context manager around the parent's call that starts the work, or None."""
         return None
 
     def wrap_work(self, operation: str, arguments: tuple[Any, ...], work: Any) -> Any:
-        """What is returned for the parent's Work."""
+        """Return a Work in place of the parent's Work."""
         return work
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Have the parent do a collective: one call around all of it, which may leave it out.
+        """Run a collective on the parent. A subclass may omit or replace the whole call.
 
         Args:
             operation: the method's newest name.
-            arguments: what this group was called with; keywords are in their places.
-            keywords: those that have no place after these.
+            arguments: this group's arguments; keywords are in their positions.
+            keywords: keyword arguments that have no position after these.
 
         Returns:
-            What the group's method returns: a Work, or None of ``monitored_barrier``.
+            The method's result: a Work, or None for ``monitored_barrier``.
         """
         arguments = self.change_arguments(operation, arguments)
         call = getattr(self.parent, BINDINGS[operation])
         return self._issue(operation, arguments, lambda: call(*arguments, **keywords))
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Start a collective by ``call()``, inside of the context, and wrap its Work."""
+        """Start a collective by ``call()``, inside the context, and wrap its Work."""
         around = self.context(operation, arguments)
         if around is None:
             work = call()
@@ -145,7 +145,7 @@ class WrapperProcessGroup(ProcessGroup):
                 work = call()
         return self.wrap_work(operation, arguments, work)
 
-    # What torch.distributed asks a group for, past the methods that C++ calls.
+    # Methods that torch.distributed calls beside those that C++ calls.
 
     def _get_backend(self, device: Any) -> Any:
         return self.parent._get_backend(device)
@@ -164,7 +164,7 @@ class WrapperProcessGroup(ProcessGroup):
 
 
 def seen_by_cpp(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group whose rank and size C++ sees as Python does: the group itself, or one around it."""
+    """A group with the rank and size that Python sees: the group itself, or one around it."""
     return group if is_seen_by_cpp(group) else WrapperProcessGroup(group)
 
 

@@ -1,1 +1,1 @@
-"""Averaging gradients in backward through a hook, without DDP's reducer."""
+"""Averages gradients in backward through a hook, without DDP's reducer."""

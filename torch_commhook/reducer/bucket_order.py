@@ -1,4 +1,4 @@
-"""The order in which gradients arrive, by which a reducer forms its buckets anew."""
+"""The order in which gradients arrive. A reducer rebuilds its buckets in this order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class BucketOrder:
-    """In which order the parameters are to go into buckets, once that is known.
+    """The order of parameters for the next buckets, once it is known.
 
     Args:
-        arrivals: notes the order in which gradients come.
-        parameter_count: of the reducer.
+        arrivals: records the order in which gradients arrive.
+        parameter_count: the number of the reducer's parameters.
 
     Attributes:
-        is_final: whether the buckets are not to be formed anew any more.
+        is_final: whether the buckets will not be rebuilt any more.
     """
 
     def __init__(self, arrivals: _C.Arrivals, parameter_count: int) -> None:
@@ -29,13 +29,13 @@ class BucketOrder:
         self._agreed: list[int] | None = None
 
     def agree(self, group: StepGroup, device: torch.device) -> None:
-        """Take the order in which rank 0's gradients have arrived, on all ranks.
+        """Use the order in which rank 0's gradients have arrived, on all ranks.
 
         Args:
-            group: the ranks.
-            device: of the gradients.
+            group: the group of the ranks.
+            device: the gradients' device.
         """
-        # Once each, and those that have not come at the end.
+        # Each parameter once; those without a gradient are last.
         order = list(dict.fromkeys([*self._arrivals.take_order(), *self.expected]))
         if group.size > 1:
             at = "cpu" if group.recovers else device
@@ -45,11 +45,11 @@ class BucketOrder:
         self._agreed = order
 
     def take(self) -> list[int] | None:
-        """The order that has been agreed on since this was called last, if any."""
+        """Return the order that was agreed on since the last call, or None."""
         order, self._agreed = self._agreed, None
         return order
 
     def settle(self) -> None:
-        """The buckets have been formed for good."""
+        """Note that the buckets have their final form."""
         self.is_final = True
         self._arrivals.stop_noting_order()

@@ -1,4 +1,4 @@
-"""The reducer's buckets: which parameters they hold, and their gradients on the way to a hook."""
+"""The reducer's buckets: their parameters, and the gradients that hooks get."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class BucketState:
     """One of a reducer's buckets, over the steps.
 
     Attributes:
-        index: of the bucket.
+        index: the bucket's number.
         members: the numbers of its parameters in the model.
         parameters: the parameters.
-        largest: the largest of them that is contiguous, or of all if none is.
-        pending: how many of them have no gradient yet in this backward.
-        arrived: those that have one, in their place; None for the others.
-        is_apart: whether gradients that are views must stay as they are until the result is there.
-        native: the gradients on their way to a hook and back, in eager.
-        memory: what the hook remembers of it, where that is one of the library's.
+        largest: the largest contiguous one of them; of all if none is contiguous.
+        pending: the number of parameters without a gradient so far in this backward.
+        arrived: the parameters with a gradient, in their places; None for the others.
+        is_apart: whether gradients that are views must stay unchanged until the result is known.
+        native: in eager code, the gradients on their way to a hook and back.
+        memory: the hook's memory of the bucket, for a hook of the library.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class BucketState:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for the gradients of the next backward."""
+        """Prepare for the gradients of the next backward."""
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
         self.is_apart = False
@@ -83,9 +83,9 @@ class BucketState:
             self.native.drop_gradients()
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, for a hook that is traced; zeros for those that are missing."""
-        # What compiled autograd gives its hooks is known to it; other ways to the parameters are
-        # not.
+        """The gradients, for a traced hook; zeros for missing ones."""
+        # Compiled autograd knows the tensors that it gives its hooks, but no other path to the
+        # parameters.
         arrived: list[Any] = self.parameters if self.pending else self.arrived
         gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
         if any(gradient is None for gradient in gradients):
@@ -96,7 +96,7 @@ class BucketState:
         return gradients  # type: ignore[return-value]
 
     def left_from_before(self) -> list[Tensor | None]:
-        """For each parameter the gradient of an earlier backward, where this one had none."""
+        """For each parameter without a gradient in this backward, that of an earlier one."""
         if self.pending == 0:
             return [None] * len(self.parameters)
         return [
@@ -120,11 +120,11 @@ class BucketState:
         )
 
     def pieces(self, result: Tensor) -> list[Tensor]:
-        """What each parameter gets of a result, as views of it."""
+        """Each parameter's part of a result, as a view."""
         return [result] if self.sparse else self.layout.views(result)
 
     def write_traced(self, result: Tensor) -> None:
-        """Bring a result into the gradients that have arrived, cast on the way."""
+        """Copy a result into the gradients that have arrived, with a cast."""
         parameters: list[Any] = self.arrived
         with torch.no_grad():
             if self.sparse:
@@ -136,10 +136,10 @@ class BucketState:
 
 
 class _BucketOfState(BucketWithMemory):
-    """A bucket whose gradients are gathered when they are asked for.
+    """A bucket that gathers its gradients when a hook asks for them.
 
-    So that what a hook does first with them (scale, cast into another buffer) is the same pass over
-    memory.
+    So the hook's first operation (a scale, a cast into another buffer) is part of the same pass
+    over memory.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class _BucketOfState(BucketWithMemory):
         raise NotImplementedError
 
     def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
-        """The gradients in another buffer, scaled and cast."""
+        """Gather the gradients into another buffer, with scale and cast."""
         raise NotImplementedError
 
 
 class ReducerBucket(_BucketOfState):
-    """One of the reducer's buckets in eager."""
+    """One of the reducer's buckets in eager code."""
 
     def __init__(
         self, state: BucketState, bucket_count: int, process_group: dist.ProcessGroup
@@ -221,7 +221,7 @@ class ReducerBucket(_BucketOfState):
             self._gathered = True
 
     def result_buffer(self) -> Tensor | None:
-        # Where all gradients are views of the buffer, nothing is gathered.
+        # If all gradients are views of the buffer, nothing is gathered.
         state = self._state
         is_there = state.as_views and not state.is_apart
         return self.buffer() if is_there else super().result_buffer()
@@ -246,7 +246,7 @@ class ReducerBucket(_BucketOfState):
 
 
 class TracedBucket(_BucketOfState):
-    """One of the reducer's buckets while a compiler traces, over tensors that this knows."""
+    """One of the reducer's buckets while a compiler traces."""
 
     def __init__(
         self,
@@ -277,13 +277,13 @@ class TracedBucket(_BucketOfState):
 
     def _gather(self, scale: float) -> Tensor:
         ordered = self._state.layout._permute(self._gradients)
-        if self._state.dtype.is_complex:  # which the operators do not take
+        if self._state.dtype.is_complex:  # the operators do not support it
             return torch.cat([piece.reshape(-1) for piece in ordered]) * scale
         return bucket_ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
 
 
 def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters, made where somebody has taken them away since."""
+    """The parameters' gradients; missing ones are created."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)

@@ -1,7 +1,7 @@
-"""One backward of our reducer that compiled autograd runs, and the traced part of it.
+"""A backward of our reducer under compiled autograd, and the traced part of it.
 
-A part of it may still be run by Python, as it is in eager: all of it where nothing compiles what
-compiled autograd has captured, and what comes after a graph break.
+Python may still run a part of it, as in eager code: everything if nothing compiles the captured
+backward, and the rest after a graph break.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class TracedState:
-    """The state of a reducer that compiled code keeps.
+    """The state of a reducer that compiled code changes.
 
-    What it does to the tensors is seen from outside, so that it is done.
+    The changes are visible outside the graph, so a compiler cannot remove them.
 
     Args:
-        key: by which it finds the reducer.
-        parameter_count: of the reducer.
+        key: the reducer's key.
+        parameter_count: the number of the reducer's parameters.
 
     Attributes:
-        key: as there.
+        key: as given.
         token: float32, one element.
         used: for each parameter, whether any rank has used it: uint8.
     """
@@ -61,11 +61,11 @@ class TracedState:
 
 
 class CompiledStep(EagerStep):
-    """A step whose backward compiled autograd runs.
+    """A step of a backward under compiled autograd.
 
     Args:
-        attached, buckets, parameters, use, group: as of :class:`EagerStep`.
-        traced: the reducer's.
+        attached, buckets, parameters, use, group: as for :class:`EagerStep`.
+        traced: the reducer's :class:`TracedState`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CompiledStep(EagerStep):
         self._traced = traced
 
     def begin_traced(self) -> None:
-        """Begin the step on all ranks, where a compiler traces and the hook can be traced."""
+        """Begin the step on all ranks, if a compiler traces and the hook is traceable."""
         if not self.attached.traceable:
             return
         if parameters_changed(self._traced.key):
@@ -111,7 +111,7 @@ class CompiledStep(EagerStep):
         self._started.append(StartedBucket(state, call))
 
     def finish_traced(self) -> None:
-        """:meth:`finish` while a compiler traces."""
+        """Finish the step while a compiler traces; as :meth:`finish`."""
         attached = self.attached
         self._start_all()
         for started in self._started:
@@ -137,12 +137,12 @@ class CompiledStep(EagerStep):
             self._run_post_accumulate_hooks_untraced()
         else:
             self.run_post_accumulate_hooks()
-        # Where the graph was broken before, the step is an object of its own: what is in its lists
-        # would have to be made outside of the graph, which not every future can be.
+        # After an earlier graph break, the step is an existing object. Additions to its lists would
+        # have to be made outside of the graph, and not every future can be.
         self.drop()
 
     def warn_untraced(self) -> None:
-        """Say, once, that the hook is run by Python."""
+        """Log once that Python runs the hook."""
         torch._logging.warning_once(
             _log,
             "hook '%s' is not marked as traceable (torch_commhook.traceable): under compiled "
@@ -162,7 +162,7 @@ class CompiledStep(EagerStep):
             ]
 
     def _count_traced(self, results: list[Tensor]) -> None:
-        """Count what the buckets have put on the wire."""
+        """Count the buckets' traffic."""
         attached = self.attached
         buckets = [started.call.traffic for started in self._started]
         if attached.memory.is_empty and not attached.follows_scale:
@@ -171,7 +171,7 @@ class CompiledStep(EagerStep):
             count_step(self._traced.token, results, as_text(buckets), self._traced.key)
 
     def _write_missing(self, results: Sequence[Tensor], used: Tensor) -> bool:
-        """Write the results of buckets in which parameters have no gradient.
+        """Write the results of buckets with parameters without a gradient.
 
         Returns:
             Whether there are such parameters.
@@ -201,16 +201,16 @@ class CompiledStep(EagerStep):
 
     @torch.compiler.disable
     def _run_post_accumulate_hooks_untraced(self) -> None:
-        """Where they must see gradients that the compiler knows nothing of."""
+        """Run post-accumulate hooks outside the graph, to see all gradients."""
         self.run_post_accumulate_hooks()
 
 
 class CompiledBackward:
-    """One backward that compiled autograd runs.
+    """A backward under compiled autograd.
 
     Args:
-        remaining: how many gradients it gives.
-        step: where a hook averages them. None: they stay this rank's own.
+        remaining: the number of its gradients.
+        step: the step in which a hook averages them. None: they stay this rank's own.
     """
 
     def __init__(self, remaining: int, step: CompiledStep | None) -> None:

@@ -1,4 +1,4 @@
-"""A hook in C++ on the reducer's buckets, in one eager backward: no Python for each bucket."""
+"""Runs a hook in C++ on the reducer's buckets in an eager backward, without Python per bucket."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class CppRun:
-    """What C++ runs, and what comes of it.
+    """A running C++ hook, and its results.
 
     Args:
         hook: the hook.
-        buckets: all of the reducer's.
-        groups: the ranks of each.
-        check_layouts: raises where a gradient of a bucket has another layout than was foreseen.
+        buckets: all of the reducer's buckets.
+        groups: the process group of each bucket.
+        check_layouts: raises if a gradient of a bucket has an unexpected layout.
 
     Attributes:
-        native: tells C++ of full buckets.
+        native: notifies C++ of full buckets.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CppRun:
         buckets: Sequence[BucketState],
         check_layouts: Callable[[BucketState], None],
     ) -> CppRun | None:
-        """One for the hook that is attached, where it is in C++ and needs no Python."""
+        """Make one for the attached hook, if it is in C++ and needs no Python; else None."""
         hook = None if attached is None else attached.cpp_hook
         if attached is None or hook is None:
             return None
@@ -57,17 +57,17 @@ class CppRun:
 
     @property
     def started(self) -> int:
-        """On how many buckets the hook has been started."""
+        """The number of buckets on which the hook was started."""
         return self.native.started
 
     def results(self, seconds: float) -> list[tuple[BucketState, Tensor]]:
-        """Wait for the hook, no longer than so many seconds for each bucket, and write its results.
+        """Wait for the hook, at most ``seconds`` for each bucket, and write its results.
 
         Returns:
-            The buckets that have parameters without a gradient, and what is to be written there.
+            The buckets with parameters without a gradient, and their results.
 
         Raises:
-            TimeoutError, or what the hook failed with.
+            TimeoutError, or the hook's error.
         """
         late = [bucket for bucket in self._buckets if bucket.pending]
         try:
@@ -78,7 +78,7 @@ class CppRun:
         return list(zip(late, results, strict=True))
 
     def explain(self, error: BaseException) -> None:
-        """Raise what lies behind an error of the bucket that was started last, where that shows."""
+        """Raise the cause of an error of the bucket that was started last, if it is known."""
         if not isinstance(error, TypeError):
             return
         bucket = self._buckets[self.started - 1]
@@ -86,13 +86,13 @@ class CppRun:
             self._check_layouts(bucket)
 
     def traffic(self) -> list[BucketTraffic]:
-        """What each bucket put on the wire."""
+        """The traffic of each bucket."""
         return [
             BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
             for bucket, sent in zip(self._buckets, self.native.bytes_sent(), strict=True)
         ]
 
     def drain(self, seconds: float) -> None:
-        """Wait for what is in flight, whatever becomes of it."""
+        """Wait for running collectives, and ignore their results."""
         with suppress(Exception):
             self.native.drain(seconds)

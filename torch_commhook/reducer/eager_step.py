@@ -1,4 +1,4 @@
-"""One backward of our reducer: from its first gradient to its end, in eager."""
+"""One backward of our reducer in eager code, from its first gradient to its end."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from torch_commhook.step.step_group import NoAgreement, StepGroup
 
 _ALONE = NoAgreement()
 
-#: As ``DRAIN_SECONDS``, where a collective has had all the time that it may take.
+#: As ``DRAIN_SECONDS``, after a collective has used up its timeout.
 _LATE_SECONDS = 0.5
 
 
 @dataclass(eq=False)
 class StartedBucket:
-    """A bucket on which the hook has been started in this step.
+    """A bucket on which this step has started the hook.
 
     Attributes:
-        state: which one.
-        call: of the hook.
+        state: the bucket.
+        call: the hook's call.
     """
 
     state: BucketState
@@ -52,19 +52,19 @@ class EagerStep:
 
     Args:
         attached: the hook.
-        buckets: all of the reducer's.
-        parameters: the reducer's.
-        use: which of these have got gradients.
-        group: the ranks.
+        buckets: all of the reducer's buckets.
+        parameters: the reducer's parameters.
+        use: records which of these have got gradients.
+        group: the group of the ranks.
 
     Attributes:
-        attached: the hook, also where another one is attached meanwhile.
-        agreement: through which the ranks agree on the step.
-        cpp: the hook, where that runs in C++.
-        has_begun: whether the ranks have been told of the step.
+        attached: the hook, even if another one is attached meanwhile.
+        agreement: the ranks' agreement on the step.
+        cpp: the running C++ hook, if it is one.
+        has_begun: whether the ranks know about the step.
     """
 
-    #: Whether all gradients stay as they are until the ranks have agreed.
+    #: Whether all gradients stay unchanged until the ranks have agreed.
     _writes_late = False
 
     def __init__(
@@ -83,7 +83,7 @@ class EagerStep:
         self._parameters = parameters
         self._use = use
         self._group = group
-        self._next = 0  # the bucket whose turn it is
+        self._next = 0  # the next bucket to start
         self._starting = False
         self._started: list[StartedBucket] = []
         self._averaged: list[Tensor] = []  # the results of a hook in Python, before post-hooks
@@ -92,7 +92,7 @@ class EagerStep:
         """Begin the step, once, on all ranks.
 
         Args:
-            on_step: is told before.
+            on_step: called before.
         """
         if not self.has_begun:
             self.has_begun = True
@@ -100,32 +100,32 @@ class EagerStep:
             self.agreement.begin()
 
     def run_in_cpp(self) -> None:
-        """Let C++ run the hook, where it can."""
+        """Let C++ run the hook, if it can."""
         self.cpp = CppRun.of(self.attached, self._group, self._buckets, self._check_layouts)
 
     def has_started(self, number: int) -> bool:
-        """Whether the hook has been started on the bucket of a parameter."""
+        """Whether the hook was started on the bucket of a parameter."""
         started = self._next if self.cpp is None else self.cpp.started
         return any(number in bucket.members for bucket in self._buckets[:started])
 
     # ---- the hook on a bucket --------------------------------------------------------------------
 
     def start_full(self) -> None:
-        """Run the hook on the buckets whose turn it is and which are full."""
+        """Run the hook on full buckets, in order."""
         if self._starting:
             return
-        self._starting = True  # another thread's bucket may become full meanwhile
+        self._starting = True  # another thread may fill a bucket meanwhile
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._start(self._buckets[self._next])
         self._starting = False
 
     def _start_all(self) -> None:
-        """Run the hook on the buckets that have not had their turn."""
+        """Run the hook on all remaining buckets."""
         while self._next < len(self._buckets):
             self._start(self._buckets[self._next])
 
     def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
-        """Run the hook on the bucket whose turn it is."""
+        """Run the hook on the next bucket."""
         self._next += 1
         count = len(self._buckets)
         group = self._group.group_for(state.device)
@@ -138,7 +138,7 @@ class EagerStep:
             self._check_layouts(state)
         try:
             call = self.attached.start(bucket, where, in_order=True)
-        except TypeError:  # for which this may have been the reason
+        except TypeError:  # an unexpected layout may be the cause
             self._check_layouts(state)
             raise
         self._started.append(StartedBucket(state, call))
@@ -147,7 +147,7 @@ class EagerStep:
         self._parameters.check_layouts(state.members, state.native.gradients())
 
     def _result(self, started: StartedBucket) -> Tensor:
-        """Wait for what the hook gives, check it, and run the post-hooks."""
+        """Wait for the hook's result, check it, and run the post-hooks."""
         call = started.call
         result = call.wait(self._group.timeout)
         if call.local is None:
@@ -160,7 +160,7 @@ class EagerStep:
     # ---- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """All gradients are there: wait for the hook, agree with the other ranks, and write."""
+        """Finish after the last gradient: wait for the hook, agree with the ranks, and write."""
         if self.cpp is None:
             late = self._results()
             traffic = [started.call.traffic for started in self._started]
@@ -177,12 +177,12 @@ class EagerStep:
         used: Tensor,
         traffic: Sequence[BucketTraffic],
     ) -> None:
-        """Let the step count, which has gone well on all ranks.
+        """Apply a step that has succeeded on all ranks.
 
         Args:
-            late: results that are to be written, each with its bucket.
-            used: whether a rank has used each parameter: uint8, on the CPU.
-            traffic: of each bucket.
+            late: results to write, each with its bucket.
+            used: whether any rank has used each parameter: uint8, on the CPU.
+            traffic: the traffic of each bucket.
         """
         attached, count = self.attached, len(self._buckets)
         scale = self._factor(late, used) if attached.scales_steps else 1.0
@@ -197,11 +197,11 @@ class EagerStep:
         self._use.forget()
 
     def _results(self) -> list[tuple[BucketState, Tensor]]:
-        """Run the hook on the buckets that are left, and write what can be written already.
+        """Run the hook on the remaining buckets, and write results that need not wait.
 
         Returns:
-            The other buckets and their results: where parameters have no gradient, and all where
-            the results are to be scaled.
+            The other buckets and their results: those with parameters without a gradient, and all
+            buckets if results are to be scaled.
         """
         self._start_all()
         late = []
@@ -211,7 +211,7 @@ class EagerStep:
             if self._writes_late or state.pending or self.attached.scales_steps:
                 late.append((state, result))
             else:
-                state.native.write(result, 1.0)  # while others are on their way
+                state.native.write(result, 1.0)  # while other collectives are running
         return late
 
     def _write(
@@ -234,7 +234,7 @@ class EagerStep:
     def _factor(
         self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
     ) -> float | Tensor:
-        """What results are multiplied by. On a device it stays there: nothing waits for it."""
+        """The factor of the results. It stays on its device: nothing waits for it."""
         found = self._step_scale(results, used)
         if found is None:
             return 1.0
@@ -243,7 +243,7 @@ class EagerStep:
     def _step_scale(
         self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
     ) -> Tensor | None:
-        """The factor by which the hook scales all results that go into gradients."""
+        """The hook's factor of all results that go into gradients."""
         applied = []
         for bucket, result in results:
             if bucket.pending == 0:
@@ -256,7 +256,7 @@ class EagerStep:
         return self.attached.step_scale(applied)
 
     def _keep_unsent(self, used: Tensor, *, zeros_sent: bool = False) -> None:
-        """Let the hook remember results that go nowhere, since no rank has used a parameter."""
+        """Let the hook remember results that are not written: no rank has used the parameter."""
         errors, results, gradients, table = self._unsent_table(zeros_sent=zeros_sent)
         if table:
             add_unsent_to_errors(errors, results, gradients, used, table)
@@ -264,7 +264,7 @@ class EagerStep:
     def _unsent_table(
         self, *, zeros_sent: bool = False
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        """:func:`make_unsent_table` of the buckets in which parameters have no gradient."""
+        """As :func:`make_unsent_table`, for buckets with parameters without a gradient."""
         return make_unsent_table(
             [
                 BucketResult(
@@ -286,7 +286,7 @@ class EagerStep:
                 stages.done(started.call.bucket, started.call.where)
 
     def take_part_with_zeros(self) -> None:
-        """Do what the other ranks do in their steps, with zeros, and write nothing."""
+        """Take part in the other ranks' steps with zeros, and write nothing."""
         while self._next < len(self._buckets):
             state = self._buckets[self._next]
             self._start(state, [state.zeros(parameter) for parameter in state.parameters])
@@ -295,15 +295,15 @@ class EagerStep:
         used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
         self._group.commit(used)
         self.attached.memory.count_step()
-        if self._group.shares_used:  # else all ranks use all parameters
+        if self._group.shares_used:  # otherwise all ranks use all parameters
             self._keep_unsent(used, zeros_sent=True)
 
     # ---- failure ---------------------------------------------------------------------------------
 
     def drain(self, error: BaseException) -> None:
-        """Wait for what is in flight when an error ends a step. Raises only what a signal does."""
+        """Wait for running collectives after an error in a step. Raises only for a signal."""
         self.attached.second_stages.give_up(error)
-        # Where one had the time that a collective may take, so had the others.
+        # If one collective has used up its timeout, the others have too.
         patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
         seconds = DRAIN_SECONDS if patient else _LATE_SECONDS
         deadline = time.monotonic() + seconds
@@ -313,21 +313,21 @@ class EagerStep:
             started.call.drain(deadline)
 
     def drop(self) -> None:
-        """Keep nothing of what the hook was given and gave, though an exception holds the step."""
+        """Release the hook's inputs and results, even if an exception references the step."""
         self._started.clear()
         self._averaged.clear()
 
 
 class EagerBackward:
-    """One backward that the autograd engine runs, or a step in which this rank only takes part.
+    """A backward that the autograd engine runs, or a step in which this rank only takes part.
 
     Args:
-        number: how many have begun.
+        number: its number among the backward passes.
 
     Attributes:
-        number: as there.
-        step: where a hook averages the gradients. None: they stay this rank's own.
-        task: the engine's number of the innermost one.
+        number: as given.
+        step: the step in which a hook averages the gradients. None: they stay this rank's own.
+        task: the engine's number of the innermost backward.
     """
 
     def __init__(self, number: int) -> None:
@@ -338,18 +338,18 @@ class EagerBackward:
         self._running: RunningBackward | None = None
 
     def enter(self, task: int, running: RunningBackward) -> None:
-        """A gradient has come in this backward, or in one that is nested in it or around it."""
+        """Note a gradient in this backward, or in one nested in it or around it."""
         if not running.is_nested:
             self._outermost = task
         self._running = running
         self.task = task
 
     def was_left(self, running: RunningBackward, task: int | None = None) -> bool:
-        """Whether it has ended by an exception, seen from what runs now.
+        """Whether an exception has ended it, judged by the backward that runs now.
 
         Args:
             running: the outermost backward on this thread.
-            task: the engine's number of what asks, where that is a backward.
+            task: the engine's number of the calling backward, if there is one.
         """
         is_another = (
             task is not None and not running.is_nested and self._outermost not in (None, task)
@@ -357,5 +357,5 @@ class EagerBackward:
         return is_another or running.has_left(self._running)
 
     def end(self) -> None:
-        """It is over, and averages nothing any more."""
+        """Note its end: it averages nothing any more."""
         self.step = self.task = self._outermost = self._running = None

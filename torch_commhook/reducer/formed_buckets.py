@@ -1,4 +1,4 @@
-"""A reducer's buckets as they are formed at the moment."""
+"""A reducer's present buckets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_commhook.step.attached_hook import Attached
 
 
 class FormedBuckets:
-    """A reducer's buckets, which are formed anew once the order of the gradients is known.
+    """A reducer's buckets, which are rebuilt once the order of the gradients is known.
 
     Args:
-        parameters: the reducer's.
-        capacity_bytes: of a bucket.
-        as_views: gradients stay in the buckets' memory, as views of it.
+        parameters: the reducer's parameters.
+        capacity_bytes: the capacity of a bucket.
+        as_views: whether gradients stay in the buckets' memory, as views.
 
     Attributes:
         all: the buckets, in order.
-        places: of each parameter's name: its bucket, and its place in there.
+        places: by parameter name: its bucket, and its place there.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class FormedBuckets:
         self._form([[order[place] for place in places] for places in assigned])
 
     def fill_as(self, buckets: Sequence[Sequence[str]], names: Sequence[str]) -> bool:
-        """Fill buckets as those of a model with the same parameters, maybe of other dtypes.
+        """Copy the buckets of a model with the same parameters. Their dtypes may differ.
 
         Args:
-            buckets: the names of the parameters in each.
-            names: by which these know the reducer's parameters.
+            buckets: the names of the parameters in each bucket.
+            names: the names there of the reducer's parameters.
 
         Returns:
-            Whether they hold the same parameters. Else nothing changes.
+            Whether the parameters are the same. If not, nothing changes.
         """
         numbers = {name: number for number, name in enumerate(names)}
         if sorted(numbers) != sorted(name for bucket in buckets for name in bucket):
@@ -83,7 +83,7 @@ class FormedBuckets:
                 self.places[parameters.names[number]] = bucket, place
 
     def clear(self) -> None:
-        """Keep no bucket."""
+        """Release all buckets."""
         self.places.clear()
         self.all.clear()
 
@@ -100,7 +100,7 @@ class FormedBuckets:
         return bucket_of
 
     def set_arrived(self, missing: set[int]) -> None:
-        """Let the buckets know which gradients an eager backward has not given."""
+        """Tell the buckets which gradients are missing in an eager backward."""
         for bucket in self.all:
             if not missing:
                 bucket.pending = 0
@@ -113,7 +113,7 @@ class FormedBuckets:
             ]
 
     def prepare_memory(self, attached: Attached | None) -> None:
-        """Let the hook ask for what it remembers of each, outside of compilers."""
+        """Let the hook ask for its memory of each bucket, outside of compilers."""
         for bucket in self.all:
             bucket.memory = (
                 None if attached is None else attached.memory_of(bucket.parameters, bucket.index)

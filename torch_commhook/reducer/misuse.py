@@ -15,7 +15,7 @@ TWO_AT_ONCE = (
 
 
 def came_again(name: str) -> RuntimeError:
-    """A parameter's second gradient, after the first has been sent."""
+    """The error for a parameter's second gradient after the first has been sent."""
     return RuntimeError(
         f"torch_commhook: parameter '{name}' got a gradient after its bucket had been sent; a "
         "parameter that is used in several segments of reentrant activation checkpointing needs "

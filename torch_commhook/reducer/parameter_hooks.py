@@ -1,4 +1,4 @@
-"""The hooks on a reducer's parameters, which tell it of their gradients."""
+"""The hooks on a reducer's parameters, which notify it of gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch_commhook.reducer.parameters import ReducerParameters
 
 
 class ParameterHooks:
-    """A post-accumulate-grad hook on each parameter: C++ counts in eager, Python where compiled.
+    """A post-accumulate-grad hook on each parameter: C++ counts in eager code, Python if compiled.
 
-    Put on once and for all, since another thread's backward may be running over them.
+    The hooks are registered once, since another thread's backward may be running over them.
 
     Args:
-        listener: what C++ tells of gradients and full buckets; see ``arrivals.h``.
-        parameters: the reducer's.
+        listener: the object that C++ notifies of gradients and full buckets; see ``arrivals.h``.
+        parameters: the reducer's parameters.
 
     Attributes:
         arrivals: counts gradients.
-        called: those that compiled autograd calls.
+        called: the hooks that compiled autograd calls.
     """
 
     def __init__(self, listener: _C.ArrivalsListener, parameters: ReducerParameters) -> None:
@@ -39,16 +39,16 @@ class ParameterHooks:
 
     @property
     def are_removed(self) -> bool:
-        """Whether none is on a parameter any more."""
+        """Whether no parameter has such a hook any more."""
         return not self._handles
 
     def renew(
         self, ready_hook: Callable[[str], Callable[[Tensor], None]], buckets: list[int]
     ) -> None:
-        """Let hooks know the buckets that have been formed.
+        """Update the hooks for rebuilt buckets.
 
         Args:
-            ready_hook: gives what compiled autograd calls with a parameter of a name.
+            ready_hook: returns the function that compiled autograd calls with the named parameter.
             buckets: the bucket of each parameter.
         """
         self.called.clear()
@@ -60,7 +60,7 @@ class ParameterHooks:
         self.arrivals.assign(buckets)
 
     def remove(self) -> None:
-        """Take them off, and count no more."""
+        """Remove the hooks, and stop counting."""
         self.arrivals.close()
         for parameter, handle in zip(self._parameters.tensors, self._handles, strict=True):
             _C.stop_counting(parameter)

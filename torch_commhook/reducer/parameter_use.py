@@ -1,4 +1,4 @@
-"""Keeps track of the parameters whose gradients the ranks have not averaged yet."""
+"""Records the parameters whose gradients the ranks have not averaged yet."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch_commhook.step.step_group import NoAgreement, StepGroup
 
 
 class ParameterUse:
-    """Which parameters have got a gradient, in a backward and in those before it under no_sync().
+    """The parameters that got a gradient in a backward, or in earlier ones under no_sync().
 
-    A step that fails, or a backward that an exception ends, changes nothing here: the gradients
-    that it has written differ from rank to rank until a step averages them.
+    A failed step, or a backward that an exception ends, changes nothing here: the gradients that it
+    has written differ among ranks until a step averages them.
 
     Args:
-        parameters: the reducer's.
+        parameters: the reducer's parameters.
         touched: for each parameter, whether a backward may have written to its gradient since the
-            last step: uint8, on the CPU. What counts the gradients sets it.
+            last step: uint8, on the CPU. The counter of gradients sets it.
 
     Attributes:
-        touched: as there.
+        touched: as given.
     """
 
     def __init__(self, parameters: ReducerParameters, touched: Tensor) -> None:
@@ -33,19 +33,19 @@ class ParameterUse:
         self.all_are_own()
 
     def all_are_own(self) -> None:
-        """Take all gradients that are there for this rank's own."""
+        """Treat all existing gradients as this rank's own."""
         self.touched.fill_(1)
 
     def set_before(self, used: Sequence[bool]) -> None:
-        """Take parameters for used in a backward that did not synchronise.
+        """Mark parameters as used in a backward that did not synchronise.
 
         Args:
-            used: for each parameter, whether it was.
+            used: for each parameter, whether it was used.
         """
         self.touched.copy_(torch.tensor(used, dtype=torch.uint8, device="cpu"))
 
     def forget(self) -> None:
-        """The gradients of earlier backward passes have been averaged."""
+        """Note that the gradients of earlier backward passes have been averaged."""
         self.touched.zero_()
 
     def locally_used(
@@ -65,16 +65,16 @@ class ParameterUse:
     def leave_out(
         self, used: Tensor, touched: Tensor, missing: Sequence[int], *, needs_all: bool
     ) -> None:
-        """Clear the flags of parameters that have got no gradient.
+        """Clear the flags of parameters without a gradient.
 
         Args:
-            used: one flag for each parameter: uint8, on the CPU; written.
+            used: one flag for each parameter: uint8, on the CPU. Written.
             touched: as :attr:`touched`.
-            missing: the numbers of the parameters that this backward has given no gradient.
+            missing: the numbers of the parameters without a gradient in this backward.
             needs_all: whether this rank cannot tell the other ranks.
 
         Raises:
-            RuntimeError: there are such, and the rank cannot tell.
+            RuntimeError: there are such parameters, and the rank cannot tell.
         """
         is_touched = touched.tolist()
         unused = [
@@ -94,7 +94,7 @@ class ParameterUse:
 
 
 def missing_in(buckets: Sequence[BucketState]) -> list[int]:
-    """The numbers of the parameters that a backward has given no gradient."""
+    """The numbers of the parameters without a gradient in a backward."""
     return [
         number
         for bucket in buckets
@@ -105,5 +105,5 @@ def missing_in(buckets: Sequence[BucketState]) -> list[int]:
 
 
 def needs_all(agreement: StepGroup | NoAgreement) -> bool:
-    """Whether all ranks have to use all parameters, since they cannot tell which they used."""
+    """Whether all ranks must use all parameters, because they cannot tell each other."""
     return agreement.size > 1 and not agreement.shares_used

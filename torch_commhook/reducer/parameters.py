@@ -13,16 +13,16 @@ from torch_commhook.reducer.buckets import destinations
 
 
 class ReducerParameters:
-    """The parameters whose gradients a reducer averages, known by their numbers.
+    """The parameters whose gradients a reducer averages, by number.
 
     Args:
         named_parameters: names and parameters that require grad.
-        sparse: names of the parameters whose gradients are sparse.
+        sparse: the names of parameters with sparse gradients.
 
     Attributes:
-        names: of each.
-        tensors: each parameter; none once the reducer is closed.
-        sparse: whether each one's gradients are sparse.
+        names: the parameters' names.
+        tensors: the parameters; empty once the reducer is closed.
+        sparse: for each parameter, whether its gradients are sparse.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ReducerParameters:
     def write_missing(
         self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Tensor
     ) -> None:
-        """Write the gradients of some parameters, leaving those alone that no rank has used."""
+        """Write the gradients of some parameters, except those that no rank has used."""
         is_used = used.tolist()
         with torch.no_grad():
             for number, gradient in zip(numbers, gradients, strict=True):
@@ -51,7 +51,7 @@ class ReducerParameters:
                     destinations([parameter])[0].copy_(gradient)
 
     def check_gradients(self, op: str, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Refuse gradients that are not of some parameters, one for each.
+        """Check gradients, one for each of some parameters.
 
         Raises:
             TypeError, ValueError: a number of no parameter, or a gradient of another kind or shape.
@@ -77,10 +77,10 @@ class ReducerParameters:
                 )
 
     def check_layouts(self, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Refuse gradients of another layout than was foreseen for their parameters.
+        """Refuse gradients with an unexpected layout.
 
         Raises:
-            TypeError: one is dense where sparse ones were foreseen, or the other way round.
+            TypeError: one is dense instead of sparse, or the reverse.
         """
         for number, gradient in zip(numbers, gradients, strict=True):
             expected = torch.sparse_coo if self.sparse[number] else torch.strided

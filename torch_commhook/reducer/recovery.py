@@ -1,4 +1,4 @@
-"""How a reducer goes on when ranks are lost, and when new ones come."""
+"""How a reducer continues when ranks are lost, and when new ones join."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class Recovering(Protocol):
-    """What takes steps that may have to be repeated."""
+    """An object whose steps may have to be repeated."""
 
     def use_group(self, group: StepGroup) -> None:
-        """Go on among other ranks.
+        """Continue among other ranks.
 
         Raises:
             RuntimeError: they could not connect.
         """
 
     def forget_step(self) -> None:
-        """Forget the step that is open."""
+        """Forget the open step."""
 
 
 class Recovery:
-    """Takes steps again among the ranks that are left, and lets new ones in.
+    """Repeats steps among the remaining ranks, and admits new ranks.
 
     Args:
-        reducer: whose steps these are.
+        reducer: the object whose steps these are.
         survivors: the ranks.
     """
 
@@ -42,22 +42,22 @@ class Recovery:
         return reducer
 
     def go_on(self, step: RepeatableStep, error: BaseException) -> None:
-        """Take a step again among the ranks that are left, or let it count.
+        """Repeat a step among the remaining ranks, or count it.
 
         Args:
-            step: that has failed.
-            error: what this rank has seen.
+            step: the failed step.
+            error: the error on this rank.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
         while True:
-            error = step.agreement.fail_with(error)  # else the ranks would wait for each other
+            error = step.agreement.fail_with(error)  # otherwise the ranks would wait for each other
             step.drain(error)
             try:
                 if self.survivors.go_on(error, has_results=step.has_results):
                     step.apply()
-                    step.note = None  # whoever was to be let in is in by now
+                    step.note = None  # the ranks that it would admit have joined by now
                     return
                 step.put_memory_back()
             except BaseException:
@@ -77,23 +77,23 @@ class Recovery:
                 error = again
 
     def count(self, step: RepeatableStep) -> None:
-        """Count a step, and let in those that want to take part.
+        """Count a step, and admit ranks that want to join.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
         has_changed = self.survivors.step_ended(step.note)
         if has_changed or step.note is None:
             self.go_on_between_steps()
 
     def go_on_between_steps(self, error: BaseException | None = None) -> None:
-        """Use the group of the ranks that are left. No step is under way on this rank.
+        """Use the group of the remaining ranks. No step is open on this rank.
 
         Args:
-            error: after which they are to agree first on who is left; None if they have.
+            error: the error after which ranks must first agree on who is left; None if they have.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
         while True:
             if error is not None:
@@ -105,5 +105,5 @@ class Recovery:
                 error = self.survivors.unreachable(again)
 
     def _use_group(self) -> None:
-        """Go on among other ranks, of which the buckets' memory has other shards."""
+        """Continue among other ranks; the buckets' memory then has other shards."""
         self._reducer.use_group(self.survivors.group)

@@ -1,13 +1,13 @@
-"""Data parallelism without DDP's reducer: gradients of any parameters through one hook.
+"""Data parallelism without DDP's reducer: averages gradients of any parameters through one hook.
 
-A post-accumulate-grad hook on each parameter counts its bucket full; the communication hook starts
-with the last of them, in the order of the buckets; results are written when backward ends.
+A post-accumulate-grad hook on each parameter counts its bucket's gradients. When a bucket is full,
+the communication hook starts on it, in bucket order. Results are written when backward ends.
 
-In eager, counting is C++ (``Arrivals``), which enters Python once for each bucket. Under compiled
-autograd it is plain Python, and so is all the rest, over tensors, so that it can be traced.
+In eager code C++ counts (``Arrivals``), and enters Python once for each bucket. Under compiled
+autograd everything is plain Python over tensors, so that it can be traced.
 
-Where backward ends depends on who runs it. The autograd engine has a queue of callbacks for that.
-Compiled autograd has none that works with graph breaks, but knows beforehand which hooks it will
+The end of backward depends on the engine. The autograd engine has a queue of callbacks for it.
+Compiled autograd has none that works with graph breaks, but knows in advance which hooks it will
 call; the last of them is the end.
 """
 
@@ -44,29 +44,29 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Reducer:
-    """Averages the gradients of some parameters over ranks, through whatever hook is attached.
+    """Averages the gradients of some parameters over ranks, through the attached hook.
 
     Args:
         named_parameters: names and parameters that require grad.
-        group: the ranks.
-        capacity_bytes: of a bucket.
-        sparse: names of the parameters whose gradients are sparse.
-        as_views: gradients stay in the buckets' memory, as views of it.
-        should_sync: asked at the beginning of each backward.
-        change_of_parameters: says what has happened to the parameters since, if anything.
-        in_join: whether ranks that have run out of inputs may take part in the step.
-        on_step: told of the beginning (True) and the end of each step that is not traced.
-        on_captured: told of each backward that compiled autograd takes in.
-        on_closed: called when nothing of it is on the parameters any more.
+        group: the group of the ranks.
+        capacity_bytes: the capacity of a bucket.
+        sparse: the names of parameters with sparse gradients.
+        as_views: whether gradients stay in the buckets' memory, as views.
+        should_sync: returns whether to average; called at the beginning of each backward.
+        change_of_parameters: describes how the parameters have changed since, or returns None.
+        in_join: returns whether ranks without inputs may take part in the step.
+        on_step: called at the beginning (True) and the end of each step that is not traced.
+        on_captured: called for each backward that compiled autograd captures.
+        on_closed: called when all hooks are removed from the parameters.
 
     Attributes:
-        attached: the hook; with none, gradients stay as they are.
-        group: the ranks.
-        recovery: where the training goes on when ranks are lost; given before the first step.
-        device: of the first parameter.
-        parameters: those whose gradients are averaged.
-        use: which of these have got gradients.
-        key: by which compiled code finds it in ``reducers``.
+        attached: the hook; without one, gradients stay unchanged.
+        group: the group of the ranks.
+        recovery: how training continues when ranks are lost; set before the first step.
+        device: the first parameter's device.
+        parameters: the parameters whose gradients are averaged.
+        use: records which of these have got gradients.
+        key: the key of this reducer in ``reducers``, for compiled code.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Reducer:
         self.key = str(id(self))
         reducers[self.key] = self
 
-        self._eager: EagerBackward | None = None  # under way
-        self._compiled: CompiledBackward | None = None  # under way
+        self._eager: EagerBackward | None = None  # if running
+        self._compiled: CompiledBackward | None = None  # if running
         self._traced = TracedState(self.key, len(self.parameters))
         self._closes = False  # at the end of this backward
-        self._memory_is_old = False  # the buckets', of the hook of this backward
-        self._begun_count = 0  # how many backward passes have begun
+        self._memory_is_old = False  # buckets have the memory of this backward's hook
+        self._begun_count = 0  # the number of backward passes so far
         self._buckets = FormedBuckets(
             self.parameters, capacity_bytes=capacity_bytes, as_views=as_views
         )
@@ -115,7 +115,7 @@ class Reducer:
 
     @property
     def hooks(self) -> set[Callable[..., None]]:
-        """Those on the parameters that compiled autograd calls."""
+        """The hooks on the parameters that compiled autograd calls."""
         return self._hooks.called
 
     @property
@@ -132,7 +132,7 @@ class Reducer:
             self.recovery.go_on_between_steps()
         elif attached is not None:
             attached.use_group(self.group, self.device)
-        if self._is_under_way():  # that backward goes on with what its own hook remembers
+        if self._is_under_way():  # that backward continues with its own hook's memory
             self._memory_is_old = True
         else:
             self._buckets.prepare_memory(attached)
@@ -141,13 +141,13 @@ class Reducer:
 
     @left_to_python
     def _renew_memory(self) -> None:
-        """After the backward in which another hook was attached."""
+        """Renew the memory after the backward in which another hook was attached."""
         self._memory_is_old = False
         self._buckets.prepare_memory(self._attached)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere, where these were the buckets."""
-        # Under the names by which the memory knows them, which are a model's own inside DDP too.
+        """Use the buckets of a memory that was loaded."""
+        # By the memory's names, which are the model's own, also inside DDP.
         attached = self._attached
         names = None if attached is None else attached.memory.names_of(self.parameters.tensors)
         if self._is_under_way() or not self._buckets.fill_as(buckets, names or []):
@@ -157,7 +157,7 @@ class Reducer:
         self._buckets_formed()
 
     def keep_buckets(self) -> None:
-        """Form buckets anew no more."""
+        """Do not rebuild the buckets any more."""
         self._order.settle()
 
     def _fill_buckets(self, order: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class Reducer:
         return self._buckets.names()
 
     def shadow_step(self) -> None:
-        """Take part in a step of the other ranks, with zeros, and leave the gradients alone."""
+        """Take part in a step of the other ranks with zeros, and leave the gradients unchanged."""
         attached = self.attached
         if attached is None:
             self._reset()
@@ -194,9 +194,9 @@ class Reducer:
         self._step_ended()
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and keep neither these nor the buckets' memory.
+        """Remove the hooks from the parameters, and release these and the buckets' memory.
 
-        A backward that is under way goes on to its end first.
+        A running backward is completed first.
         """
         if self._is_under_way():
             self._closes = True
@@ -209,11 +209,11 @@ class Reducer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing of it is on the parameters any more."""
+        """Whether all hooks are removed from the parameters."""
         return self._hooks.are_removed
 
     def _is_under_way(self) -> bool:
-        """Whether a backward has begun, and was not left by an exception."""
+        """Whether a backward has begun, and no exception has ended it."""
         if self._compiled is not None:
             return compiled_autograd.in_compiled_autograd_region
         return self._eager is not None and not self._eager.was_left(RunningBackward())
@@ -222,11 +222,11 @@ class Reducer:
 
     @left_to_python
     def enter_backward(self) -> None:
-        """The first gradient of a backward, or of another one nested in it or around it."""
+        """Note the first gradient of a backward, or of another one nested in it or around it."""
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(misuse.NOT_NESTED)
         task, eager = _current_task(), self._eager
-        if eager is not None and task == eager.task:  # another thread of it was here before
+        if eager is not None and task == eager.task:  # another of its threads was here before
             return
         running = RunningBackward()
         if self._compiled is not None or (eager is not None and eager.was_left(running, task)):
@@ -260,7 +260,7 @@ class Reducer:
 
     @left_to_python
     def bucket_full(self, index: int) -> None:
-        """The last gradient of a bucket has come."""
+        """Note the last gradient of a bucket."""
         self._buckets.all[index].pending = 0
         eager = self._eager
         step = None if eager is None else eager.step
@@ -269,23 +269,23 @@ class Reducer:
         try:
             step.start_full()
         except BaseException as error:
-            if eager.number != self._begun_count:  # this is not the backward that is under way
+            if eager.number != self._begun_count:  # this is not the running backward
                 raise RuntimeError(misuse.TWO_AT_ONCE) from error
             self._abort(step, error)
 
     @left_to_python
     def came_again(self, number: int) -> None:
-        """A second gradient for a parameter of a bucket that is full."""
+        """Note a second gradient for a parameter of a full bucket."""
         step = None if self._eager is None else self._eager.step
         if step is not None and step.has_started(number):
             self._abort(step, misuse.came_again(self.parameters.names[number]))
 
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
-        """The C++ hook raised when it was started on a bucket."""
+        """Note that the C++ hook raised when it was started on a bucket."""
         step = None if self._eager is None else self._eager.step
         try:
-            if step is not None and step.cpp is not None:  # as long as this is under way
+            if step is not None and step.cpp is not None:  # while this is running
                 step.cpp.explain(error)
         except TypeError as explained:
             error = explained
@@ -306,9 +306,9 @@ class Reducer:
     # ---- a backward of compiled autograd ---------------------------------------------------------
 
     def _ready_hook(self, name: str) -> Callable[[Tensor], None]:
-        """The function that compiled autograd calls with a parameter once its gradient is there."""
-        # By name, since Dynamo makes variables of numbers that change with the place of a hook in
-        # the list of those that it is given.
+        """The function that compiled autograd calls with a parameter once it has its gradient."""
+        # By name: Dynamo makes variables of numbers that change with a hook's position in the list
+        # of its hooks.
         reducer = self
 
         def ready(parameter: Tensor) -> None:
@@ -356,7 +356,7 @@ class Reducer:
             self._abort(step, error)
 
     def _end_of_compiled(self, step: CompiledStep | None) -> None:
-        """The last of its gradients has come."""
+        """Handle the last gradient of a compiled backward."""
         if step is None or not _is_compiling():
             self._finish(step)
         elif step.attached.traceable:
@@ -373,16 +373,16 @@ class Reducer:
 
     @left_to_python
     def before_capture(self) -> None:
-        """Compiled autograd takes in a backward.
+        """Prepare for compiled autograd to capture a backward.
 
-        The last that Python sees of it: the compiler knows what is remembered as tensors alone.
+        Python sees no more of it: the compiler knows the hook's memory as tensors only.
         """
         if self.recovery is not None:
             raise RuntimeError(
-                "torch_commhook: with elastic, backward must be eager: compiled autograd was on "
-                "where the hook is attached to ranks that come and go"
+                "torch_commhook: with elastic, backward must be eager, but compiled autograd was "
+                "enabled"
             )
-        if self._eager is not None or self._compiled is not None:  # left by an exception
+        if self._eager is not None or self._compiled is not None:  # ended by an exception
             self._abandon()
         try:
             if self.attached is not None:
@@ -394,10 +394,10 @@ class Reducer:
                 raise
             raise raised from error
 
-    # ---- the beginning and the end of any --------------------------------------------------------
+    # ---- the beginning and the end of any backward -----------------------------------------------
 
     def _synchronising_hook(self) -> Attached | None:
-        """The hook on the backward that begins; None where it has nothing to do there."""
+        """The hook on the backward that begins; None if it has nothing to do there."""
         attached = self.attached if self._should_sync() else None
         if attached is None or not attached.keeps_ranks_apart:
             return attached
@@ -408,7 +408,7 @@ class Reducer:
             attached.local_steps.note_backward()
         if not attached.stages.is_empty:
             return attached
-        if not _is_compiling():  # the gradients stay where they are
+        if not _is_compiling():  # the gradients stay in their memory
             self._on_step(True)
         return None
 
@@ -428,7 +428,7 @@ class Reducer:
             raise
 
     def _finish(self, step: EagerStep | None) -> None:
-        """All gradients of this backward are there: wait for the hooks and write their results."""
+        """Finish after the last gradient: wait for the hooks and write their results."""
         if step is None:
             self._reset()
             return
@@ -440,7 +440,7 @@ class Reducer:
             if self.recovery is None or not isinstance(step, RepeatableStep):
                 self._abort(step, error)
             self.recovery.go_on(step, error)
-        # The step has been agreed on: what is raised from here on is this rank's own affair.
+        # The ranks have agreed on the step: later errors concern this rank only.
         try:
             step.run_post_accumulate_hooks()
         finally:
@@ -449,18 +449,19 @@ class Reducer:
                 self.recovery.count(step)
 
     def _agree_on_order(self, attached: Attached) -> None:
-        """Agree on the order in which buckets are to be formed anew, where they are to be.
+        """Agree on the order in which buckets are rebuilt, if they will be.
 
-        Not for hooks whose result depends on what shares a bucket: compiled code has another order.
+        Not for hooks whose result depends on the parameters of a bucket: compiled code has another
+        order.
         """
-        # Ranks that are apart have nothing to agree through, and one that has joined does not know
+        # Ranks that are apart have no means to agree, and a rank that has joined does not know
         # whether the others' backward is compiled.
         is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
         if not (self._order.is_final or self._compiled is not None or is_fixed):
             if is_capturing(self.device):
                 raise RuntimeError(
                     "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
-                    "formed anew; run a few steps before the capture"
+                    "rebuilt; run a few steps before the capture"
                 )
             self._order.agree(self.group, self.device)
 
@@ -473,14 +474,14 @@ class Reducer:
             self._fill_buckets(order)
 
     def use_group(self, group: StepGroup) -> None:
-        """Go on among other ranks. No step is under way, or one that is to be repeated."""
+        """Continue among other ranks. No step is open, or one that is to be repeated."""
         self.group = group
         if self._attached is not None:
             self._attached.use_group(group, self.device)
         self.change_memory()
 
     def change_memory(self) -> None:
-        """Have the hook remember what it does among the ranks that take part now."""
+        """Give the hook its memory among the present ranks."""
         assert self.recovery is not None
         attached, averaged = self._attached, self.recovery.survivors.averaged
         if attached is not None:
@@ -494,7 +495,7 @@ class Reducer:
         try:
             if step is not None:
                 step.drain(error)
-        except BaseException as interrupt:  # the other ranks are told all the same
+        except BaseException as interrupt:  # the other ranks are still notified
             error = interrupt
         if step is None:
             raised = self.group.fail_with(error)
@@ -505,11 +506,11 @@ class Reducer:
         raise raised
 
     def forget_step(self) -> None:
-        """Forget the backward that is under way, whose step has failed."""
+        """Forget the running backward: its step has failed."""
         self._reset()
 
     def _abandon(self) -> None:
-        """Forget a backward that was left by an exception."""
+        """Forget a backward that an exception has ended."""
         eager, compiled = self._eager, self._compiled
         under_way = compiled if eager is None else eager
         step = None if under_way is None else under_way.step
@@ -528,7 +529,7 @@ class Reducer:
             self._renew_memory()
         if not _is_compiling():
             self._arrivals.reset()
-        # Last: another thread that begins meanwhile would be half forgotten, and still be running.
+        # Last: another thread that begins meanwhile would be forgotten half way, while running.
         self._eager = self._compiled = None
         if self._closes:
             self._closes = False

@@ -19,27 +19,27 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class Survivors(Protocol):
-    """The ranks of a training, which may be others in its next step."""
+    """The ranks of a training. They may change between steps."""
 
     @property
     def group(self) -> StepGroup:
-        """Those that take part at the moment."""
+        """The group of the present ranks."""
 
     def give_state(self) -> None:
-        """Let new ranks have what they need, where this one is to give it to them.
+        """Send new ranks their state, if this rank is the sender.
 
-        Called where the parameters are what the last step has made of them.
+        Called while the parameters have their values after the last step.
         """
 
     def take_state(self) -> None:
-        """Wait for what this rank gets of the training's state in this step, if it is new.
+        """Wait for this rank's part of the training's state in this step, if it is new.
 
         Raises:
             RuntimeError: a connection was closed.
         """
 
     def write_state(self) -> None:
-        """Write what :meth:`take_state` has waited for: the step counts."""
+        """Write the part that :meth:`take_state` has waited for: the step counts."""
 
     @property
     def is_joining(self) -> bool:
@@ -47,52 +47,52 @@ class Survivors(Protocol):
 
     @property
     def averaged(self) -> int:
-        """How many ranks take part with gradients of their own: the mean is over these."""
+        """The number of ranks with gradients of their own: the mean is over these."""
 
     @property
     def leader(self) -> int:
-        """The first rank that has the whole state, by its place in the group."""
+        """The place in the group of the first rank with the whole state."""
 
     def note(self) -> Tensor:
-        """What this rank tells the others at the end of a step: uint8, flat.
+        """This rank's message to the others at the end of a step: uint8, flat.
 
-        All ranks take the maximum over them, element by element.
+        All ranks get the elementwise maximum.
         """
 
     def packed_buffers(self) -> Tensor | None:
-        """The bytes of the model's buffers, of which all ranks take the leader's; or None."""
+        """The bytes of the model's buffers, or None. All ranks take the leader's."""
 
     def unpack_buffers(self, sent: Tensor) -> None:
-        """Write the buffers of the leader."""
+        """Write the leader's buffers."""
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
-        """Agree with the other ranks on who goes on after a failure.
+        """Agree with the other ranks on who continues after a failure.
 
         Args:
-            error: what this rank has seen.
-            has_results: whether it has all results of the step that is open.
+            error: the error on this rank.
+            has_results: whether this rank has all results of the open step.
 
         Returns:
-            Whether that step counts: then it has gone well on all ranks, and some know it already.
+            Whether that step counts: it has succeeded on all ranks, and some know that already.
 
         Raises:
-            BaseException: this rank does not go on.
+            BaseException: this rank does not continue.
         """
 
     def unreachable(self, error: RuntimeError) -> Exception:
-        """Let the step fail, since this rank could not connect to all others; gives why."""
+        """Fail the step because this rank could not connect to all others; returns the error."""
 
     def step_ended(self, note: Tensor | None) -> bool:
-        """A step counts on all ranks, and on this one its results are written.
+        """Note that a step counts on all ranks, and that this rank has written its results.
 
         Args:
-            note: the maximum of :meth:`note` over the ranks; None where these have changed since.
+            note: the maximum of :meth:`note` over the ranks; None if these have changed since.
 
         Returns:
-            Whether the ranks are others now.
+            Whether the ranks have changed now.
 
         Raises:
-            LeftOutError: the others go on without this rank, which was too slow.
+            LeftOutError: the others continue without this rank, which was too slow.
         """
 
 
@@ -100,9 +100,9 @@ class RepeatableStep(EagerStep):
     """An eager step that writes no gradient until all ranks have all results.
 
     Attributes:
-        failure: what has ended it early, until it is taken again.
+        failure: the error that has ended it early, until it is repeated.
         has_results: whether this rank has all results, and knows which parameters ranks have used.
-        note: what the ranks have told each other at its end; None where these have changed since.
+        note: the ranks' combined notes at its end; None if the ranks have changed since.
     """
 
     _writes_late = True
@@ -116,7 +116,7 @@ class RepeatableStep(EagerStep):
     _outcome: tuple[list[tuple[BucketState, Tensor]], Tensor, list[BucketTraffic]]
 
     def survives_with(self, survivors: Survivors) -> None:
-        """Be told of the ranks; before the step begins."""
+        """Set the ranks, before the step begins."""
         self._survivors = survivors
         self._kept = KeptMemory(self.attached.memory)
 
@@ -124,7 +124,7 @@ class RepeatableStep(EagerStep):
         if self.has_begun:
             return
         try:
-            self._survivors.give_state()  # where the model's own forward was not called
+            self._survivors.give_state()  # if the model's own forward was not called
             super().begin(on_step)
         except Exception as error:
             self.failure = error
@@ -137,22 +137,22 @@ class RepeatableStep(EagerStep):
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Starts the hook on no further bucket until the step is repeated."""
+        """Start the hook on no further bucket until the step is repeated."""
         self._starting = False
         self.failure = error
 
     def finish(self) -> None:
-        """As there.
+        """Finish the step; as :meth:`EagerStep.finish`.
 
         Raises:
-            BaseException: a rank was lost, or something else has failed. See :attr:`has_results`.
+            BaseException: a rank was lost, or another error occurred. See :attr:`has_results`.
         """
         if self.failure is not None:
             raise self.failure
-        note = self._survivors.note()  # first: it has the time until here
+        note = self._survivors.note()  # first: it measures the time until here
         self._start_all()
         used = self._use.locally_used(self._buckets, self.agreement)
-        # Before this rank says that it has all results: others may have to know what was used.
+        # Before this rank reports that it has all results: others may need to know what was used.
         maximum = begin_maximum(self._group.group, torch.cat([note, used]))
         buffers = self._survivors.packed_buffers()
         group, leader = self._group.group, self._survivors.leader
@@ -177,7 +177,7 @@ class RepeatableStep(EagerStep):
     def _of_those_that_give(
         self, results: list[tuple[BucketState, Tensor]]
     ) -> list[tuple[BucketState, Tensor]]:
-        """The means over the ranks that give gradients, of those over all ranks."""
+        """The means over the ranks that give gradients, from those over all ranks."""
         size, averaged = self._group.size, self._survivors.averaged
         if size == averaged:
             return results
@@ -185,17 +185,17 @@ class RepeatableStep(EagerStep):
         return [(state, scaled_result(result, scale, state.dtype)) for state, result in results]
 
     def apply(self) -> None:
-        """Let the step count: all ranks have all results."""
+        """Apply the step: all ranks have all results."""
         self._survivors.write_state()
         self._apply(*self._outcome)
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)
 
     def repeat(self, group: StepGroup) -> None:
-        """Repeats the step with this rank's own gradients.
+        """Repeat the step with this rank's own gradients.
 
         Args:
-            group: the ranks that are left.
+            group: the group of the remaining ranks.
 
         Raises:
             BaseException: as :meth:`finish`.
@@ -207,5 +207,5 @@ class RepeatableStep(EagerStep):
         self.finish()
 
     def put_memory_back(self) -> None:
-        """Restores the hook's memory of before the step."""
+        """Restore the hook's memory of before the step."""
         self._kept.put_back()

@@ -1,4 +1,4 @@
-"""What the reducer asks of compiled autograd."""
+"""The reducer's interface to compiled autograd."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TraceableReducer(Protocol):
     """The interface of a reducer for compiled code.
 
     Attributes:
-        parameters: those whose gradients are averaged.
-        use: which of these have got gradients.
-        change_of_parameters: says what has happened to the parameters since, if anything.
+        parameters: the parameters whose gradients are averaged.
+        use: records which of these have got gradients.
+        change_of_parameters: describes how the parameters have changed since, or returns None.
     """
 
     parameters: ReducerParameters
@@ -39,31 +39,31 @@ class TraceableReducer(Protocol):
 
     @property
     def hooks(self) -> set[Callable[..., None]]:
-        """Those on the parameters that compiled autograd calls."""
+        """The hooks on the parameters that compiled autograd calls."""
 
     @property
     def attached(self) -> Attached | None:
         """The hook."""
 
 
-#: By a key of theirs, for compiled code. Text, since Dynamo makes variables of numbers that change.
+#: By key, for compiled code. Keys are text, since Dynamo makes variables of numbers that change.
 reducers: weakref.WeakValueDictionary[str, TraceableReducer] = weakref.WeakValueDictionary()
 
-# Compiled autograd calls hooks through this: where a graph is broken at one, it would be compiled
-# with the hook in it.
+# Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
+# inside.
 left_to_python(call_hook, with_callees=False)
 
 
 @torch.compiler.assume_constant_result
 def expected_hooks(key: str) -> int:
-    """How many of a reducer's hooks the compiled backward around this call will call.
+    """The number of a reducer's hooks that the compiled backward around this call will call.
 
-    Compiled autograd collects the hooks of a backward before it runs it, and passes them on to the
-    function that it compiles. Called while that is traced, this gives a constant: another set of
-    hooks is another function.
+    Compiled autograd collects the hooks of a backward before it runs it, and passes them to the
+    function that it compiles. While that is traced, the result is a constant: another set of hooks
+    is another function.
 
     Returns:
-        0 outside of compiled autograd.
+        The number; 0 outside of compiled autograd.
     """
     frame: Any = sys._getframe()
     while frame is not None:
@@ -76,18 +76,18 @@ def expected_hooks(key: str) -> int:
 
 @torch.compiler.assume_constant_result
 def parameters_changed(key: str) -> bool:
-    """Whether something has happened to a reducer's parameters since its hook was attached.
+    """Whether a reducer's parameters have changed since its hook was attached.
 
-    A constant: compiled code is for parameters that were what they were when it was traced.
+    A constant: compiled code is for the parameters at the time of tracing.
     """
     return reducers[key].change_of_parameters() is not None
 
 
 def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall:
-    """:meth:`Attached.start` while a compiler traces.
+    """Start a hook while a compiler traces; as :meth:`Attached.start`.
 
     Raises:
-        TypeError: the hook gave nothing that could be waited for.
+        TypeError: the hook returned neither a Future nor a tensor.
     """
     hook = attached.hook
     local = attached.stages.before(bucket, where)
@@ -108,15 +108,15 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
         future = result
     else:
         raise TypeError(
-            f"{where}: a traced hook must return a tensor, or what torch_commhook.collectives "
-            f"return, got {type(result).__qualname__}"
+            f"{where}: a traced hook must return a tensor, or the result of a function in "
+            f"torch_commhook.collectives, got {type(result).__qualname__}"
         )
     return HookCall(bucket, future, dtype, where, traffic, local)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-# What must happen once a step, compiled or not, happens in operators that write a tensor that lives
-# longer than the step: a compiler leaves out what nobody sees.
+# Work that must happen once a step, compiled or not, is in operators that write to a tensor that
+# outlives the step: compilers remove work without a visible effect.
 
 
 def _group(op: str, name: str) -> StepGroup:
@@ -135,26 +135,26 @@ def _reducer(op: str, key: str) -> TraceableReducer:
 
 @torch.library.custom_op("commhook::begin_step", mutates_args=("token",))
 def begin_step(token: Tensor, name: str) -> None:
-    """:meth:`StepGroup.begin` of the group with a name."""
+    """Run :meth:`StepGroup.begin` of the named group."""
     _group("begin_step", name).begin()
 
 
 @torch.library.custom_op("commhook::leave_out", mutates_args=("used",))
 def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str) -> None:
-    """:meth:`ParameterUse.leave_out` of the reducer with a key.
+    """Run :meth:`ParameterUse.leave_out` of the reducer with a key.
 
     It reads the flags when the step runs, so that other flags need no other code.
 
     Args:
-        used: one flag for each parameter, uint8; written.
+        used: one flag for each parameter, uint8. Written.
         touched: as :attr:`ParameterUse.touched`; a compiler knows the flags by it.
-        missing: numbers of parameters.
-        needs_all: whether a parameter that is not used is an error.
-        key: of the reducer.
+        missing: the numbers of parameters.
+        needs_all: whether an unused parameter is an error.
+        key: the reducer's key.
 
     Raises:
-        TypeError, ValueError: tensors or numbers that do not fit the reducer's parameters.
-        RuntimeError: a parameter is not used, and ``needs_all``.
+        TypeError, ValueError: tensors or numbers do not fit the reducer's parameters.
+        RuntimeError: a parameter is not used, and ``needs_all`` is True.
     """
     reducer = _reducer("leave_out", key)
     check_used("leave_out", used, missing, "missing")
@@ -170,7 +170,7 @@ def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool
 
 @torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
 def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
-    """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
+    """Run :meth:`StepGroup.commit` of the named group, once ``results`` are known."""
     group = _group("commit_step", name)
     check_flat("commit_step", "used", used, (torch.uint8,))
     group.commit(used)
@@ -178,10 +178,10 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
 
 @torch.library.custom_op("commhook::count_step", mutates_args=("token",))
 def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
-    """:meth:`HookMemory.count_step` of the hook that is attached, once ``results`` are there.
+    """Run :meth:`HookMemory.count_step` of the attached hook, once ``results`` are known.
 
-    Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
-    hook sends may change from step to step, and with it the code.
+    The traffic is this code's, in the form of :func:`torch_commhook.metrics.as_text`. If a hook's
+    traffic changes from step to step, the code changes with it.
     """
     reducer = _reducer("count_step", key)
     attached = reducer.attached
@@ -194,7 +194,7 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
 def note_backward(token: Tensor, key: str) -> None:
-    """:meth:`LocalSteps.note_backward` of the hook that is attached."""
+    """Run :meth:`LocalSteps.note_backward` of the attached hook."""
     attached = _reducer("note_backward", key).attached
     if attached is not None and attached.local_steps is not None:
         attached.local_steps.note_backward()
@@ -204,13 +204,13 @@ def note_backward(token: Tensor, key: str) -> None:
 def write_missing(
     token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
 ) -> None:
-    """:meth:`ReducerParameters.write_missing`.
+    """Run :meth:`ReducerParameters.write_missing`.
 
-    Whether a parameter without a gradient gets one depends on the other ranks: no compiler can
-    know. The compiled graph has nothing to do with these parameters, so that it may happen unseen.
+    Whether a parameter without a gradient gets one depends on the other ranks, which no compiler
+    can know. The compiled graph does not use these parameters, so the write may happen unseen.
 
     Raises:
-        TypeError, ValueError: gradients or numbers that do not fit the reducer's parameters.
+        TypeError, ValueError: gradients or numbers do not fit the reducer's parameters.
     """
     parameters = _reducer("write_missing", key).parameters
     check_used("write_missing", used, numbers, "numbers")
@@ -254,6 +254,6 @@ def _write_missing_fake(
 
 @torch.compiler.assume_constant_result
 def prepare_tracing(name: str) -> bool:
-    """:meth:`StepGroup.prepare_tracing` of the group with a name, when a step is traced."""
+    """Run :meth:`StepGroup.prepare_tracing` of the named group, when a step is traced."""
     groups_by_name[name].prepare_tracing()
     return True

@@ -1,1 +1,1 @@
-"""A hook on one bucket, and the agreement of the ranks on each step."""
+"""Runs a hook on one bucket, and lets the ranks agree on each step."""

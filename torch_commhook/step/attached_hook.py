@@ -1,4 +1,4 @@
-"""A hook that is attached to a model, and how it is called for one bucket."""
+"""A hook that is attached to a model, and its calls for single buckets."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from torch_commhook.step.step_group import StepGroup
 
 @dataclass(eq=False)
 class Attached:
-    """A hook, its state, what it remembers, and what it has sent.
+    """An attached hook with its state, memory and statistics.
 
     Attributes:
-        local_steps: brings the ranks together, where the hook keeps them apart.
-        second_stages: of collectives, which wait for the next bucket.
-        connections: how many a large message takes between two ranks; None to keep them, or to
-            find out.
-        captured_traffic: of the buckets of the step that a CUDA graph has captured last.
-        counted_replays: steps that graphs have run, as far as :attr:`stats` has them.
+        local_steps: runs the exchanges, if the hook keeps ranks apart.
+        second_stages: second stages of collectives, which wait for the next bucket.
+        connections: the number of connections for a large message between two ranks; None to keep
+            the present number, or to find one.
+        captured_traffic: the buckets' traffic in the last step that a CUDA graph has captured.
+        counted_replays: the number of replayed steps that :attr:`stats` includes.
     """
 
     hook: Callable[..., Any]
@@ -79,16 +79,16 @@ class Attached:
     def checked(
         cls, hook: Callable[..., Any], state: object, memory: HookMemory, op: str = "attach"
     ) -> Attached:
-        """One for a hook that a user gives, which remembers nothing yet.
+        """Check a user's hook, and return its :class:`Attached` with empty memory.
 
         Args:
-            hook, state: as given.
-            memory: for what the hook remembers.
-            op: whose errors these are.
+            hook, state: the user's arguments.
+            memory: stores the hook's memory.
+            op: the function's name in errors.
 
         Raises:
-            TypeError, ValueError: as :func:`check_hook`, a state that the hook has no use for, or
-                a process group of the hook's that has been destroyed.
+            TypeError, ValueError: as :func:`check_hook`; or the hook does not use ``state``, or has
+                a process group that has been destroyed.
         """
         check_is_hook(hook, op)
         check_hook(hook)
@@ -103,17 +103,17 @@ class Attached:
         return cls(hook, state, hook_name(hook), is_traceable(hook), memory)
 
     def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:
-        """What the hook remembers of a bucket; None for hooks that are not the library's."""
+        """The hook's memory of a bucket; None for hooks that are not the library's."""
         if not isinstance(self.hook, Hook):
             return None
         return self.memory.memory_of_bucket(parameters, index, self.hook.prepare)
 
     def use_group(self, group: StepGroup, device: torch.device) -> None:
-        """Be told of the group that the hook communicates through; all ranks are.
+        """Set the group through which the hook communicates. All ranks call this.
 
         Args:
-            group: of the model.
-            device: of its gradients.
+            group: the model's group.
+            device: the gradients' device.
         """
         group.hook_changes()
         self._step_group = weakref.ref(group)
@@ -133,7 +133,7 @@ class Attached:
             stand_ins[group_name(own)] = group.stand_in(own, device)
         if device.type != "cpu":  # there both stages share one communicator
             return
-        # After a failed step the groups have no backend, which torch 2.15 asks for their size.
+        # After a failed step the groups have no backend; torch 2.15 asks it for their size.
         if self.hook.has_stages_among(group.size):
             group.prepare_second_stage()
         for own in self.hook.own_groups():
@@ -141,7 +141,7 @@ class Attached:
                 second_group(stand_ins[group_name(own)])
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Have what the hook's collectives gather inside end with the step, if that fails."""
+        """Let gathers of the hook's collectives inside the block end with the step, if it fails."""
         if torch.compiler.is_dynamo_compiling():
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
@@ -150,25 +150,25 @@ class Attached:
         return gathering_through(group.group)
 
     def let_go(self) -> None:
-        """Keep no parameter of the model, and no bucket; what is remembered of them stays."""
-        self.second_stages.give_up(_left())  # of a backward that was left by an exception
+        """Release the model's parameters and all buckets; memory of them stays."""
+        self.second_stages.give_up(_left())  # of a backward that an exception has ended
         if self.local_steps is not None:
             self.local_steps.let_go()
         self.memory.release_parameters()
 
     @property
     def scales_steps(self) -> bool:
-        """Whether :meth:`Hook.step_scale` is to be asked."""
+        """Whether :meth:`Hook.step_scale` must be called."""
         return isinstance(self.hook, Hook) and self.hook.scales_steps
 
     def step_scale(
         self, results: Sequence[Tensor], past: Mapping[int, bool] | None = None
     ) -> Tensor | None:
-        """:meth:`Hook.step_scale`, where it is to be asked.
+        """Call :meth:`Hook.step_scale`, if needed.
 
         Args:
             results: as there.
-            past: as there; None while the step has not been counted.
+            past: as there; None until the step is counted.
         """
         past = self.memory.past if past is None else past
         with torch.no_grad():
@@ -185,15 +185,15 @@ class Attached:
         return self.minds_scale and self.memory.scaler is not None
 
     def look_at_scale(self, *, in_join: bool, has_joined: bool = False) -> None:
-        """Ask for the scale of the gradients that are to be sent, before the first bucket is.
+        """Read the scale of the gradients, before the first bucket is sent.
 
         Args:
-            in_join: whether there may be ranks that have run out of inputs. All ranks then come
-                here at the same point.
-            has_joined: whether this is one of them, whose scaler knows nothing of this step.
+            in_join: whether there may be ranks without inputs. All ranks then call this at the same
+                point.
+            has_joined: whether this is one of them; its scaler does not know this step.
 
         Raises:
-            ValueError: it is not positive and finite.
+            ValueError: the scale is not positive and finite.
             RuntimeError: a CUDA graph captures the current stream.
         """
         scaler = self.memory.scaler
@@ -201,8 +201,8 @@ class Attached:
             return
         if self.memory.replays.is_capturing:
             raise RuntimeError(
-                f"hook '{self.name}': a CUDA graph cannot capture a step whose scaler the hook "
-                "follows, since it reads the scale on the host; attach the hook without scaler=, "
+                f"hook '{self.name}': a CUDA graph cannot capture this step, since the hook reads "
+                "the scaler's scale on the host; attach the hook without scaler=, "
                 "and train without a scale"
             )
         scale = None if has_joined else scale_of(scaler, f"hook '{self.name}'")
@@ -213,28 +213,28 @@ class Attached:
 
     @property
     def keeps_ranks_apart(self) -> bool:
-        """Whether nothing is sent in a backward, and ranks need not agree on it."""
+        """Whether a backward sends nothing, and needs no agreement of the ranks."""
         return isinstance(self.hook, Hook) and self.hook.keeps_ranks_apart
 
     @property
     def keeps_error(self) -> bool:
-        """Whether it remembers what it has lost of gradients."""
+        """Whether the hook remembers errors of gradients."""
         return isinstance(self.hook, Hook) and self.hook.keeps_error and not self.keeps_ranks_apart
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it is known that less travels than there is."""
+        """Whether messages are known to hold less than the gradients."""
         return isinstance(self.hook, Hook) and self.hook.is_lossy
 
     @property
     def cpp_hook(self) -> _C.CppHook | None:
-        """The hook in C++, where it is one and nothing in Python stands around it."""
+        """The hook in C++, if it is one and no Python hooks run around it."""
         # A subclass may do more.
         return self.hook.native if type(self.hook) is cpp and self.stages.is_empty else None
 
     @property
     def own_group(self) -> dist.ProcessGroup | None:
-        """The process group of the C++ hook's own, where it was given one.
+        """The C++ hook's own process group, if it has one.
 
         Raises:
             ValueError: this rank is not in it.
@@ -243,13 +243,13 @@ class Attached:
         return None if group is None else self.memory.stand_in(resolve_group(group))
 
     def start(self, bucket: GradBucket, where: str, *, in_order: bool = False) -> HookCall:
-        """Run the stages before the hook, and start it.
+        """Run the stages before the hook, and start the hook.
 
         Args:
             bucket: the bucket.
-            where: names hook and bucket.
-            in_order: whether all buckets of a step come here, from the first to the last, before
-                anybody waits for a result. Collectives of two stages may then overlap.
+            where: names hook and bucket in errors.
+            in_order: whether all buckets of a step are started in order before anybody waits for a
+                result. Collectives of two stages may then overlap.
         """
         local = self.stages.before(bucket, where)
         used = UsedTensors()
@@ -263,10 +263,10 @@ class Attached:
 
         Args:
             bucket: as there.
-            where: names hook and bucket.
+            where: names hook and bucket in errors.
 
         Returns:
-            A Future that is complete once the shard is written.
+            A Future that completes once the shard is written.
         """
         assert isinstance(self.hook, Hook)
         if is_capturing(bucket.device()):
@@ -285,11 +285,10 @@ class Attached:
     def run(
         self, bucket: GradBucket, *, in_order: bool = False
     ) -> tuple[Any, torch.dtype, BucketTraffic]:
-        """Start the hook on a bucket; arguments as of :meth:`start`.
+        """Start the hook on a bucket; arguments as for :meth:`start`.
 
         Returns:
-            What it gave, the dtype that the result must have, and what it put on the wire (None
-            bytes where nobody counted).
+            The hook's result, the dtype that it must have, and its traffic (None bytes if unknown).
         """
         if isinstance(self.hook, Hook):
             if is_capturing(bucket.device()):
@@ -313,7 +312,7 @@ class Attached:
     ) -> tuple[Any, torch.dtype, BucketTraffic]:
         """Start a hook of the library; second stages wait for the next bucket.
 
-        Whoever ends the step on an error lets those fail that wait.
+        If the step ends with an error, its caller fails those that wait.
         """
         if bucket.index() == 0:
             self.second_stages.give_up(_left())
@@ -323,16 +322,16 @@ class Attached:
             self.second_stages.issue()
         return started
 
-    # ---- what it has sent ------------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------
 
     def count_bucket(self, index: int, count: int, traffic: BucketTraffic, *, first: bool) -> None:
-        """Count what one bucket of a step sent; under capture, what each replay of it will send.
+        """Count one bucket's traffic in a step; during capture, the traffic of each replay.
 
         Args:
-            index: of the bucket.
-            count: how many there are.
-            traffic: what it sent.
-            first: whether a step begins with it.
+            index: the bucket's number.
+            count: the number of buckets.
+            traffic: the bucket's traffic.
+            first: whether a step begins with this bucket.
         """
         if not self.memory.replays.is_capturing:
             count_bucket(self.stats, index, count, traffic, first=first)
@@ -340,11 +339,11 @@ class Attached:
         if first:
             self._capturing.clear()
         self._capturing.append(traffic)
-        if len(self._capturing) == count:  # else the last graph's stays, if this capture fails
+        if len(self._capturing) == count:  # otherwise the last graph's stays if this capture fails
             self.captured_traffic = list(self._capturing)
 
     def count_replays(self) -> None:
-        """Count the steps that CUDA graphs have run since the last call. Waits for the device."""
+        """Count the steps that CUDA graphs replayed since the last call. Waits for the device."""
         replays = self.memory.replays.count()
         steps, self.counted_replays = replays - self.counted_replays, replays
         for index, traffic in enumerate(self.captured_traffic if steps else ()):
@@ -353,4 +352,4 @@ class Attached:
 
 
 def _left() -> RuntimeError:
-    return RuntimeError("the step that this belongs to was left")
+    return RuntimeError("the step was abandoned")

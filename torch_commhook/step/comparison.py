@@ -1,4 +1,4 @@
-"""Whether all ranks give the same bytes, such as a digest of their settings."""
+"""Checks whether all ranks have the same bytes, such as a digest of their settings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _TAG = (1 << 30) - 15
 
 
 class Comparison:
-    """Whether all ranks give the same bytes. All make it, and then ask it, at the same points.
+    """Checks whether all ranks have the same bytes. All ranks make and call it at the same points.
 
-    It sends messages of its own, because an exchange in the background may be under way. Each rank
-    asks for all messages at once, when it makes its comparison. So the messages of all rounds take
-    half a round trip, and those of the first as well if the ranks are asked that much later.
+    It sends its own messages, because an exchange in the background may be running. Each rank
+    requests all messages when it makes its comparison. So all rounds' messages take half a round
+    trip; so do the first round's, if the ranks call it that much later.
 
     Args:
-        group: of Gloo, or a backend of such a group. It has no other comparison under way.
-        nbytes: that each rank gives.
-        first: whether the first round's ranks have given the same bytes, where they were told when
-            ranks connected.
+        group: a Gloo group, or its backend, without another running comparison.
+        nbytes: the number of bytes of each rank.
+        first: whether the first round's ranks have the same bytes, if they found out when they
+            connected.
 
     Raises:
         RuntimeError: a connection was closed.
@@ -55,7 +55,7 @@ class Comparison:
         return (rank + distance) % int(self._group.size())
 
     def all_alike(self, own: bytes) -> bool:
-        """Whether all ranks give the same bytes.
+        """Whether all ranks have the same bytes.
 
         Raises:
             RuntimeError: a connection was closed, or the group's timeout is over.
@@ -80,13 +80,13 @@ class Comparison:
         return self._are_alike
 
     def forget(self) -> None:
-        """Give up what has not come: a Work that somebody has keeps its connection open."""
+        """Abandon messages that have not arrived: a Work in use keeps its connection open."""
         for works in self._works:
             works.clear()
 
 
 def all_alike_by_maximum(group: dist.ProcessGroup, own: bytes) -> bool:
-    """As :class:`Comparison`, by one all-reduce over a group of any backend with a maximum."""
+    """As :class:`Comparison`, by one all-reduce of the maximum over a group of any backend."""
     device = distributed_c10d._get_object_coll_device(group)
     digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     both = torch.cat([digest, 255 - digest])  # the maximum of the second half is the minimum

@@ -1,4 +1,4 @@
-"""Groups of the library's own, which can connect anew after a failed step."""
+"""The library's own process groups, which can reconnect after a failed step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _CPU = torch.device("cpu")
 
 
 class ConnectedGroup:
-    """A Gloo group of the library's own, whose connections can be made anew.
+    """A Gloo group of the library's own that can reconnect.
 
-    Its ranks are connected when it is made, many of them to their neighbours.
+    Its ranks connect when it is made; with many ranks, only neighbours do.
 
     Args:
-        store: in which nobody else meets under ``name``.
-        name: the same on its ranks, and of no other group.
-        like: a group over the same ranks, as which it times out too.
-        description: what it is for, as PyTorch's flight recorder shows it.
-        threads: so many collectives are under way at once.
-        connect_within: for how long ranks wait for each other to connect, and a connection for an
+        store: a store in which nobody else uses ``name``.
+        name: the same on its ranks, and different from other groups' names.
+        like: a group over the same ranks, with the timeout to use.
+        description: its purpose, for PyTorch's flight recorder.
+        threads: the number of collectives that run at once.
+        connect_within: how long ranks wait for each other to connect, and a connection for an
             answer of its host. None: as long as collectives may take to connect, and
             ``lost_hosts.SECONDS`` for an answer.
-        greeting: as ``gloo_backend.connect`` takes it.
+        greeting: as for ``gloo_backend.connect``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ConnectedGroup:
 
     @property
     def place(self) -> str:
-        """Where in a store the ranks meet; groups of a name may have ranks of their own."""
+        """The place in a store where the ranks meet; one name may belong to several groups."""
         return hashed(self.name, self.ranks)
 
     def _connect(self, group: dist.ProcessGroup, greeting: bytes = b"") -> None:
@@ -96,10 +96,11 @@ class ConnectedGroup:
         notice_lost_hosts(self._connections, self._lost_after)
 
     def backend(self, store: dist.Store) -> dist.ProcessGroup:
-        """New connections, in a group that nobody knows.
+        """Make new connections, in a group that is not registered anywhere.
 
         Raises:
-            RuntimeError: a rank does not come within the group's timeout, or its process has ended.
+            RuntimeError: a rank does not connect within the group's timeout, or its process has
+                ended.
         """
         own_store = dist.PrefixStore(self.place, store)
         fresh = make_backend(own_store, self.rank, len(self.ranks), self.timeout, self.threads)
@@ -111,17 +112,17 @@ class ConnectedGroup:
         return fresh
 
     def cut(self) -> None:
-        """End the connections, so that collectives under way fail that wait for a silent rank."""
+        """Close the connections, so that running collectives that wait for a silent rank fail."""
         cut(self._connections)
 
     def take(self, fresh: dist.ProcessGroup) -> None:
-        """Communicate through the connections of :meth:`backend` from here on."""
+        """Communicate through the connections of :meth:`backend` from now on."""
         close_connections(self.group)
         move_backend(fresh, self.group)
         self._set_name()
 
     def take_fake(self) -> None:
-        """Have a backend that does not communicate."""
+        """Use a backend that does not communicate."""
         close_connections(self.group)
         fake = FakeProcessGroup._create_internal(self.rank, len(self.ranks))
         self.group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, fake)
@@ -133,9 +134,9 @@ class ConnectedGroup:
 
 
 def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Make a group within a time. If that takes longer, the group is destroyed once it is made.
+    """Make a group within a time. If it takes longer, the group is destroyed once it is made.
 
-    Gloo waits for ranks that do not come as long as for a collective.
+    Gloo waits for missing ranks as long as for a collective.
 
     Raises:
         RuntimeError: the time is over.
@@ -167,13 +168,13 @@ def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.
 
 
 def destroy_all(groups: Sequence[ConnectedGroup], *, in_background: bool = False) -> None:
-    """Give groups up.
+    """Destroy groups.
 
     Args:
         groups: the groups.
-        in_background: as ``gloo_groups.close_connections``.
+        in_background: as for ``gloo_groups.close_connections``.
     """
-    for each in groups:  # all before the first goes, whose connections the next one's take
+    for each in groups:  # all before the first is destroyed: the next would take its connections
         finish_exchanges(each.group)
     for each in groups:
         destroy_group(each.group, in_background=in_background)

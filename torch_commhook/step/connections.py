@@ -1,4 +1,4 @@
-"""More connections between two ranks, for large messages of a step's groups."""
+"""Additional connections between two ranks, for large messages of a step's groups."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch_commhook.collectives.exchange import exchanges, has_few_ranks
 from torch_commhook.collectives.gloo_groups import group_name, use_more_connections
 from torch_commhook.step.link import MANY, Link, measure_link
 
-#: Each is two groups of Gloo, with their threads and files.
+#: Each consists of two Gloo groups, with their threads and files.
 MOST = 16
 
 _log = logging.getLogger(__name__)
 
 
 def check_connections(count: object) -> None:
-    """Refuse a number of connections.
+    """Check a number of connections.
 
     Args:
-        count: as a user gives it; None is none of them.
+        count: the user's argument; None is valid.
 
     Raises:
-        TypeError, ValueError: it is no int, or not 1 to :data:`MOST`.
+        TypeError, ValueError: it is no int, or not in [1, :data:`MOST`].
     """
     if count is None:
         return
@@ -39,12 +39,12 @@ def check_connections(count: object) -> None:
 
 @dataclass
 class _OfGroup:
-    """What one group has.
+    """The connections of one group.
 
     Attributes:
-        pairs: groups for messages to higher ranks and to lower ranks, beside the group's own.
-        made: how many there were ever: a store still has the addresses of those that are gone.
-        link: None where it was not measured.
+        pairs: groups for messages to higher ranks and to lower ranks, beside the group itself.
+        made: the number ever made: a store keeps the addresses of those that are gone.
+        link: the measured link, or None.
     """
 
     pairs: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(default_factory=list)
@@ -53,10 +53,10 @@ class _OfGroup:
 
 
 class MoreConnections:
-    """The connections of some groups, beside those that each has.
+    """Additional connections of some groups.
 
     Attributes:
-        count: that large messages take; None for as many as are found to make these faster.
+        count: the number of connections for large messages; None to choose the fastest.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class MoreConnections:
         )
 
     def link(self, group: dist.ProcessGroup) -> Link | None:
-        """What was measured of a group; None where nothing was."""
+        """The measured link of a group, or None."""
         found = self._of_groups.get(group)
         return None if found is None else found.link
 
@@ -76,12 +76,12 @@ class MoreConnections:
         make: Callable[[str], dist.ProcessGroup],
         drop: Callable[[Collection[dist.ProcessGroup]], object],
     ) -> None:
-        """Have large messages of a group take :attr:`count` connections; all of its ranks do so.
+        """Give large messages of a group :attr:`count` connections. All of its ranks call this.
 
         Args:
-            group: of Gloo, or one whose ranks exchange no messages, to which nothing is done.
-            make: makes a group over the same ranks, with a name that is added to this one's.
-            drop: destroys groups that it has made.
+            group: a Gloo group. Does nothing for a group whose ranks exchange no messages.
+            make: makes a group over the same ranks, from a suffix for this group's name.
+            drop: destroys groups that ``make`` has made.
         """
         if not exchanges(group):
             return
@@ -96,7 +96,7 @@ class MoreConnections:
             unused = found.pairs[link.connections - 1 :]
             if unused:
                 del found.pairs[link.connections - 1 :]
-                group.barrier().wait()  # a rank that still watches them would think they are lost
+                group.barrier().wait()  # ranks that still watch the old ones would count them lost
                 drop([each for pair in unused for each in pair])
 
 

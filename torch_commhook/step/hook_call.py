@@ -1,4 +1,4 @@
-"""A hook on its way with one bucket: started, waited for, checked."""
+"""A running call of a hook on one bucket: started, awaited, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_commhook.metrics import BucketTraffic, WireMeter, counting
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
 
-#: How long a rank where something failed waits for its own collectives in flight.
+#: How long a failed rank waits for its own running collectives.
 DRAIN_SECONDS = 60.0
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -30,16 +30,16 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 @dataclass(eq=False)
 class HookCall:
-    """A hook on its way with one bucket.
+    """A running call of a hook on one bucket.
 
     Attributes:
-        bucket: what the hook was given.
+        bucket: the hook's bucket.
         future: a Future of the result.
-        dtype: that the result must have.
-        where: names hook and bucket.
-        traffic: what it put on the wire (None bytes where it went past the library's collectives).
-        local: the gradients before the hook, where post-hooks will ask for them.
-        used: the tensors that streams of the library use until :attr:`future` is waited for.
+        dtype: the dtype that the result must have.
+        where: names hook and bucket in errors.
+        traffic: the call's traffic (None bytes if the hook does not use the library's collectives).
+        local: the gradients before the hook, if post-hooks need them.
+        used: tensors that the library's streams use until :attr:`future` is waited for.
     """
 
     bucket: GradBucket
@@ -52,7 +52,7 @@ class HookCall:
 
     @classmethod
     def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
-        """Start a hook of the library on a bucket, with no stages around it."""
+        """Start a hook of the library on a bucket, without stages around it."""
         used = UsedTensors()
         with keeping(used):
             result, dtype, traffic = run_average(hook, bucket)
@@ -60,25 +60,25 @@ class HookCall:
         return cls(bucket, future, dtype, where, traffic, used=used)
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """Wait for the result, and check it. While a compiler traces, it is there at once.
+        """Wait for the result, and check it. While a compiler traces, this returns at once.
 
         Args:
-            timeout: how long a collective may take.
+            timeout: the longest time of a collective.
 
         Raises:
             TimeoutError: it takes longer.
             Exception: as :meth:`result`.
         """
-        # Those that are traced come from before the graph was broken.
+        # Traced calls date from before a graph break.
         if not (_is_compiling() or isinstance(self.future, TracedFuture)):
             _C.wait_for_result(self.future, self.where, timeout.total_seconds())
         return self.result()
 
     def result(self) -> Tensor:
-        """The result, checked, however long it takes.
+        """Wait for the result without a limit, and check it.
 
         Raises:
-            Exception: what the hook failed with, or as :func:`checked_result`.
+            Exception: the hook's error, or as :func:`checked_result`.
         """
         value = self.future.wait()
         if self.used is not None:
@@ -86,12 +86,12 @@ class HookCall:
         return checked_result(value, self.bucket, self.dtype, self.where)
 
     def drain(self, deadline: float) -> None:
-        """Wait for what is in flight, whatever becomes of it. Raises only what a signal does.
+        """Wait for running collectives, and ignore their results. Raises only for a signal.
 
         Args:
-            deadline: until when, by ``time.monotonic()``.
+            deadline: the end of the wait, by ``time.monotonic()``.
         """
-        with suppress(Exception):  # theirs are a consequence, or as good a reason
+        with suppress(Exception):  # a consequence of the failure, or as good a reason
             if isinstance(self.future, TracedFuture):
                 self.future.wait()
             else:
@@ -103,7 +103,7 @@ def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, Bucke
     meter = WireMeter()
     spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
     with counting(meter), active(spans):
-        # Bringing the result into the gradients casts it: no pass of its own for that.
+        # Writing the result into the gradients casts it, without another pass.
         dtype = checked_result_dtype(hook, bucket)
         result = driven(_C.run_average(hook, bucket))
     if spans is not None:

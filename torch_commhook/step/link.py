@@ -1,7 +1,7 @@
-"""The link between a group's ranks, as messages over one connection and over several show it.
+"""Measures the link between a group's ranks, over one connection and over several.
 
-A TCP connection carries no more in a round trip than its buffers hold, and slows down with each
-packet that is lost. Over a far link several connections then carry more than one.
+In one round trip a TCP connection carries at most the contents of its buffers, and each lost packet
+slows it down. So over a far link several connections carry more than one.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 from torch_commhook.collectives.exchange import exchange
 from torch_commhook.collectives.hosts import machine
 
-#: That a link is tried with, and that it has if that is faster.
+#: The number of connections that a link is tested with, and gets if they are faster.
 MANY = 4
-#: No rate is measured of a link with a shorter round trip.
+#: No rate is measured if the round trip is shorter.
 _FAR_SECONDS = 5e-3
-#: By how much several connections must be faster.
+#: The required speedup of several connections.
 _LEAST_GAIN = 1.3
-#: Of a message, and of what a rank sends to all others at once.
+#: The limits of a message, and of all messages that a rank sends at once.
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
-#: A message that takes so many round trips shows the rate.
+#: A message that takes this many round trips shows the rate.
 _ROUND_TRIPS = 6
 _REPEATS = 3
-#: Of the measurement of a round trip, until two differ by no more than a share.
+#: A round trip is measured until two results differ by at most this share.
 _TRIES, _STEADY = 4, 0.1
 
 
 class Link(NamedTuple):
-    """What was measured between the ranks of a group; the same on all of them.
+    """The measured link of a group's ranks; the same on all ranks.
 
     Attributes:
-        round_trip: in seconds, of the slowest two; 0 between ranks of one machine.
-        rate: that one connection carries, in bits per second; None where nobody has asked.
-        rate_of_many: that :data:`MANY` carry; None where nobody has asked.
+        round_trip: the slowest pair's round trip, in seconds; 0 between ranks of one machine.
+        rate: the rate of one connection, in bits per second; None if not measured.
+        rate_of_many: the rate of :data:`MANY` connections; None if not measured.
     """
 
     round_trip: float
@@ -48,22 +48,22 @@ class Link(NamedTuple):
 
     @property
     def connections(self) -> int:
-        """How many large messages should take."""
+        """The number of connections that large messages should use."""
         if self.rate is None or self.rate_of_many is None:
             return 1
         return MANY if self.rate_of_many >= _LEAST_GAIN * self.rate else 1
 
 
 def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Link:
-    """Measure a group's link. All ranks do at the same point.
+    """Measure a group's link. All ranks call this at the same point.
 
-    Ranks of one machine have no link. On a far one messages of 256 KiB, 512 KiB and so on
-    travel until one takes six round trips or all of a rank's have 64 MiB. As large ones then travel
-    over several connections.
+    Ranks of one machine have no link. On a far link ranks send messages of 256 KiB, 512 KiB and so
+    on, until one takes six round trips or a rank's messages have 64 MiB in total. Then they send
+    large ones over several connections.
 
     Args:
-        group: whose ranks exchange messages, over one connection each way.
-        connect: lets large messages take :data:`MANY` connections from then on.
+        group: a group whose ranks exchange messages, over one connection each way.
+        connect: gives large messages :data:`MANY` connections from then on.
     """
     if _is_local(group):
         return Link(0.0)
@@ -80,7 +80,7 @@ def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Lin
     connect()
     many = _least_seconds(group, nbytes)
     carried = 8.0 * nbytes * others
-    # The first byte comes after a round trip.
+    # The first byte arrives after a round trip.
     one, several = (carried / max(each - round_trip, each * 1e-3) for each in (seconds, many))
     return Link(round_trip, one, several)
 
@@ -95,7 +95,7 @@ def _is_local(group: dist.ProcessGroup) -> bool:
 
 
 def _round_trip(group: dist.ProcessGroup) -> float:
-    """In seconds; no more than is needed to know a short one, which a busy machine makes long."""
+    """In seconds. Repeats only as needed to detect a short one, which a busy machine prolongs."""
     least = _slowest(group, _seconds_of(group, 1))
     for _ in range(_TRIES):
         if least < _FAR_SECONDS:
@@ -109,7 +109,7 @@ def _round_trip(group: dist.ProcessGroup) -> float:
 
 
 def _seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
-    """How long messages of so many bytes take, to each rank and from each."""
+    """The duration of messages of this size, to each rank and from each."""
     sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     received = list(sent.new_empty((group.size(), nbytes)))
     begun = time.perf_counter()
@@ -122,7 +122,7 @@ def _least_seconds(group: dist.ProcessGroup, nbytes: int) -> float:
 
 
 def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
-    """The most of what ranks have measured."""
+    """The largest of the ranks' measurements."""
     own = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     every = own.new_empty((group.size(), 1))
     outputs: list[Tensor] = [row.view(torch.uint8) for row in every]

@@ -1,4 +1,4 @@
-"""The interface by which a step brings ranks together that a hook keeps apart."""
+"""The interface for exchanges between ranks that a hook keeps apart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class CheckedState(NamedTuple):
-    """A state that is to be loaded.
+    """A checked state that is to be loaded.
 
     Attributes:
-        parameters: this rank's, and what they are to be.
-        position: where in a round training is.
-        rest: what the hook remembers.
-        means: mean distances by parameter name, of an exchange under way; None where none is.
+        parameters: this rank's parameters, and their new values.
+        position: the position in a round.
+        rest: the hook's memory.
+        means: the mean distances of a running exchange, by parameter name; None if none is running.
     """
 
     parameters: list[tuple[Tensor, Tensor]]
@@ -24,38 +24,38 @@ class CheckedState(NamedTuple):
 
 
 class RanksApart(Protocol):
-    """Counts the steps of a model that a hook keeps apart, and brings the ranks together.
+    """Counts the steps of a model whose hook keeps ranks apart, and runs the exchanges.
 
-    It stands on optimizers and models, and so above the steps of a hook: see
+    The implementation uses optimizers and models, in a layer above: see
     ``torch_commhook/attachment/local_steps.py``.
     """
 
     def note_backward(self) -> None:
-        """A backward begins whose gradients a step is to use, or ends where ranks have shards."""
+        """Note a backward: at its begin, or on sharded models at its end."""
 
     def synchronize(self) -> None:
-        """Have the ranks together, with nothing that is not sent."""
+        """Give all ranks the same parameters, with nothing unsent."""
 
     def let_go(self) -> None:
-        """Keep no parameter."""
+        """Release the parameters."""
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
 
     def handle_gone(self) -> None:
-        """The hook's handle is no more."""
+        """Note that the hook's handle is gone."""
 
     def place(self) -> tuple[int, int, int]:
-        """The place in a round, for :meth:`begin_at` on a new rank."""
+        """The position in a round, for :meth:`begin_at` on a new rank."""
 
     def begin_at(self, place: tuple[int, int, int]) -> None:
-        """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
+        """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook remembers, with the rank's parameters."""
+        """Return the hook's memory and the rank's parameters."""
 
     def check_state(self, state: Any) -> CheckedState:
-        """What of a :meth:`state_dict` is what; raises ValueError where it does not fit."""
+        """Split a :meth:`state_dict` into its parts; raises ValueError if it does not fit."""
 
     def take_state(self, checked: CheckedState) -> None:
-        """Go on from what :meth:`check_state` gave."""
+        """Continue from the result of :meth:`check_state`."""

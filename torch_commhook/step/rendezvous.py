@@ -1,4 +1,4 @@
-"""Messages between ranks through a store, for when their connections are closed."""
+"""Messages between ranks through a store, for use while connections are closed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Reason(NamedTuple):
     """Why a step has failed.
 
     Attributes:
-        text: as errors go on after "this step failed".
-        rank: at fault, a rank of the default group; None where nobody knows.
-        has_ended: whether the rank's process has ended, or the rank has left the step. Else it
-            shows no sign of life.
+        text: the continuation of "this step failed" in errors.
+        rank: the rank at fault in the default group; None if unknown.
+        has_ended: whether the rank's process has ended, or the rank has left the step. Otherwise
+            it shows no sign of life.
     """
 
     text: str
@@ -28,18 +28,18 @@ class Reason(NamedTuple):
 
 
 class Rendezvous:
-    """Where ranks say why a step failed, and that they are here to connect anew.
+    """A place where ranks report why a step failed, and that they are ready to reconnect.
 
     Args:
-        store: that all ranks reach.
-        name: the same on all of them, and of nobody else.
-        rank: this process's.
-        size: how many there are.
+        store: a store that all ranks reach.
+        name: the same on all of them, and used by nobody else.
+        rank: this process's rank.
+        size: the number of ranks.
         timeout: how long ranks wait for each other.
 
     Attributes:
-        store: what nobody else uses of the one that was given.
-        epoch: of the connections; each failure ends one.
+        store: the part of the given store that nobody else uses.
+        epoch: the number of the present connections; each failure ends an epoch.
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class Rendezvous:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._attempts = 0  # to connect anew
-        self._met: dict[int, int] = {}  # on rank 0: the try of each when they met last
+        self._attempts = 0  # to reconnect
+        self._met: dict[int, int] = {}  # on rank 0: each rank's attempt at their last meeting
         self._tries = _Tries(self.store, size)
 
     def tell(self, reason: Reason) -> None:
-        """Say why the step has failed."""
-        with suppress(RuntimeError):  # the store may have gone with its process, which all see
-            # The first counts: who comes later may have failed because of it.
+        """Report why the step has failed."""
+        with suppress(RuntimeError):  # the store may have ended with its process, which all notice
+            # The first report counts: later failures may be consequences.
             self.store.compare_set(self._failed(self.epoch), "", json.dumps(reason))
 
     def reason(self) -> Reason | None:
-        """Why the step has failed, where a rank has said so."""
+        """Why the step has failed, if a rank has reported it; else None."""
         told = self._read(self._failed(self.epoch))
         return None if told is None else Reason(*json.loads(told))
 
     def catch_up(self) -> bool:
-        """Go on to the next epoch, where another rank has failed in that already.
+        """Advance to the next epoch, if another rank has failed in it already.
 
         Returns:
             Whether one has.
@@ -77,14 +77,14 @@ class Rendezvous:
         return True
 
     def wait_for_all(self, purpose: str, size: int) -> Reason | None:
-        """Wait until ranks are here to connect for something, once an epoch.
+        """Wait until ranks are ready to connect for a purpose, once an epoch.
 
         Args:
-            purpose: what they connect for; the same on all of them.
-            size: how many connect.
+            purpose: the same on all of them.
+            size: the number of ranks that connect.
 
         Returns:
-            None once all are here; or why the step has failed, where a rank has said so before.
+            None once all are ready; or the reason, if a rank has reported a failure before.
 
         Raises:
             RuntimeError: not all have come within the group's timeout.
@@ -111,13 +111,14 @@ class Rendezvous:
         return None
 
     def meet(self) -> dist.Store:
-        """Wait until all ranks want to connect anew, at whichever try of each.
+        """Wait until all ranks want to reconnect, whatever number of attempts each has made.
 
-        Each writes the number of its try to the store. Rank 0 writes the list of all tries. A rank
-        goes on if it finds its last try in the list, so that no two connect in different tries.
+        Each rank writes the number of its attempt to the store. Rank 0 writes the list of all
+        attempts. A rank continues if the list contains its latest attempt, so that no two ranks
+        connect in different attempts.
 
         Returns:
-            A store for this one try.
+            A store for this attempt only.
 
         Raises:
             RuntimeError: not all have come within the group's timeout.
@@ -125,7 +126,7 @@ class Rendezvous:
         self._attempts += 1
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = 0.0005
-        epoch = 0  # for which this rank has written that it is here
+        epoch = 0  # the epoch for which this rank has written its attempt
         while True:
             self.catch_up()
             if epoch != self.epoch:
@@ -134,7 +135,7 @@ class Rendezvous:
             all_here = f"{self.epoch + 1}/all"
             if self._rank == 0:
                 tries = self._tries.read(self._here)
-                # Rank 0's own is always another one.
+                # Rank 0's own attempt is always a new one.
                 if len(tries) == self._size and all(
                     said != self._met.get(rank) for rank, said in tries.items()
                 ):
@@ -155,7 +156,7 @@ class Rendezvous:
             pause = min(2 * pause, 0.05)
 
     def _forget(self) -> None:
-        """Take out of the store what no rank reads any more: all have come to the next epoch."""
+        """Remove keys that no rank reads any more from the store: all are in the next epoch."""
         with suppress(RuntimeError):
             self.store.delete_key(self._failed(self.epoch - 1))
             self.store.delete_key(f"{self.epoch}/all")
@@ -179,7 +180,7 @@ class Rendezvous:
 
 
 class _Tries:
-    """The last try of each rank, in a store."""
+    """The latest attempt of each rank, in a store."""
 
     def __init__(self, store: Any, size: int) -> None:
         self._store = store
@@ -187,7 +188,7 @@ class _Tries:
         self._appends = can_append(store)
 
     def write(self, place: str, rank: int, attempt: int | None) -> None:
-        """Write a rank's try; None where it tries no longer."""
+        """Write a rank's attempt; None if it no longer tries."""
         said = "" if attempt is None else str(attempt)
         if self._appends:
             self._store.append(place, f"{rank}:{said} ")
@@ -195,7 +196,7 @@ class _Tries:
             self._store.set(f"{place}/{rank}", said)
 
     def read(self, place: str) -> dict[int, int]:
-        """The last try of each rank that tries."""
+        """The latest attempt of each rank that tries."""
         found: dict[int, str] = {}
         with suppress(RuntimeError):
             if not self._appends:
@@ -209,7 +210,7 @@ class _Tries:
         return {rank: int(said) for rank, said in found.items() if said}
 
     def remove(self, place: str) -> None:
-        """Take all out of the store."""
+        """Remove all attempts from the store."""
         if self._appends:
             self._store.delete_key(place)
         else:
@@ -218,18 +219,18 @@ class _Tries:
 
 
 def innermost(store: dist.Store) -> dist.Store:
-    """The store that others only put a prefix before."""
+    """The store inside all prefix stores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def can_append(store: Any) -> bool:
-    """Whether a store of ``torch.distributed`` has ``append``, which its type does not tell."""
+    """Whether a store of ``torch.distributed`` supports ``append``. Its type does not show it."""
     has: bool = store.has_extended_api()
     return has
 
 
 def hashed(*what: object) -> str:
-    """A short name in a store, of long ones and of many ranks."""
+    """A short name in a store, for long names and many ranks."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""Hooks around the communication hook: the stages of a bucket's life.
+"""Hooks around the communication hook, in stages:
 
     buffer pre-hooks, pre-hooks, the communication hook, post-hooks, gradients written,
     post-accumulate hooks
 
-Each stage checks what its hooks return as autograd does for its own, in every mode.
+Each stage checks its hooks' results as autograd checks its own, in every mode.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class BucketStages:
 
     @property
     def has_post_accumulate_hooks(self) -> bool:
-        """Whether :meth:`done` has anything to do."""
+        """Whether :meth:`done` has work to do."""
         return bool(_hooks(self.post_accumulate_hooks))
 
     def before(self, bucket: GradBucket, where: str) -> tuple[Tensor, ...] | None:
-        """What comes before the communication hook.
+        """Run the stages before the communication hook.
 
         Returns:
-            The gradients as they are then, if post-hooks will ask for them.
+            The gradients after these stages, if post-hooks need them.
         """
         with torch.no_grad():
             for hook, name in _hooks(self.buffer_prehooks):
@@ -81,7 +81,7 @@ class BucketStages:
     def after(
         self, bucket: GradBucket, result: Tensor, local: tuple[Tensor, ...], where: str
     ) -> Tensor:
-        """The post-hooks, on a result that has been checked.
+        """Run the post-hooks on a result that has been checked.
 
         Returns:
             The result, in the bucket's dtype.
@@ -98,7 +98,7 @@ class BucketStages:
             return result
 
     def done(self, bucket: GradBucket, where: str) -> None:
-        """The post-accumulate hooks, when all gradients are written."""
+        """Run the post-accumulate hooks, when all gradients are written."""
         with torch.no_grad():
             for hook, name in _hooks(self.post_accumulate_hooks):
                 result = hook(bucket)
@@ -137,10 +137,10 @@ class BucketStages:
 
 
 def _hooks(stage: _Hooks) -> list[tuple[Callable[..., Any], str]]:
-    """The hooks of a stage at this moment: one that is removed meanwhile still runs.
+    """The present hooks of a stage: one that is removed meanwhile still runs.
 
-    Also where only their presence is asked for: torch 2.13's compiler guards the values of an
-    ordered dict, but not whether it is empty.
+    Also used to test whether there are any: torch 2.13's compiler guards the values of an ordered
+    dict, but not whether it is empty.
     """
     return list(stage.values())
 

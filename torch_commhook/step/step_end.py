@@ -1,9 +1,9 @@
-"""How the ranks of a group agree at the end of a step, over Gloo.
+"""The agreement of a group's ranks at the end of a step, over Gloo.
 
-Each rank tells all others that its part went well. Each has asked for that when the step began, so
-that it takes half a round trip; many ranks tell each other in rounds, in each of which a rank hears
-of four times as many (dissemination). A rank that failed has closed its connections, which ends the
-wait of the others. The maps of used parameters follow only if each rank left some unused.
+Each rank tells all others that its part succeeded. Each has requested these messages when the step
+began, so they take half a round trip. Many ranks send in rounds; in each round a rank hears from
+four times as many (dissemination). A failed rank closes its connections, which ends the others'
+wait. The maps of used parameters follow only if each rank left some unused.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from torch_commhook.collectives.exchange import (
 )
 from torch_commhook.collectives.gloo_backend import rounds_among_many
 
-#: Among more ranks, a message to each of the others takes longer than several round trips.
+#: With more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
 # The tags of exchanges begin above.
 _TAG = (1 << 30) - 16
 
 
 class StepEnd:
-    """The end of one step, at which each rank tells a flag to all others.
+    """The end of one step, at which each rank sends a flag to all others.
 
-    All ranks make theirs at the same point, and none before the one of the last step is over.
+    All ranks make theirs at the same point, after the end of the previous step.
 
     Args:
-        group: of Gloo, or one that stands around such a group. It has no other messages of the
-            same tag.
+        group: a Gloo group, or one around such a group, without other messages of the same tag.
 
     Raises:
         RuntimeError: a connection was closed.
@@ -71,7 +70,7 @@ class StepEnd:
         return (self._rank + distance) % self.group.size()
 
     def any_rank(self, flag: bool = True) -> bool:
-        """Wait until all ranks have come here; whether a flag is set on any of them.
+        """Wait until all ranks call this. Returns whether the flag is set on any of them.
 
         Raises:
             RuntimeError: a connection was closed, or the group's timeout is over.
@@ -94,18 +93,18 @@ class StepEnd:
         return flag
 
     def forget(self) -> None:
-        """Give up what has not come: a Work that somebody has keeps its connection open."""
+        """Abandon messages that have not arrived: a Work in use keeps its connection open."""
         for works in self._works:
             works.clear()
 
 
 def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
-    """Wait until all ranks have come here, and share which parameters they used.
+    """Wait until all ranks call this, and combine the parameters that they have used.
 
     Args:
-        step_end: of the step.
-        used: uint8, flat, not 0 for each parameter that this rank has used; of the same shape on
-            all ranks. Becomes the maximum over the ranks.
+        step_end: the step's end.
+        used: uint8, flat, with the same shape on all ranks: not 0 for each parameter that this rank
+            has used. Becomes the maximum over the ranks.
 
     Raises:
         RuntimeError: a connection was closed, or the group's timeout is over.
@@ -118,17 +117,17 @@ def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
 
 
 def begin_maximum(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tensor]:
-    """Begin to take the maximum over the ranks, element by element.
+    """Start to take the maximum over the ranks, element by element.
 
     All ranks call this at the same point of a step.
 
     Args:
-        group: the ranks.
-        own: this rank's numbers: uint8, flat, on the CPU, of the same size on all ranks.
+        group: the group of the ranks.
+        own: this rank's numbers: uint8, flat, on the CPU, with the same size on all ranks.
 
     Returns:
-        Waits for the maximum, and returns it. Raises RuntimeError if a connection was closed or the
-        group's timeout is over.
+        A function that waits for the maximum and returns it. It raises a RuntimeError if a
+        connection was closed or the group's timeout is over.
     """
     if exchanges(group):
         rows = own.new_empty((group.size(), own.numel()))
@@ -147,7 +146,7 @@ def begin_maximum(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tensor]
 
 
 def rounds_of(size: int) -> list[list[int]]:
-    """The ranks that a rank tells in each round, by their distance from it."""
+    """The ranks that a rank sends to in each round, by their distance from it."""
     if size <= _MOST_AT_ONCE:
         return [list(range(1, size))]
     return rounds_among_many(size)

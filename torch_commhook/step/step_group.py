@@ -1,17 +1,17 @@
-"""The process group that the hooks of one model communicate through, step by step.
+"""The process group through which the hooks of one model communicate, step by step.
 
-A hook that fails on one rank leaves the others in collectives that will never complete. So on Gloo
-a model's hooks have a group of their own. The rank where something failed closes it, which ends
-the others' collectives at once, and says why in the store. No step counts unless every rank has
-agreed, through the same group, that its part was done; so all ranks raise in the same step, and all
-make a new group at the beginning of the next. Groups that hooks were given are a user's to close:
-for each there is one of the library's own over the same ranks, which goes the same way.
+If a hook fails on one rank, the others' collectives can never complete. So on Gloo a model's hooks
+have a group of their own. The failed rank closes it, which ends the others' collectives at once,
+and writes the reason to the store. A step counts only if every rank has confirmed its part through
+the same group. So all ranks raise in the same step, and all make a new group at the beginning of
+the next. Groups that a user gives to hooks belong to the user: for each there is one of the
+library's own over the same ranks, which is handled in the same way.
 
-Other backends have no such way. Tensors on a device that has another backend, such as NCCL, travel
-over the model's group, and ranks agree over Gloo all the same. So all ranks raise in the step that
-failed. Its collectives may still be under way, and later ones would meet them: all ranks refuse the
-next step. The same holds for groups of other backends that hooks were given. Where a group has
-another backend for the CPU, too, ranks do not agree: the group's own timeout finds what fails.
+Other backends do not allow this. Tensors on a device with another backend, such as NCCL, are sent
+through the model's group; the ranks still agree over Gloo. So all ranks raise in the failed step.
+Its collectives may still be running, and would interfere with later ones: all ranks refuse the next
+step. The same holds for groups of other backends that hooks were given. If a group has another
+backend for the CPU too, ranks do not agree: the group's own timeout detects failures.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from torch_commhook.step.step_end import StepEnd, agree_on_used, begin_maximum
 
 
 class PeerError(RuntimeError):
-    """Another rank's hook failed, or its process ended, so that this step counts on no rank.
+    """Another rank's hook failed, or its process ended, so this step counts on no rank.
 
     Attributes:
-        rank: at fault, a rank of the default group; None where nobody knows.
+        rank: the rank at fault in the default group; None if unknown.
 
     Example:
         >>> error = PeerError("rank 1 failed")  # backward() raises one on the other ranks
@@ -68,13 +68,13 @@ class PeerError(RuntimeError):
     """
 
     rank: int | None = None
-    #: As ranks tell it to each other; None for an error that a user has made.
+    #: The reason as ranks send it to each other; None for an error that a user has made.
     _reason: Reason | None = None
 
 
-#: What Gloo says of a connection to a host that does not answer, whose processes may be alive.
+#: Gloo's errors for a connection to a host that does not answer. Its processes may be alive.
 _NO_ANSWER = r"Connection timed out|No route to host|Network is unreachable"
-#: What Gloo says of a connection that another rank has closed, or that was lost with its process.
+#: Gloo's errors for a connection that another rank has closed, or that ended with its process.
 _CONNECTION_LOST = re.compile(
     rf"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|{_NO_ANSWER}"
 )
@@ -85,31 +85,31 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 _siblings: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[StepGroup]] = (
     weakref.WeakKeyDictionary()
 )
-#: Collectives of a step that failed may still be under way on these.
+#: Groups on which collectives of a failed step may still be running.
 _lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
 
 
 class StepGroup:
-    """A process group that survives steps that fail.
+    """A process group that survives failed steps.
 
     All ranks of ``parent`` must make theirs at the same point.
 
     Args:
         parent: the ranks that take part; None for the default group.
-        meets_again: whether the same ranks go on after a step that failed. Else whoever has made
-            the group makes another one, over the ranks that are left.
-        connect_within: for how long ranks wait for each other to connect, and a connection for an
+        meets_again: whether the same ranks continue after a failed step. Otherwise the owner makes
+            another group, over the remaining ranks.
+        connect_within: how long ranks wait for each other to connect, and a connection for an
             answer of its host; None for ``timeout``, and 15 s.
-        greeting: what the first :attr:`all_alike` is asked about, which then takes less time; a
-            digest of at most 32 bytes.
+        greeting: a digest of at most 32 bytes: the argument of the first :attr:`all_alike`, which
+            then takes less time.
 
     Attributes:
-        group: what hooks communicate through. After a step that failed its connections are others.
-        timeout: how long a collective may take.
+        group: the group through which hooks communicate. A failed step replaces its connections.
+        timeout: the longest time of a collective.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
-        in_background: whether the step that is open goes on beside steps of other groups. Whoever
-            ends it finds what has failed: nobody else lets it fail, and it lets no others fail.
+        in_background: whether the open step runs beside steps of other groups. Then only the code
+            that ends it detects failures: no other group fails it, and it fails no other group.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class StepGroup:
         self._broken = False
         self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
-        self._step_end: StepEnd | None = None  # of the step that is open, where ranks agree
-        self._comparison: Comparison | None = None  # the next one, where it is under way
+        self._step_end: StepEnd | None = None  # of the open step, if ranks agree
+        self._comparison: Comparison | None = None  # the next one, if it was started
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
-        #: By which compiled code finds the object; the same over its life.
+        #: The key by which compiled code finds the object; it never changes.
         self.name = _name_of(self.parent, count)
-        #: Of the ranks, where their connections can be made anew.
+        #: The ranks' group that can reconnect, or None.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
         if self.size > 1 and (is_gloo(self.parent) or lacks_cpu(self.parent)):
@@ -150,13 +150,13 @@ class StepGroup:
         #: Whether ranks agree on each step.
         self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
-        #: Of large messages.
+        #: Connections for large messages.
         self.connections = MoreConnections()
-        self._has_connected_more = False  # the groups that there are
+        self._has_connected_more = False  # the present groups
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
         )
-        # What the hook communicates through beside its own: nobody can make their connections anew.
+        # Groups of the hook beside its own, which cannot reconnect.
         self._outside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
@@ -168,14 +168,14 @@ class StepGroup:
 
     @property
     def recovers(self) -> bool:
-        """Whether ranks agree on each step, and connect anew after one that failed."""
+        """Whether ranks agree on each step, and reconnect after a failed one."""
         return self._rendezvous is not None
 
     @property
     def epoch(self) -> int:
-        """The connections that the next step has: each failed step ends those that it had.
+        """The number of the next step's connections: each failed step ends its own.
 
-        The same on all ranks in a step that has begun. 0 where ranks cannot connect anew.
+        The same on all ranks in a step that has begun. 0 if ranks cannot reconnect.
         """
         return 0 if self._rendezvous is None else self._rendezvous.epoch + self._broken
 
@@ -184,34 +184,34 @@ class StepGroup:
         return self._ranks[self.rank]
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
-        """What hooks communicate through for tensors on a device."""
+        """The group through which hooks communicate tensors on a device."""
         group = self.group if device.type == "cpu" else self.parent
         self._note_outside(group)
         return group
 
     def _note_outside(self, group: dist.ProcessGroup) -> None:
         is_own = self.recovers and group is self.group
-        # What a compiler traces was noted when the hook was attached.
+        # Traced groups were noted when the hook was attached.
         if not is_own and not torch.compiler.is_compiling() and group.size() > 1:
             self._outside.add(group)
 
     def hook_changes(self) -> None:
-        """Another hook is attached, which may communicate through other groups."""
+        """Note that another hook is attached, which may communicate through other groups."""
         self._outside.clear()
 
     def stand_in(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-        """What hooks communicate through instead of a group that they were given.
+        """The group through which hooks communicate instead of a group that the user gave.
 
-        That has connections of its own, which are made anew with those of :attr:`group`. All ranks
-        ask for the same groups in the same order.
+        It has connections of its own, which reconnect together with :attr:`group`. All ranks call
+        this for the same groups in the same order.
 
         Args:
-            group: of some of the ranks.
-            device: of the tensors.
+            group: a group of some of the ranks.
+            device: the tensors' device.
 
         Returns:
-            The group itself, where its connections cannot be made anew: those of other backends,
-            and such as have ranks that do not take part here.
+            The group itself if it cannot reconnect: one of another backend, or with ranks that do
+            not take part here.
         """
         if not (self.recovers and device.type == "cpu" and is_gloo(group) and self._has(group)):
             self._note_outside(group)
@@ -224,13 +224,13 @@ class StepGroup:
         return found
 
     def use_connections(self, count: int | None) -> None:
-        """Have large messages between two ranks take several connections; all ranks do so.
+        """Give large messages between two ranks several connections. All ranks call this.
 
-        Groups of other backends than Gloo keep their own.
+        Groups of other backends than Gloo do not change.
 
         Args:
-            count: of connections. None keeps what was said last; at first it has the link
-                measured, here and when :meth:`stand_in` makes a group.
+            count: the number of connections. None keeps the last number; the first time it measures
+                the link, here and when :meth:`stand_in` makes a group.
         """
         is_new = count is not None and count != self.connections.count
         if not self.recovers or (self._has_connected_more and not is_new):
@@ -249,7 +249,7 @@ class StepGroup:
         self.connections.connect(group, make, self._drop)
 
     def _drop(self, groups: Collection[dist.ProcessGroup]) -> None:
-        """Give up groups that :meth:`_make` has made, which nobody uses."""
+        """Destroy groups that :meth:`_make` has made and that nobody uses."""
         for own in [own for own in self._own if own.group in groups]:
             self._own.remove(own)
             destroy_group(own.group)
@@ -260,14 +260,14 @@ class StepGroup:
         )
 
     def begin(self) -> None:
-        """Begin a step. After one that failed, wait for the other ranks and connect anew.
+        """Begin a step. After a failed one, wait for the other ranks and reconnect.
 
         Raises:
-            RuntimeError: some ranks do not come within the group's timeout; the step that failed
-                has communicated through a group that cannot be connected anew.
+            RuntimeError: some ranks do not come within the group's timeout; or the failed step has
+                communicated through a group that cannot reconnect.
             PeerError: a rank has come, and failed again since.
         """
-        if self._open:  # the last step was left by an exception that nobody told of
+        if self._open:  # an exception has ended the last step, and nobody reported it
             _log.warning("%s", self.explain("backward() was left by an exception"))
             self.fail("backward() was left by an exception")
         self._backward = backward = RunningBackward()
@@ -283,13 +283,13 @@ class StepGroup:
             check_is_free(outside)
         self.connect()
         self._open = self.size > 1
-        # One that an exchange in background has left, which agrees by itself, is for this step.
+        # An exchange in the background agrees by itself; its step end then serves this step.
         if self._open and self._agrees and self._step_end is None:
-            with suppress(RuntimeError):  # a lost connection, which whoever ends the step meets
+            with suppress(RuntimeError):  # a lost connection, which the end of the step finds
                 self._step_end = StepEnd(self.group)
 
     def connect(self) -> None:
-        """Connect anew where the last step failed; all ranks do.
+        """Reconnect if the last step failed. All ranks call this.
 
         Raises:
             RuntimeError, PeerError: as :meth:`begin`.
@@ -309,11 +309,11 @@ class StepGroup:
             close_connections(*backends)
             if not isinstance(error, RuntimeError):
                 raise
-            if self._rendezvous.catch_up():  # another rank was quick to fail again
+            if self._rendezvous.catch_up():  # another rank has failed again quickly
                 raise self.explain(error) from error
             raise RuntimeError(
                 f"torch_commhook: rank {self._global_rank} could not reach the other ranks again "
-                "after the last step failed; every rank has to go on with another backward()"
+                "after the last step failed; every rank must run another backward()"
             ) from error
         self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):
@@ -322,31 +322,31 @@ class StepGroup:
         self._broken = False
 
     def prepare_tracing(self) -> None:
-        """Let a compiler see the group, whose connections a failed step may have dropped.
+        """Make the group visible to a compiler; a failed step may have dropped its connections.
 
-        It asks for the group's name, which a group without a backend has not. Connecting is left
-        to :meth:`begin`: the others may be at another model's step.
+        The compiler asks for the group's name, and a group without a backend has none.
+        :meth:`begin` connects, since the others may be at another model's step.
         """
         if self._broken:
             for own in self._own:
                 own.take_fake()
 
     def end(self) -> None:
-        """End a step that went well on this rank; wait for the others where that finds failures."""
+        """End a step that succeeded on this rank; wait for the others if that detects failures."""
         if self._agrees and self.size > 1:
             self.end_agreed(lambda: self._end_of_step().any_rank())
         else:
             self._open = False
 
     def commit(self, used: Tensor) -> None:
-        """End a step that went well on this rank, and wait until it has on all, where ranks agree.
+        """End a step that succeeded on this rank; if ranks agree, wait until it has on all.
 
         Args:
-            used: uint8, flat, of the same shape on all ranks: not 0 for each parameter that this
+            used: uint8, flat, with the same shape on all ranks: not 0 for each parameter that this
                 rank has used. Becomes the maximum over the ranks.
 
         Raises:
-            PeerError: it did not, on another rank.
+            PeerError: another rank failed.
         """
         if self.size > 1 and self._agrees:
             self.end_agreed(lambda: agree_on_used(self._end_of_step(), used))
@@ -356,7 +356,7 @@ class StepGroup:
         self._open = False
 
     def _forget_messages(self) -> None:
-        """Give up what this rank has asked others for."""
+        """Abandon the messages that this rank has requested from others."""
         if self._step_end is not None:
             self._step_end.forget()
             self._step_end = None
@@ -371,13 +371,13 @@ class StepGroup:
         return step_end or StepEnd(self.group)
 
     def end_agreed(self, agree: Callable[[], object]) -> None:
-        """End a step that went well on this rank, by an agreement of the ranks.
+        """End a step that succeeded on this rank, by an agreement of the ranks.
 
         Args:
-            agree: waits for it.
+            agree: waits for the agreement.
 
         Raises:
-            PeerError: it did not go well on another rank.
+            PeerError: another rank failed.
         """
         try:
             agree()
@@ -392,25 +392,26 @@ class StepGroup:
         self._open = False
 
     def lose(self, rank: int | None, why: str) -> None:
-        """:meth:`fail` because of another rank. It ends a step in background, too.
+        """Fail the step, also one in the background, because of another rank; as :meth:`fail`.
 
-        Another thread than the one that takes the step may call this.
+        Another thread than the step's may call this.
 
         Args:
-            rank: of the default group; None where nobody knows.
-            why: as errors go on after "this step failed".
+            rank: the rank in the default group; None if unknown.
+            why: the continuation of "this step failed" in errors.
         """
         self._fail_all(Reason(why, rank, has_ended=False), lost=True)
 
     def fail(self, reason: BaseException | str) -> None:
-        """Let the other ranks' collectives of this step end, and tell them why.
+        """End the other ranks' collectives of this step, and tell them why.
 
-        Also those of the other models' groups over the same ranks. Several may take part in one
-        backward, and this rank may have left it before it came to them: all ranks, who do the same,
-        then begin the next step with all of them anew.
+        This includes other models' groups over the same ranks. Several models may take part in one
+        backward, and this rank may have left it before it reached them. All ranks do the same, and
+        begin the next step with new connections of all.
 
         Args:
-            reason: a :class:`PeerError` passes on the reason of the rank at fault.
+            reason: the error or a text. A :class:`PeerError` passes on the reason of the rank at
+                fault.
         """
         if isinstance(reason, PeerError) and reason._reason is not None:
             self._fail_all(reason._reason)
@@ -437,14 +438,14 @@ class StepGroup:
                 give_up(outside)
         self._open = False
         if not lost:
-            # Else the thread that takes the step forgets it. A connection that holds a message
-            # which nobody asks for any more does not tell of its end, and that thread may wait.
+            # Otherwise the step's thread forgets it. A connection does not report its end while it
+            # holds a message that nobody requests any more, and that thread may be waiting.
             self._forget_messages()
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
         self._rendezvous.tell(reason)
-        # Nobody else ends what waits for a rank that may be alive. Nor does closing in background.
+        # Nothing else ends a wait for a rank that may be alive. Nor does closing in background.
         if not reason.has_ended or not self._meets_again:
             for own in self._own:
                 own.cut()
@@ -452,10 +453,11 @@ class StepGroup:
         close_connections(*groups, in_background=not self._meets_again)
 
     def fail_with(self, error: BaseException) -> BaseException:
-        """:meth:`fail` because of an error.
+        """Fail the step because of an error; as :meth:`fail`.
 
         Returns:
-            What to raise: the error itself, or a :class:`PeerError` where another rank is at fault.
+            The error to raise: the error itself, or a :class:`PeerError` if another rank is at
+            fault.
         """
         is_explained = isinstance(error, PeerError) and error._reason is not None
         if self.recovers and isinstance(error, RuntimeError) and not is_explained:
@@ -470,10 +472,10 @@ class StepGroup:
         return error
 
     def _fail_with_lost(self, error: RuntimeError) -> PeerError:
-        """:meth:`fail` because of a connection that was lost; gives what to raise.
+        """Fail the step because of a lost connection; as :meth:`fail`. Returns the error to raise.
 
-        A rank that closes its connections says why before it does. Where none has said anything, a
-        process has ended, unless its host does not answer.
+        A rank reports a reason before it closes its connections. Without a report, a process has
+        ended, unless its host does not answer.
         """
         lost = self._ranks[1 - self.rank] if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
@@ -487,13 +489,13 @@ class StepGroup:
             else f"since the host of {who} did not answer"
         )
         reason = Reason(f"{text}, as rank {self._global_rank} saw: {error}", lost, has_ended)
-        self._fail_all(reason)  # the first reason that a rank has given stays
+        self._fail_all(reason)  # the first reported reason stays
         explained = _peer_error(self._reason() or reason)
         explained.__cause__ = error
         return explained
 
     def explain(self, error: BaseException | str) -> PeerError:
-        """What to raise for an error in a collective, with what the rank at fault has told."""
+        """The error to raise for a collective's error, with the report of the rank at fault."""
         reason = self._reason()
         if reason is not None:
             return _peer_error(reason)
@@ -504,9 +506,9 @@ class StepGroup:
         return _peer_error(Reason(text, None))
 
     def close(self) -> None:
-        """Give the group up. Happens by itself when the object goes, or the interpreter ends.
+        """Close the group. Runs automatically when the object or the interpreter ends.
 
-        Where the ranks do not meet again, connections are closed in the background.
+        If the ranks do not meet again, connections are closed in the background.
         """
         self._broken = True
         self._forget_messages()
@@ -520,9 +522,10 @@ class StepGroup:
 
     @property
     def all_alike(self) -> Callable[[bytes], bool] | None:
-        """Returns whether all ranks give the same bytes. All call it between the same two steps.
+        """Return a function that tells whether all ranks have the same bytes.
 
-        None for a group of another class, which may have no all-reduce of the maximum.
+        All ranks call it between the same two steps. None for a group of another class, which may
+        not support an all-reduce of the maximum.
         """
         if self.recovers:
             return self._all_alike
@@ -542,7 +545,7 @@ class StepGroup:
             self._comparison = Comparison(self.group, 32)
 
     def prepare_second_stage(self) -> None:
-        """Make the group for hooks whose collectives follow one another; all ranks do."""
+        """Make the group for hooks whose collectives follow one another. All ranks call this."""
         if self.recovers:
             second_group(self.group)
 
@@ -554,10 +557,10 @@ class StepGroup:
         threads: int = MOST_UNDER_WAY,
         greeting: bytes = b"",
     ) -> dist.ProcessGroup:
-        """A group over the ranks of ``like``, and one for its second stages when that is wanted.
+        """Make a group over the ranks of ``like``, and one for second stages if they are needed.
 
         Raises:
-            PeerError: a step is under way, and has failed on another rank, which does not come.
+            PeerError: a step is open, and has failed on another rank, which does not come.
         """
         assert self._rendezvous is not None
         if self._open:
@@ -589,11 +592,11 @@ class StepGroup:
 
 
 def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:
-    """Tell the other ranks that this one could not make a group of theirs.
+    """Tell the other ranks that this one could not make a group with them.
 
     Args:
-        parent: of the group, of which it is the first.
-        error: why not.
+        parent: the parent of the group, which is its first one.
+        error: the reason.
     """
     store = group_store(parent)
     assert store is not None
@@ -609,40 +612,40 @@ def _name_of(parent: dist.ProcessGroup, number: int) -> str:
 
 
 def _described(group: dist.ProcessGroup) -> str:
-    """The description of the group through which a hook communicates in place of another."""
+    """The description of the group through which a hook communicates instead of another."""
     return f"commhook: gradients over {group_description(group)}"
 
 
 def _peer_error(reason: Reason) -> PeerError:
-    """The error of a step, with the reason as ranks tell it to each other."""
+    """The error of a step, with the reason as ranks send it to each other."""
     error = PeerError(f"torch_commhook: this step failed {reason.text}")
     error.rank, error._reason = reason.rank, reason
     return error
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether an error is that of a collective over Gloo whose connection was lost."""
+    """Whether an error is Gloo's for a lost connection."""
     return "gloo" in str(error) and _CONNECTION_LOST.search(str(error)) is not None
 
 
 def check_is_free(group: dist.ProcessGroup) -> None:
-    """Refuse a group on which collectives of a step that failed may still be under way.
+    """Refuse a group on which collectives of a failed step may still be running.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: a step on it failed.
     """
     if group in _lost:
         raise RuntimeError(
             f"torch_commhook: a step that communicated through process group "
-            f"{group_name(group)!r} failed, and its collectives may still be under way there, "
-            "where later ones would meet them. Only groups of Gloo, with tensors on the CPU, can "
-            "go on: start the processes anew, or abort() this process group on all ranks and "
+            f"{group_name(group)!r} failed. Its collectives may still be running, and would "
+            "interfere with later ones. Only groups of Gloo, with tensors on the CPU, can "
+            "continue: restart the processes, or abort() this process group on all ranks and "
             "make a new one"
         )
 
 
 class NoAgreement:
-    """Stands for a :class:`StepGroup` in steps in which each rank is on its own."""
+    """Replaces a :class:`StepGroup` in steps that each rank takes alone."""
 
     size = 1
     recovers = False
@@ -655,11 +658,11 @@ class NoAgreement:
         """Nothing."""
 
     def commit(self, used: Tensor) -> None:
-        """Nothing: ``used`` is this rank's."""
+        """Do nothing: ``used`` is this rank's."""
 
     def fail(self, reason: BaseException | str) -> None:
         """Nothing."""
 
     def fail_with(self, error: BaseException) -> BaseException:
-        """The error itself."""
+        """Return the error itself."""
         return error

@@ -28,37 +28,37 @@ def run_ranks(
 ) -> list[Result]:
     """Call ``fn(rank, *args)`` on each of ``world_size`` ranks, which are threads of this process.
 
-    Inside, ``torch.distributed`` is initialized: the default group is a
-    :class:`torch_commhook.process_group.SimulatedProcessGroup`, and ``new_group``, device meshes,
+    Inside, ``torch.distributed`` is initialized. The default group is a
+    :class:`torch_commhook.process_group.SimulatedProcessGroup`. ``new_group``, device meshes,
     functional collectives, DDP, ``fully_shard``, DTensor and :func:`torch_commhook.attach` work as
-    on processes. Other threads see the process's own ``torch.distributed``.
+    in processes. Other threads see the process's own ``torch.distributed``.
 
-    One rank runs at a time, until it issues a collective or waits for other ranks; ``seed`` decides
-    who is next. The same seed is the same order of events, another one another order.
+    One rank runs at a time, until it issues a collective or waits for other ranks; then ``seed``
+    decides which rank runs next. The same seed gives the same order of events.
 
-    What belongs to the process is shared by the ranks: ``torch.manual_seed``, the compiler's
-    caches, environment variables. Objects that ``fn`` closes over are the same for all ranks.
+    Ranks share the state of the process: ``torch.manual_seed``, the compiler's caches, environment
+    variables. Objects in ``fn``'s closure are the same for all ranks.
 
     Args:
         fn: called with the rank and ``args``.
-        world_size: how many ranks.
-        args: passed on.
-        seed: of the order in which ranks run.
-        timeout: seconds that a rank may run without coming to a collective.
+        world_size: the number of ranks.
+        args: further arguments of ``fn``.
+        seed: the seed of the order in which ranks run.
+        timeout: the number of seconds that a rank may run without reaching a collective.
 
     Returns:
-        What each rank returned, in order of rank.
+        Each rank's result, in rank order.
 
     Raises:
-        DeadlockError: no rank can go on. Says what each of them waits for.
-        MismatchedCollectiveError: two ranks' n-th collectives on a group are not the same. Names
-            both.
-        TimeoutError: a rank has not come to a collective in time. A thread that cannot be ended
-            is left.
-        BaseException: what the first rank to fail has raised, with a note that names the rank
-            (Python 3.11 and newer). The other ranks are ended.
+        DeadlockError: no rank can continue. The message says what each rank waits for.
+        MismatchedCollectiveError: two ranks' n-th collectives on a group differ. The message
+            describes both.
+        TimeoutError: a rank has not reached a collective in time. A thread that cannot be ended
+            keeps running.
+        BaseException: the first rank that failed raised it; a note names the rank (Python 3.11
+            and newer). The other ranks are ended.
         RuntimeError: another ``run_ranks`` is running.
-        TypeError, ValueError: an argument that is none of the above.
+        TypeError, ValueError: an argument is none of the above.
 
     Example:
         >>> def total(rank):
@@ -75,11 +75,11 @@ def run_ranks(
 def run_with_links(
     fn: Callable[[int, Links], Result], world_size: int, seed: int, timeout: float = 60.0
 ) -> tuple[list[Result], Links]:
-    """:func:`run_ranks` for a function that is also given all groups of the run; returns these."""
+    """Run a function that also gets all groups of the run, as :func:`run_ranks`; returns these."""
     if current_rank() is not None:
         raise RuntimeError("run_ranks: a rank must not call run_ranks, which is running already")
     if not _one_run.acquire(blocking=False):
-        raise RuntimeError("run_ranks: one must end before the next, and another thread runs one")
+        raise RuntimeError("run_ranks: another thread is running run_ranks; wait until it ends")
     try:
         return _run(fn, world_size, seed, timeout)
     finally:
@@ -121,7 +121,7 @@ def _raise_failure(scheduler: Scheduler) -> None:
                     error.add_note(f"raised by rank {rank.number} of {len(scheduler.ranks)}")
                 raise error
         elif type(error) is type(failure) and error.args == failure.args:
-            raise error  # with the traceback of where this rank was
+            raise error  # with the traceback of the rank
     raise failure
 
 
@@ -137,7 +137,7 @@ def _check_arguments(fn: object, world_size: object, seed: object, timeout: obje
 
 
 def check_timeout(function: str, timeout: object) -> None:
-    """That it is a number of seconds."""
+    """Check that a timeout is a positive number of seconds."""
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not timeout > 0:  # type: ignore[operator]
         raise ValueError(f"{function}: timeout must be a positive number of s, got {timeout!r}")

@@ -1,8 +1,8 @@
-"""Which rank runs: one at a time, in an order that a seed decides.
+"""Decides which rank runs: one at a time, in an order that depends on a seed.
 
-Each rank is a thread. The one that runs hands over where it waits for another rank, and wherever
-it issues a collective. Who is next is drawn among those that can go on, so that a seed is one
-order of events, and another seed another one.
+Each rank is a thread. The running rank yields where it waits for another rank, and wherever it
+issues a collective. The next rank is drawn among those that can continue, so each seed gives one
+order of events.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Protocol
 
 READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
 
-#: How often the thread that started the ranks looks after them, in seconds.
+#: How often the thread that started the ranks checks them, in seconds.
 _LOOK = 0.02
-#: Looks in which a rank must not have used the processor to count as blocked outside of Python.
+#: A rank counts as blocked outside of Python if it used no processor time in this many checks.
 _IDLE_LOOKS = 3
-#: The same for the verdict that it will never go on, where no other rank can either. It might wait
-#: for a file, or a process that compiles.
+#: The same for the verdict that it will never continue, if no other rank can either. It might be
+#: waiting for a file, or for a process that compiles.
 _LOST_LOOKS = 250
-#: How long threads that are blocked outside of Python are waited for in the end, in seconds.
+#: How long to wait at the end for threads that are blocked outside of Python, in seconds.
 _GRACE = 1.0
 
 _here = threading.local()
 
 
 class DeadlockError(RuntimeError):
-    """No rank can go on. The message says what each of them waits for.
+    """No rank can continue. The message says what each rank waits for.
 
     Example:
         >>> run_ranks(lambda rank: rank == 0 and dist.barrier(), 2)
@@ -45,24 +45,24 @@ class DeadlockError(RuntimeError):
 class RunEndedError(BaseException):
     """Ends a rank because another one has failed.
 
-    Not an Exception, so that it passes by those who handle errors of their own.
+    Not an Exception, so that handlers of a rank's own errors do not catch it.
     """
 
 
 class Awaited(Protocol):
-    """What a rank can wait for."""
+    """An event that a rank can wait for."""
 
     is_done: bool
     owner: int
 
     def describe(self) -> str:
-        """What it is, for a report."""
+        """Its description, for a report."""
 
     def is_hopeless(self, ended: Collection[int]) -> bool:
-        """Whether it can never be done, now that these ranks have ended."""
+        """Whether it can never happen, given the ranks that have ended."""
 
     def deliver(self) -> None:
-        """Complete its Future: on the owner's thread, or while that is blocked."""
+        """Complete its Future: on the owner's thread, or while the owner is blocked."""
 
 
 class Rank:
@@ -74,24 +74,24 @@ class Rank:
         self.state = READY
         self.awaited: Awaited | None = None
         self.done: deque[Awaited] = deque()  # and not delivered
-        self.released: list[Awaited] = []  # whose Futures were given out incomplete
-        self.inside = False  # code of ours, which must not be taken for blocked
+        self.released: list[Awaited] = []  # with Futures that were returned incomplete
+        self.inside = False  # in our own code, which must not count as blocked
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
-        self.clock: int | None = None  # of its thread, which may be asked for when that has ended
+        self.clock: int | None = None  # the thread's; may be read after the thread has ended
         self.result: Any = None
         self.error: BaseException | None = None
 
     def processor_time(self) -> float:
-        """What its thread has used, in seconds."""
+        """The processor time of its thread, in seconds."""
         try:
             return -1.0 if self.clock is None else time.clock_gettime(self.clock)
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             return -1.0
 
     def deliver(self) -> None:
-        """Complete the Futures of what is done."""
+        """Complete the Futures of finished work."""
         while True:
             try:
                 done = self.done.popleft()
@@ -100,11 +100,11 @@ class Rank:
             done.deliver()
 
     def holds_incomplete(self) -> bool:
-        """Whether it has been given a Future that is still incomplete."""
+        """Whether it holds a Future that is still incomplete."""
         return any(not awaited.is_done for awaited in self.released)
 
     def report(self) -> str:
-        """What it does, in a few words."""
+        """Its state, in a few words."""
         if self.state == ENDED:
             if self.error is None:
                 return "has returned"
@@ -118,7 +118,7 @@ class Rank:
 
 
 def current_rank() -> Rank | None:
-    """The rank whose thread this is."""
+    """The rank of the calling thread."""
     return getattr(_here, "rank", None)
 
 
@@ -126,8 +126,8 @@ class Scheduler:
     """Runs a function on all ranks, one at a time.
 
     Args:
-        world_size: how many ranks.
-        seed: of the order in which they run.
+        world_size: the number of ranks.
+        seed: the seed of the order in which they run.
         timeout: seconds that a rank may run before it issues a collective or waits for one.
     """
 
@@ -142,11 +142,11 @@ class Scheduler:
         self._progress = 0
         self._idle_polls = 0
         self._all_ended = threading.Event()
-        #: Ranks change hands under it, since the thread that started them may step in.
+        #: Protects the choice of the running rank, since the thread that started them may step in.
         self._lock = threading.Lock()
 
     def threads(self) -> list[threading.Thread]:
-        """Of the ranks, once they run."""
+        """The ranks' threads, once they run."""
         return [rank.thread for rank in self.ranks if rank.thread is not None]
 
     # ---- on the thread of a rank -----------------------------------------------------------------
@@ -172,31 +172,31 @@ class Scheduler:
         return rank
 
     def is_on_thread_of(self, owner: int) -> bool:
-        """Whether this is the thread of a rank."""
+        """Whether this thread belongs to a rank."""
         rank = current_rank()
         return rank is not None and rank.scheduler is self and rank.number == owner
 
     def switch(self, rank: Rank) -> None:
-        """Let another rank run, perhaps."""
+        """Let another rank run, if the seed says so."""
         self._progress += 1
         self._idle_polls = 0
         self._hand_over(rank, self._ready)
         self._resume(rank)
 
     def wait(self, rank: Rank, awaited: Awaited) -> None:
-        """Let others run until it is done.
+        """Let others run until the awaited event has happened.
 
         Raises:
-            DeadlockError: it never will be.
+            DeadlockError: it never will.
         """
         self._block(rank, awaited, WAITS)
 
     def ask(self, rank: Rank, awaited: Awaited) -> None:
-        """Let others run until it is done, or until none can go on."""
+        """Let others run until the awaited event has happened, or until none can continue."""
         self._block(rank, awaited, ASKS)
 
     def poll(self, rank: Rank, awaited: Awaited) -> bool:
-        """Whether it is done; if not, others run first."""
+        """Whether the awaited event has happened; if not, others run first."""
         if not awaited.is_done:
             self._idle_polls += 1
             others = [other for other in self._ready if other is not rank]
@@ -211,7 +211,7 @@ class Scheduler:
         return awaited.is_done
 
     def complete(self, awaited: Awaited) -> None:
-        """What a rank may be waiting for is done."""
+        """Note that an event has happened which a rank may be waiting for."""
         with self._lock:
             awaited.is_done = True
             owner = self.ranks[awaited.owner]
@@ -252,7 +252,7 @@ class Scheduler:
         rank.deliver()
 
     def _come_back(self, rank: Rank) -> None:
-        """It was taken for blocked, and has gone on."""
+        """Let a rank continue that counted as blocked."""
         with self._lock:
             if self._running is rank:
                 return
@@ -271,12 +271,12 @@ class Scheduler:
         rank.inside = False
         if isinstance(failure, RunEndedError):
             raise RunEndedError(*failure.args)
-        raise type(failure)(*failure.args)  # each rank has a traceback of its own
+        raise type(failure)(*failure.args)  # each rank needs its own traceback
 
     # ---- the choice ------------------------------------------------------------------------------
 
     def _choose(self, among: list[Rank]) -> Rank | None:
-        """The next rank, which is the one that runs from here on. Under the lock."""
+        """The next rank, which runs from now on. Under the lock."""
         if not self._ready:
             self._unblock()
         among = among or self._ready
@@ -289,24 +289,24 @@ class Scheduler:
     def _start(self, rank: Rank | None) -> None:
         if rank is None:
             return
-        if rank.state == AWAY:  # blocked in C++ on a Future, which can be completed now
+        if rank.state == AWAY:  # blocked in C++ on a Future that can be completed now
             rank.state = READY
             rank.deliver()
         else:
             rank.baton.release()
 
     def _unblock(self) -> None:
-        """No rank can go on as it is. Under the lock."""
+        """Handle the case that no rank can continue. Under the lock."""
         if self.failure is not None or self._release_one():
             return
         if all(rank.state == ENDED for rank in self.ranks):
             return
         if any(rank.state == AWAY for rank in self.ranks):
-            return  # it may come back by itself; the thread that started it looks after that
+            return  # it may continue by itself; the thread that started it checks
         self._fail(DeadlockError(self._deadlock_report()))
 
     def _release_one(self) -> bool:
-        """Let one rank have a Future that is incomplete: it may do what the others wait for."""
+        """Return an incomplete Future to one rank: it may then do what the others wait for."""
         if self.failure is not None:
             return False
         ended = {rank.number for rank in self.ranks if rank.state == ENDED}
@@ -339,10 +339,10 @@ class Scheduler:
                 self._ready.append(rank)
 
     def _let_go(self) -> None:
-        """Wake ranks that are blocked in C++, where they hold Futures of ours.
+        """Wake ranks that are blocked in C++ and hold our Futures.
 
-        These are completed, since nothing of the run counts any more: who waits in C++ for a Future
-        of Python's would take an exception in it for a value.
+        The Futures are completed with values, since results of the run no longer count: a C++ wait
+        for a Python Future would take an exception in it for a value.
         """
         for rank in self.ranks:
             if rank.state == AWAY:
@@ -352,9 +352,9 @@ class Scheduler:
     # ---- on the thread that starts them ----------------------------------------------------------
 
     def run(self, function: Callable[[int], Any]) -> None:
-        """Run it on each rank; what came of it is in :attr:`ranks` and :attr:`failure`.
+        """Run a function on each rank; results are in :attr:`ranks` and :attr:`failure`.
 
-        Threads that cannot be ended are left: those that are still blocked when the time is up.
+        Threads that are still blocked when the time is up cannot be ended, and keep running.
         """
         for rank in self.ranks:
             rank.thread = threading.Thread(
@@ -389,19 +389,19 @@ class Scheduler:
             assert rank.thread is not None
             try:
                 rank.thread.start()
-            except RuntimeError as error:  # the system has no more
+            except RuntimeError as error:  # the system has no more threads
                 self._do_without_the_rest(error)
                 return
 
     def _do_without_the_rest(self, error: BaseException) -> None:
-        """End the run, without the ranks whose threads have not been started."""
+        """End the run, without the ranks whose threads have not started."""
         with self._lock:
             self._fail(error)
             for rank in self.ranks:
                 if rank.thread is not None and rank.thread.ident is None and rank.state != ENDED:
                     rank.state = ENDED
                     self._ready.remove(rank)
-                    rank.baton.release()  # should its thread be about to begin
+                    rank.baton.release()  # in case its thread is about to begin
             if all(rank.state == ENDED for rank in self.ranks):
                 self._all_ended.set()
 
@@ -448,7 +448,7 @@ class Scheduler:
                     return
                 continue
             rank = self._running or next((r for r in self.ranks if r.state == AWAY), None)
-            if rank is None:  # just now
+            if rank is None:  # it has just changed
                 continue
             before, used = used, rank.processor_time()
             idle = idle + 1 if used == before else 0
@@ -458,7 +458,7 @@ class Scheduler:
                 self._step_in(TimeoutError(self._timeout_report(rank)))
 
     def _step_around(self, rank: Rank, lost: bool) -> None:
-        """A rank holds an incomplete Future and is blocked: let others run, if any can."""
+        """Let others run if possible: a rank holds an incomplete Future and is blocked."""
         with self._lock:
             if self._running is rank and rank.state == READY and not rank.inside:
                 rank.state = AWAY
@@ -473,7 +473,7 @@ class Scheduler:
         self._start(chosen)
 
     def _step_in(self, error: BaseException) -> None:
-        """Go on without the rank that runs, to end the others."""
+        """Continue without the running rank, to end the others."""
         with self._lock:
             stuck = self._running
             if stuck is not None:
@@ -490,7 +490,7 @@ class Scheduler:
         return "\n  ".join(
             [
                 f"run_ranks: rank {stuck.number} has run for {self._timeout:g} s and neither ended "
-                "nor come to a collective",
+                "nor reached a collective",
                 *lines,
             ]
         )

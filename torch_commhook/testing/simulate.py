@@ -1,4 +1,4 @@
-"""A communication hook on given gradients, with ranks that are threads."""
+"""Runs a communication hook on given gradients, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ Gradients = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a hook has made of each rank's gradients, in the last step.
+    """The results of a hook on each rank's gradients, for the last step.
 
     Attributes:
-        results: for each rank, one tensor for each of its gradients, of its shape and dtype.
-        bytes_sent: by each rank in that step, over all simulated groups; see
+        results: for each rank, one tensor for each of its gradients, with its shape and dtype.
+        bytes_sent: the bytes that each rank sent in that step, over all simulated groups; see
             ``SimulatedProcessGroup.bytes_sent``.
-        error: distance of the result from the exact mean of the gradients, over the length of that
-            mean: both as one vector in float64. The largest of the ranks. 0 where both are zero.
-        errors: the same of each step, in order.
-        mean_error: the same of the mean of all steps' results: with error feedback, smaller than
-            that of a single step.
-        issued: what rank 0 has issued in that step, in order.
+        error: the distance of the result from the exact mean of the gradients, relative to the
+            length of that mean. Both are one vector in float64. The largest of the ranks. 0 if
+            both are zero.
+        errors: the same for each step, in order.
+        mean_error: the same for the mean of all steps' results. With error feedback it is smaller
+            than that of a single step.
+        issued: the calls that rank 0 made in that step, in order.
 
     Example:
         >>> gradients = [[torch.tensor([1.0, 2.0, 3.0])], [torch.tensor([3.0, 2.0, 1.0])]]
@@ -63,10 +64,11 @@ class Simulation:
 
     @property
     def result(self) -> list[Tensor]:
-        """The gradients as every rank has them.
+        """The gradients, equal on all ranks.
 
         Raises:
-            ValueError: the ranks' differ. Says which, of which ranks; ``results`` has them all.
+            ValueError: the ranks' gradients differ. The message names a gradient and ranks;
+                ``results`` has all gradients.
         """
         first = self.results[0]
         for rank, others in enumerate(self.results):
@@ -80,7 +82,7 @@ class Simulation:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a rank has sent in that step; where ranks differ, the one that sent most."""
+        """Bytes that a rank sent in that step; if ranks differ, the largest number."""
         return max(self.bytes_sent)
 
 
@@ -95,26 +97,27 @@ def simulate(
 ) -> Simulation:
     """Run a hook on the gradients of several ranks, without processes.
 
-    Each rank has a copy of the hook and of the state, puts its gradients into buckets, one for each
+    Each rank has a copy of the hook and the state. It puts its gradients into buckets, one for each
     dtype and one for each sparse gradient, and calls the hook on these.
 
     Args:
-        hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)``. It
-            communicates over the default group, or over groups that it makes itself.
-        grads_per_rank: for each rank its gradients, of the same shapes and dtypes on all ranks.
-            They stay as they are.
-        steps: how often the hook is called on them, for hooks that remember something.
-        state: passed to the hook as its first argument.
-        seed: of the order in which ranks run; see :func:`torch_commhook.testing.run_ranks`.
-        timeout: seconds that a rank may run without coming to a collective.
+        hook: one of :mod:`torch_commhook.hooks`, or a callable ``hook(state, bucket)``. It
+            communicates over the default group, or over groups that it makes.
+        grads_per_rank: for each rank a list of gradients, with the same shapes and dtypes on all
+            ranks. They are not changed.
+        steps: the number of calls on the same gradients, for hooks with memory.
+        state: the first argument of a callable hook.
+        seed: the seed of the order in which ranks run; see
+            :func:`torch_commhook.testing.run_ranks`.
+        timeout: the number of seconds that a rank may run without reaching a collective.
 
     Returns:
         The last step's gradients, traffic and error.
 
     Raises:
-        TypeError: no hook, no tensors, or a hook or state that cannot be copied.
-        ValueError: no gradients, or others on another rank.
-        BaseException: what the hook raises, as from ``run_ranks``.
+        TypeError: ``hook`` is no hook, a gradient no tensor, or a hook or state cannot be copied.
+        ValueError: there are no gradients, or they differ in shape or dtype among ranks.
+        BaseException: the hook raised it, as from ``run_ranks``.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
@@ -178,7 +181,7 @@ def _one_step(
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the gradients that go into a bucket together."""
+    """The numbers of the gradients that share each bucket."""
     buckets: dict[object, list[int]] = {}
     for i, gradient in enumerate(gradients):
         dense = gradient.layout is torch.strided
@@ -191,7 +194,7 @@ def _copies(hook: Callable[..., Any], state: object) -> tuple[Callable[..., Any]
         return copy.deepcopy((hook, state))
     except Exception as error:
         raise TypeError(
-            f"simulate: hook and state must be such as can be copied for each rank, got "
+            f"simulate: hook and state must be copyable for each rank, got "
             f"{hook_name(hook)} with a state of {type_name(state)}"
         ) from error
 
@@ -210,7 +213,7 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
     if isinstance(grads_per_rank, str) or not isinstance(grads_per_rank, Iterable):
         raise TypeError(lists.format(type_name(grads_per_rank)))
     for gradients in grads_per_rank:
-        if isinstance(gradients, Tensor):  # which list() would take apart
+        if isinstance(gradients, Tensor):  # list() would split it
             raise TypeError(lists.format("a tensor for a rank"))
         if isinstance(gradients, str) or not isinstance(gradients, Iterable):
             raise TypeError(lists.format(f"{type_name(gradients)} for a rank"))
@@ -253,7 +256,7 @@ def _exact_means(gradients: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _error(results: Sequence[Tensor], means: Sequence[Tensor]) -> float:
-    """The distance of one rank's results from the exact means, over the length of these."""
+    """The distance of one rank's results from the exact means, relative to their length."""
     distance = _length([one - mean for one, mean in zip(results, means, strict=True)])
     length = _length(means)
     if length == 0:
@@ -275,7 +278,7 @@ def _length(tensors: Sequence[Tensor]) -> float:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """For a comparison in which NaN equals itself."""
+    """Bits for a comparison in which NaN equals itself."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
     return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A store among ranks that are threads: who waits for a key lets the others run."""
+"""A store for threads as ranks: a rank that waits for a key lets the others run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class _Keys:
         return False
 
     def deliver(self) -> None:
-        """Nobody holds a Future of it."""
+        """Do nothing: there is no Future of it."""
 
 
 class SimulatedStore(dist.Store):
-    """What ``torch.distributed`` keeps its keys in, inside of ``run_ranks``.
+    """The store of ``torch.distributed`` inside ``run_ranks``.
 
-    As other stores, but that a key which never comes is a ``DeadlockError`` and not a timeout.
+    It works as other stores, except that a key which never appears raises a ``DeadlockError`` and
+    not a timeout.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -60,7 +61,7 @@ class SimulatedStore(dist.Store):
         self.set(key, self._values.get(key, b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set it where it is as expected, or where it is not there and nothing is expected."""
+        """Set a key if its value is as expected, or if it is missing and nothing is expected."""
         current = self._values.get(key)
         if current == _bytes(expected) or (current is None and not expected):
             self.set(key, desired)
@@ -71,7 +72,7 @@ class SimulatedStore(dist.Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Let other ranks run until the keys are there."""
+        """Let other ranks run until the keys exist."""
         if self.check(keys):
             return
         rank = current_rank()
@@ -101,12 +102,12 @@ class SimulatedStore(dist.Store):
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """There is none."""
+        """Do nothing: there is no timeout."""
 
     def clone(self) -> Any:
         return self
 
-    # As C++ calls them.
+    # The names that C++ calls.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -1,7 +1,7 @@
-"""A ``torch.distributed`` of its own for each rank that is a thread.
+"""Gives each rank that is a thread its own ``torch.distributed``.
 
-PyTorch keeps what it knows of process groups in one object, and groups by name in a table in C++.
-The table can be each thread's own; the object is replaced by one that asks for the thread.
+PyTorch keeps its process groups in one object, and groups by name in a table in C++. The table can
+be thread-local. The object is replaced by one that forwards to the thread's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _left: list[threading.Thread] = []  # of runs that could not end all their threa
 
 
 class _Worlds:
-    """Stands for the thread's world: that of a rank, or the process's."""
+    """Forwards to the thread's world: a rank's, or the process's."""
 
     def __init__(self, process: Any) -> None:
         object.__setattr__(self, "_process", process)
@@ -42,7 +42,7 @@ class _Worlds:
 
 
 class _RankWorld(distributed_c10d._World):
-    """As the process has one when it starts."""
+    """A new world, as a process has when it starts."""
 
     group_count = 0
 
@@ -55,7 +55,7 @@ def _own_table(name: str) -> property:
 
 
 def _tables() -> dict[str, type]:
-    """The tables that are the process's, in the torch at hand."""
+    """The tables of the process, in the installed torch."""
     world = distributed_c10d._World()
     tables = {}
     for name, value in vars(distributed_c10d._World).items():
@@ -73,22 +73,22 @@ for _name in _TABLES:
 
 @contextmanager
 def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None]:
-    """Let threads have worlds of their own inside.
+    """Give threads their own worlds inside the block.
 
     Args:
-        left: the threads that still run in the end, and keep theirs, so that they touch no groups
-            of the process.
+        left: returns the threads that still run at the end. They keep their worlds, so that they do
+            not touch groups of the process.
     """
     process = distributed_c10d._world
-    if isinstance(process, _Worlds):  # which threads of an earlier run may need
+    if isinstance(process, _Worlds):  # threads of an earlier run may still need it
         process = process._process
-    # What init_process_group() sets for the whole process, if a rank calls it again.
+    # Values that init_process_group() sets for the whole process, if a rank calls it again.
     settings = (distributed_c10d._backend, distributed_c10d._default_pg_init_method, sys.excepthook)
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
         )
-    # Or torch 2.11 crashes: see docs/torch_versions.md.
+    # Otherwise torch 2.11 crashes: see docs/torch_versions.md.
     torch._C._ensureCUDADeviceGuardSet()
     distributed_c10d._world = _Worlds(process)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
@@ -105,7 +105,7 @@ def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None
 
 @contextmanager
 def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """Give this thread a world, whose default group is a rank's simulated one."""
+    """Give this thread a world with a rank's simulated group as its default group."""
     world = _RankWorld()
     world.__dict__.update({name: table() for name, table in _TABLES.items()})
     _local.world = world

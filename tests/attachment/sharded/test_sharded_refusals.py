@@ -236,7 +236,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "shard_hook that cannot": (
         _settings(shard_hook=lambda: hooks.topk(0.5)),
         "hsdp-4",
-        "attach: shard_hook takes part in reduce-scatters, and 'topk(density=0.5)' cannot; give it "
+        "attach: shard_hook takes part in reduce-scatters, but 'topk(density=0.5)' cannot; give it "
         "as hook=, which averages across replicas",
     ),
     "shard_hook that keeps replicas apart": (
@@ -252,7 +252,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "weights of replicate": (
         _settings(weights=codecs.blockwise),
         "replicate-2",
-        "not by replicate()",
+        "not for replicate()",
     ),
     "weights of another kind": (
         _settings(weights="int8"),
@@ -269,7 +269,11 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
         "fsdp-2",
         "the same ones each time",
     ),
-    "weights in two dtypes": (_gathered_in_two_dtypes, "fsdp-2", "are gathered in one dtype"),
+    "weights in two dtypes": (
+        _gathered_in_two_dtypes,
+        "fsdp-2",
+        "gather all their parameters in one dtype",
+    ),
 }
 
 
@@ -297,7 +301,7 @@ def _part_of_a_group(rank: int) -> str:
 
 def test_a_part_of_a_group(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_part_of_a_group):
-        assert "formed of several modules" in message
+        assert "formed from several modules" in message
 
 
 def _several_groups(rank: int) -> str:
@@ -329,7 +333,7 @@ def _warned(rank: int) -> list[tuple[str, str]]:
         handle = attach(model, hooks.error_feedback(hooks.blockwise()))
         handle.replace(hooks.error_feedback(hooks.sign()))
     handle.remove()
-    kept = [each for each in said if "remembers what it loses" in str(each.message)]
+    kept = [each for each in said if "keeps errors of whole gradients" in str(each.message)]
     return [(each.filename, linecache.getline(each.filename, each.lineno).strip()) for each in kept]
 
 

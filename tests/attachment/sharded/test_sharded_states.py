@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch_commhook import attach, hooks, reshard_states
 from torch_commhook.attachment.handle import HookHandle
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*remembers what it loses:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*keeps errors of whole gradients:UserWarning")
 
 WAYS = ("fsdp", "replicate", "hsdp")
 HOOKS = {

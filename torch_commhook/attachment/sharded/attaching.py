@@ -39,12 +39,12 @@ def attach_sharded(
     weights: Codec | None,
     attached_to: Callable[[], str | None],
 ) -> HookHandle:
-    """:func:`torch_commhook.attach`, for a model that has ``fully_shard`` modules.
+    """Attach a hook to a model with ``fully_shard`` modules; as :func:`torch_commhook.attach`.
 
     Args:
-        model: the model, which no hook is attached to, and of which shards are trained.
+        model: a model that has no hook, and trains shards.
         hook, state, scaler, connections, shard_hook, weights: as there.
-        attached_to: gives the name of the hook that is attached to the model.
+        attached_to: returns the name of the hook that is attached to the model.
 
     Raises:
         TypeError, ValueError, RuntimeError: as there.
@@ -60,7 +60,7 @@ def attach_sharded(
         settings["the scaler's scale"] = None if scaler is None else checked_scale(scaler)
     except Exception as refused:
         error = refused
-    # Before anything is made that ranks must make together.
+    # Before the ranks make anything together.
     agree_across(_axes(units), "attach", error, settings)
     attached, beside = checked
     for each in checked:
@@ -85,10 +85,10 @@ def attach_sharded(
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """A model's groups of parameters: first those of which some require grad.
+    """A model's groups of parameters; those that are trained come first.
 
     Raises:
-        ValueError: a group has parameters outside of the model.
+        ValueError: a group has parameters outside the model.
     """
     groups = fsdp.param_groups(model)
     trained = [group for group in groups if fsdp.trainable(group)]
@@ -98,7 +98,7 @@ def _units(model: nn.Module) -> list[Unit]:
 
 
 def _axes(units: list[Unit]) -> list[dist.ProcessGroup]:
-    """Through which all ranks of the mesh are reached, also where modules differ."""
+    """Process groups that together reach all ranks of the mesh, even if modules differ."""
     found: list[dist.ProcessGroup] = []
     for unit in units:
         for group in fsdp.mesh_groups(unit.group):
@@ -111,8 +111,8 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
     """Refuse a model that cannot have a hook.
 
     Raises:
-        ValueError: a parameter is on the meta device, or they are sharded over different meshes.
-        RuntimeError: another communication was put in the place of ``fully_shard``'s own.
+        ValueError: a parameter is on the meta device, or modules are sharded over different meshes.
+        RuntimeError: ``fully_shard``'s own communication was replaced.
     """
     groups = [unit.group for unit in units]
     for unit, group in zip(units, groups, strict=True):
@@ -123,12 +123,12 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
                     "(model.to_empty(device=...), then load or initialise it) before attaching"
                 )
         now = fsdp.communication(group)
-        # The library's own is that of a hook on a part of the model, or around it.
+        # The library's own belongs to a hook on a part of the model, or around it.
         if not isinstance(now.reduce_scatter, ReduceScatter) and not fsdp.is_default(now):
             raise RuntimeError(
                 "attach: a module's communication was replaced by set_custom_reduce_scatter(), "
-                "set_custom_all_gather() or another setter of FSDPModule; the hook is to take its "
-                "place"
+                "set_custom_all_gather() or another setter of FSDPModule, but the hook must "
+                "replace it"
             )
         for of_group in (fsdp.shard_group, fsdp.scatter_group, fsdp.replica_group):
             if unit.parameters and of_group(group) is not of_group(groups[0]):
@@ -136,7 +136,7 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
 
 
 def _of_meshes(model: nn.Module, first: fsdp.ParamGroup, other: fsdp.ParamGroup) -> str:
-    """What to say of modules that are sharded over several meshes."""
+    """The error for modules that are sharded over several meshes."""
     axes = [
         [get(group) for get in (fsdp.shard_group, fsdp.replica_group)] for group in (first, other)
     ]
@@ -163,7 +163,7 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
         else:
             warn_user(
                 f"attach: parameter '{name}' is in no module that fully_shard() was applied to, or "
-                "in its ignored_params; neither that nor the hook averages its gradient"
+                "in its ignored_params; neither fully_shard() nor the hook averages its gradient"
             )
     return found
 
@@ -176,10 +176,10 @@ def _checked_hooks(
     shard_hook: Callable[..., Any] | None,
     weights: Codec | None,
 ) -> tuple[Attached, Attached | None]:
-    """The hook, and that of the reduce-scatters beside it.
+    """The hook, and the ``shard_hook``, both checked.
 
     Raises:
-        TypeError, ValueError: one cannot do what is asked of it.
+        TypeError, ValueError: a hook does not support the model.
     """
     first = units[0].group
     has_replicas = fsdp.replica_group(first) is not None
@@ -199,15 +199,15 @@ def _checked(
     on_shards: bool,
     beside: bool,
 ) -> Attached:
-    """The hook, where it can do what is asked of it.
+    """The hook, checked.
 
     Args:
-        hook, state, scaler: as given.
-        on_shards: whether it is to take part in reduce-scatters.
+        hook, state, scaler: the user's arguments.
+        on_shards: whether the hook takes part in reduce-scatters.
         beside: whether it is the ``shard_hook``.
 
     Raises:
-        TypeError, ValueError: it cannot.
+        TypeError, ValueError: it does not support the model.
     """
     memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
     memory.scaler = scaler
@@ -231,10 +231,10 @@ def _check_shard_hook(group: fsdp.ParamGroup, has_replicas: bool) -> None:
 
 
 def check_weights_codec(weights: object) -> None:
-    """Refuse what parameters cannot be gathered through.
+    """Refuse a codec that cannot compress parameters.
 
     Raises:
-        TypeError, ValueError: no codec, or one that does not send all values.
+        TypeError, ValueError: it is no codec, or does not send all values.
     """
     if not isinstance(weights, Codec):
         raise TypeError(
@@ -252,14 +252,14 @@ def _check_weights(units: list[Unit], weights: object) -> None:
         return
     check_weights_codec(weights)
     if fsdp.shard_group(units[0].group) is None:
-        raise ValueError("attach: weights are gathered on sharded models, and not by replicate()")
+        raise ValueError("attach: weights is for sharded models, not for replicate()")
     for unit in units:
         dtypes = fsdp.gathered_dtypes(unit.group)
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(
-                "attach: weights can be compressed where a module's parameters are gathered in one "
-                f"dtype, got {names}"
+                "attach: weights need modules that gather all their parameters in one dtype, "
+                f"got {names}"
             )
 
 
@@ -298,7 +298,7 @@ def _forward_size(group: fsdp.ParamGroup) -> int | None:
 def _shared(
     units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
 ) -> dict[str, object]:
-    """What all ranks must attach alike."""
+    """The settings that must be the same on all ranks."""
     forms = [form for unit in units for form in unit.parameters.values()]
     group = units[0].group
     shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
@@ -306,7 +306,7 @@ def _shared(
         "the hook": printed_hook(attached.hook),
         "shard_hook": None if beside is None else printed_hook(beside.hook),
         "weights": None if weights is None else repr(weights),
-        "how many groups of parameters there are": len(units),
+        "the number of parameter groups": len(units),
         "the mesh": (
             None if shards is None else shards.size(),
             None if replicas is None else replicas.size(),

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` calls in place of its own collectives."""
+"""Replacements of ``fully_shard``'s own collectives."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _Listener(Protocol):
         """Gather parameters."""
 
     def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for what :meth:`all_gather` gave."""
+        """Wait for the Future of :meth:`all_gather`."""
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
         """Average gradients across replicas."""
 
 
 class _Communication:
-    """Takes memory from PyTorch's allocator, as ``fully_shard`` does by default."""
+    """Allocates from PyTorch's allocator, as ``fully_shard`` does by default."""
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener
@@ -67,7 +67,7 @@ class ReduceScatter(_Communication):
         op: fsdp.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Leave it to the listener, and wait: on the CPU for the result, else on the stream."""
+        """Delegate to the listener, and wait: on the CPU for the result, else on the stream."""
         self._listener.reduce_scatter(self._number, output_tensor, input_tensor, op)
 
 
@@ -81,18 +81,18 @@ class AllGather(_Communication):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Leave it to the listener.
+        """Delegate to the listener.
 
         Returns:
-            A Work, also where none was asked for: parameters that are gathered ahead of their use
-            then travel beside the computation, on the CPU as well.
+            A Work, also without ``async_op``: all-gathers ahead of their use then overlap the
+            computation, on the CPU as well.
         """
         future = self._listener.all_gather(output_tensor, input_tensor, group)
         return _GatherWork(self._listener, future)
 
 
 class _GatherWork(Work):
-    """Tells the listener where it fails."""
+    """The Work of an all-gather; lets the listener wait and handle failures."""
 
     def __init__(self, listener: _Listener, future: torch.futures.Future[Tensor]) -> None:
         super().__init__()
@@ -108,25 +108,25 @@ class _GatherWork(Work):
 
 
 class ReplicaGroup(WrapperProcessGroup):
-    """Stands in a mesh for the group across replicas, through which ``fully_shard`` all-reduces."""
+    """Replaces a mesh's group across replicas, on which ``fully_shard`` calls all-reduce."""
 
     def __init__(self, parent: dist.ProcessGroup, listener: _Listener) -> None:
         super().__init__(parent)
         # torch.distributed keeps the group, which must not keep the model's memory.
         self._listener = weakref.ref(listener)
-        # Known to torch.distributed, whose functions ask for its backend where one fails.
+        # Registered with torch.distributed: its functions ask for the backend of a failed group.
         register(self, f"{group_name(parent)}/replicas{next(_numbers)}")
 
     def forget(self) -> None:
-        """Be known to ``torch.distributed`` no longer."""
-        if self in distributed_c10d._world.pg_names:  # its user may have ended all groups
+        """Remove the group from ``torch.distributed``."""
+        if self in distributed_c10d._world.pg_names:  # the user may have destroyed all groups
             dist.destroy_process_group(self)
 
     def shutdown(self) -> None:
-        """Nothing: the parent goes on."""
+        """Do nothing: the parent continues."""
 
     def abort(self) -> None:
-        """Nothing: the parent goes on."""
+        """Do nothing: the parent continues."""
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Whether a hook fits a sharded model, and what it costs there."""
+"""Checks whether a hook fits a sharded model, and warns of its memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch_commhook.step.attached_hook import Attached
 
 
 def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) -> None:
-    """Refuse hooks that cannot do what a sharded model asks of them.
+    """Refuse hooks that do not support a sharded model.
 
     Args:
         attached: the hook.
-        op: whose errors these are.
+        op: the function's name in errors.
         beside: whether it is a ``shard_hook``, beside a hook that averages across replicas.
 
     Raises:
-        TypeError, ValueError: one cannot.
+        TypeError, ValueError: the hook does not support the model.
     """
     hook = attached.hook
     on_shards = isinstance(attached.memory, UnshardedMemory)
     if isinstance(hook, Hook) and _scales_steps(hook):
         raise TypeError(
-            f"{op}: {hook} scales all gradients of a step once they are averaged, which no hook "
-            "can do on a model with fully_shard() or replicate(); call "
+            f"{op}: {hook} scales all gradients of a step after their average, which no hook can "
+            "do on a model with fully_shard() or replicate(); call "
             "torch.nn.utils.clip_grad_norm_() after backward()"
         )
     if beside:
         _check_fits_beside(attached, op)
     if on_shards and isinstance(hook, Hook) and hook.keeps_ranks_apart:
         raise TypeError(
-            f"{op}: {hook} keeps replicas apart, and on a mesh of one dimension each rank has a "
-            "part of the only one; shard over a mesh of two dimensions, of replicas and shards"
+            f"{op}: {hook} keeps replicas apart, but on a mesh of one dimension each rank has a "
+            "part of the only replica; shard over a mesh of two dimensions, of replicas and shards"
         )
     if on_shards:
         if not isinstance(hook, Hook):
             raise TypeError(
-                f"{op}: hook '{attached.name}' averages whole gradients, and of sharded "
-                "parameters each rank needs its shard alone; subclass torch_commhook.hooks.Hook, "
+                f"{op}: hook '{attached.name}' averages whole gradients, but a rank has only its "
+                "shards of sharded parameters; subclass torch_commhook.hooks.Hook, "
                 "with average_shard(), or shard over a mesh of two dimensions"
             )
         hook.check_shards()
@@ -58,7 +58,7 @@ def _check_fits_beside(attached: Attached, op: str) -> None:
         else:
             return
     raise TypeError(
-        f"{op}: shard_hook takes part in reduce-scatters, and '{attached.name}' cannot; give it as "
+        f"{op}: shard_hook takes part in reduce-scatters, but '{attached.name}' cannot; give it as "
         "hook=, which averages across replicas"
     ) from error
 
@@ -70,10 +70,11 @@ def _scales_steps(hook: Hook) -> bool:
 def settings_by_ranks(
     memory: HookMemory | None, settings: Mapping[str, object]
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Tell settings that all ranks must have alike from those of the replicas of a shard.
+    """Separate settings of all ranks from those of the replicas of one shard.
 
     Returns:
-        The former, and the latter by names that contain the shard.
+        Settings that must be the same on all ranks; and settings that only the replicas of a shard
+        share, by names that contain the shard.
     """
     choices = "the state's choices"
     if choices not in settings or not isinstance(memory, ReplicaMemory):
@@ -84,24 +85,24 @@ def settings_by_ranks(
 
 
 def check_backward() -> None:
-    """Refuse a backward of which ``fully_shard`` would reduce some gradients, and others not.
+    """Refuse a backward in which ``fully_shard`` would reduce only some gradients.
 
     Raises:
-        RuntimeError: compiled autograd runs it.
+        RuntimeError: compiled autograd runs the backward.
     """
     if fsdp.is_compiled_backward():
         raise RuntimeError(
-            "torch_commhook: compiled autograd runs this backward, in which fully_shard gives "
-            "other gradients, with a hook or without; call backward() outside of it"
+            "torch_commhook: compiled autograd runs this backward, in which fully_shard computes "
+            "different gradients, with a hook or without; call backward() outside of it"
         )
 
 
 def warn_of_memory(attached: Attached) -> None:
-    """Warn of error memory that has the size of whole gradients."""
+    """Warn of error memory with the size of whole gradients."""
     lost = attached.memory.error_bytes
     if lost and isinstance(attached.memory, UnshardedMemory):
         warn_user(
-            f"torch_commhook: {attached.hook} remembers what it loses of whole gradients, "
+            f"torch_commhook: {attached.hook} keeps errors of whole gradients, "
             f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-            "shards; on a mesh of two dimensions it remembers as much of a shard"
+            "shards; on a mesh of two dimensions it keeps errors of a shard only"
         )

@@ -1,4 +1,4 @@
-"""What the package uses of ``fully_shard`` that PyTorch does not document: all of it is here."""
+"""All uses of undocumented parts of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch_commhook.memory.sharded_parameter import ShardedParameter
 
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
 ParamGroup = Any
-#: With which it reduces: one of the names, or a sum that is multiplied before.
+#: The reduction: one of the names, or a sum of multiplied terms.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard()``, or the ``replicate()`` that is made of it, was applied."""
+    """Whether ``fully_shard()``, or the ``replicate()`` that uses it, was applied."""
     return hasattr(module, "_get_fsdp_state") and hasattr(module, "reshard")
 
 
@@ -49,44 +49,44 @@ def _groups_of(state: Any) -> list[ParamGroup]:
 def trains_shards(model: nn.Module) -> bool:
     """Whether ``fully_shard`` reduces gradients of a model.
 
-    It does not where all that it has sharded is frozen, beside ``ignored_params`` that are trained.
+    It does not if all sharded parameters are frozen, and only ``ignored_params`` are trained.
     """
     return any(map(trainable, param_groups(model)))
 
 
 def reshard(model: nn.Module) -> None:
-    """Have a model's parameters be its shards; after a forward some may still be whole."""
+    """Replace a model's parameters by its shards; after a forward some may still be whole."""
     for group in param_groups(model):
         group.reshard()
-        if not group.is_sharded:  # PyTorch leaves them where an exception has left the forward
+        if not group.is_sharded:  # PyTorch leaves them whole after an exception in the forward
             drop_whole(group)
 
 
 def shard_group(group: ParamGroup) -> dist.ProcessGroup | None:
-    """The ranks that have shards of the same parameters; None for ``replicate()``."""
+    """The ranks with shards of the same parameters; None for ``replicate()``."""
     return getattr(group.mesh_info, "shard_process_group", None)
 
 
 def scatter_group(group: ParamGroup) -> dist.ProcessGroup | None:
-    """A group for reduce-scatters alone, where one was asked for."""
+    """A group for reduce-scatters only, if the user asked for one."""
     return getattr(group.mesh_info, "reduce_scatter_process_group", None)
 
 
 def forward_group(group: ParamGroup) -> dist.ProcessGroup | None:
-    """The ranks that have the parameters after a forward, where these are fewer."""
+    """The ranks that hold the parameters after a forward, if these are fewer."""
     after = group.post_forward_mesh_info
     return None if after is None else getattr(after, "shard_process_group", None)
 
 
 def replica_group(group: ParamGroup) -> dist.ProcessGroup | None:
-    """The ranks that have the same shards; None on a mesh of one dimension."""
+    """The ranks with the same shards; None on a mesh of one dimension."""
     return getattr(group.mesh_info, "replicate_process_group", None)
 
 
 def axes(group: ParamGroup) -> list[dist.ProcessGroup]:
     """This rank's groups along all axes over which parameters are sharded or replicated.
 
-    Those of tensor parallelism are among them, and all that are used for communication.
+    Includes those of tensor parallelism, and all groups that communicate.
     """
     of_group = shard_group, scatter_group, forward_group, replica_group
     found = [each for each in (get(group) for get in of_group) if each is not None]
@@ -102,10 +102,10 @@ def mesh_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
 
 
 def part_of(groups: Iterable[ParamGroup]) -> tuple[int, int]:
-    """This rank's position on the axes of the mesh beside replicas and shards.
+    """This rank's position on the mesh's axes other than replicas and shards.
 
     Returns:
-        The position, counted over all these axes, and the number of positions: (0, 1) without any.
+        The position, counted over all these axes, and the number of positions; (0, 1) without any.
     """
     number, parts = 0, 1
     for group in groups:
@@ -123,25 +123,25 @@ def part_of(groups: Iterable[ParamGroup]) -> tuple[int, int]:
 
 
 def set_replica_group(group: ParamGroup, process_group: dist.ProcessGroup) -> None:
-    """Have another group average across replicas."""
+    """Replace the group that averages across replicas."""
     group.mesh_info.replicate_process_group = process_group
 
 
 def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, ShardedParameter]:
-    """The form of each parameter of a group that requires grad.
+    """Describe each parameter of a group that requires grad.
 
     Args:
-        model: has their names.
-        group: of the model.
+        model: the model with the parameters' names.
+        group: a group of the model.
 
     Returns:
-        By the id of PyTorch's object of the parameter.
+        The descriptions by the id of PyTorch's object of the parameter.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if any(id(each) not in names for each in trainable(group)):
         raise ValueError(
-            "attach: some parameters of a group that fully_shard() has formed of several modules "
-            f"are not in {class_name(model)}; attach to a module that has all of them"
+            "attach: some parameters of a group that fully_shard() has formed from several modules "
+            f"are not in {class_name(model)}; attach to a module that contains all of them"
         )
     shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
     dtype = _reduced_dtype(group)
@@ -160,12 +160,12 @@ def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, Sharded
 
 
 def _policy(group: ParamGroup, each: Any) -> Any:
-    """The policy of mixed precision of a parameter; before torch 2.15 that of its group."""
+    """A parameter's mixed-precision policy; before torch 2.15 its group's."""
     return each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy
 
 
 def _reduced_dtype(group: ParamGroup) -> torch.dtype | None:
-    """In which the gradients of a group are reduced; None where nothing requires grad."""
+    """The dtype of a group's gradients in their reduction; None if nothing requires grad."""
     found: list[torch.dtype] = []
     for each in group.fsdp_params:
         parameter, policy = each.sharded_param, _policy(group, each)
@@ -188,19 +188,19 @@ def trainable(group: ParamGroup) -> list[Tensor]:
 
 
 class Communication(NamedTuple):
-    """What a group of parameters communicates through."""
+    """The objects through which a group of parameters communicates."""
 
     all_gather: Any
     reduce_scatter: Any
 
 
 def communication(group: ParamGroup) -> Communication:
-    """What a group communicates through."""
+    """The objects through which a group communicates."""
     return Communication(group._all_gather_comm, group._reduce_scatter_comm)
 
 
 def set_communication(group: ParamGroup, communication: Communication) -> None:
-    """Have a group communicate through something else.
+    """Replace the objects through which a group communicates.
 
     As ``set_custom_all_gather`` and ``set_custom_reduce_scatter``, which refuse modules with
     several groups.
@@ -209,7 +209,7 @@ def set_communication(group: ParamGroup, communication: Communication) -> None:
 
 
 def is_default(communication: Communication) -> bool:
-    """Whether nobody has replaced what ``fully_shard`` communicates through."""
+    """Whether the communication of ``fully_shard`` has not been replaced."""
     return all(
         type(each).__name__.startswith("Default") and type(each).__module__.startswith("torch.")
         for each in communication
@@ -217,15 +217,15 @@ def is_default(communication: Communication) -> bool:
 
 
 def set_post_backward(group: ParamGroup, function: Callable[..., None] | None) -> None:
-    """Have a function called where a group's gradients are complete; None for what PyTorch does."""
+    """Set the function that runs when a group's gradients are complete; None for PyTorch's."""
     if function is None:
         group.__dict__.pop("post_backward", None)
-    else:  # an attribute of the object goes before the method
+    else:  # an attribute of the object hides the method
         group.post_backward = function
 
 
 def post_backward(group: ParamGroup, *arguments: Any) -> None:
-    """What PyTorch does where a group's gradients are complete."""
+    """Run PyTorch's own work for complete gradients of a group."""
     type(group).post_backward(group, *arguments)
 
 
@@ -236,9 +236,9 @@ def local_shard(each: Any) -> Tensor:
 
 
 def reference(each: Any) -> Callable[[], Tensor | None]:
-    """What gives a parameter in shards, as long as the model lives.
+    """A function that returns a sharded parameter, or None once the model is freed.
 
-    A weak reference to the parameter itself would be in the way of ``module.to()``.
+    A weak reference to the parameter itself would prevent ``module.to()``.
     """
     weak = weakref.ref(each)
 
@@ -250,13 +250,13 @@ def reference(each: Any) -> Callable[[], Tensor | None]:
 
 
 def drop_whole(group: ParamGroup) -> None:
-    """Drop a group's whole parameters, which its next use gathers anew."""
-    group.wait_for_unshard()  # such as were asked for ahead of their use
+    """Drop a group's whole parameters; the next use gathers them again."""
+    group.wait_for_unshard()  # parameters that were gathered ahead of their use
     group._to_sharded()
 
 
 def with_gradient(group: ParamGroup) -> list[Any]:
-    """The parameters whose gradients the next reduction of a group takes."""
+    """The parameters whose gradients a group's next reduction takes."""
     all_of_them = getattr(group, "reduce_scatter_unused_params", False)
     order = getattr(group, "_reduce_scatter_param_indices", None)  # from torch 2.15 on
     found = group.fsdp_params if order is None else [group.fsdp_params[index] for index in order]
@@ -274,13 +274,13 @@ def with_gradient(group: ParamGroup) -> list[Any]:
 
 
 def _awaits_replicas(group: ParamGroup, each: Any) -> bool:
-    """Whether a gradient that was reduced among the shards alone is reduced again, as zeros."""
+    """Whether a gradient that only shards have reduced so far takes part again, as zeros."""
     partial = getattr(group, "_get_partial_reduce_grad", None)  # from torch 2.15 on
     return partial is not None and partial(each) is not None
 
 
 def _gradient_dtypes(group: ParamGroup) -> set[torch.dtype | None]:
-    """The dtypes of a group's gradients once they are reduced; None for that of the reduction."""
+    """The dtypes of a group's reduced gradients; None for the reduction's own dtype."""
     if hasattr(group, "_orig_dtype"):  # before torch 2.15
         return {group._orig_dtype}
     return {
@@ -289,16 +289,16 @@ def _gradient_dtypes(group: ParamGroup) -> set[torch.dtype | None]:
 
 
 def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
-    """Whether PyTorch does nothing more with a reduced gradient than have it for one.
+    """Whether PyTorch assigns a reduced gradient without further work on it.
 
-    What it then has in its place may be written until the backward ends. Not so where it divides or
-    casts the gradient, adds it to one that is there, copies it to another device, or calls hooks
-    of the parameter.
+    Then the tensor may be written until the backward ends. This is not so if PyTorch divides or
+    casts the gradient, adds it to an existing one, copies it to another device, or calls hooks of
+    the parameter.
 
     Args:
-        group: of which :func:`with_gradient` are being reduced.
-        op: of the reduction.
-        dtype: of what is reduced.
+        group: the group; :func:`with_gradient` are being reduced.
+        op: the reduction's operation.
+        dtype: the dtype of the reduced tensor.
     """
     if group.device.type != "cpu" or op == dist.ReduceOp.SUM:
         return False
@@ -313,7 +313,7 @@ def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
 
 
 def runs_hooks_in_backward(model: nn.Module) -> bool:
-    """Whether modules call functions of the user's in a backward, which may look at gradients."""
+    """Whether modules call a user's functions in a backward, which may read gradients."""
     registered = nn.modules.module
     return bool(registered._global_backward_hooks or registered._global_backward_pre_hooks) or any(
         each._backward_hooks or each._backward_pre_hooks for each in model.modules()
@@ -321,7 +321,7 @@ def runs_hooks_in_backward(model: nn.Module) -> bool:
 
 
 def is_compiled_backward() -> bool:
-    """Whether compiled autograd runs the backward that calls this."""
+    """Whether compiled autograd runs the calling backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
@@ -334,18 +334,18 @@ def gathered_dtypes(group: ParamGroup) -> set[Any]:
 
 
 def divide_factor(group: ParamGroup) -> float | None:
-    """What ``set_gradient_divide_factor`` was called with."""
+    """The argument of ``set_gradient_divide_factor``, or None."""
     factor: float | None = group.gradient_divide_factor
     return factor
 
 
 def sync_flags(group: ParamGroup) -> tuple[bool, bool]:
-    """Whether a group reduces gradients, and does so across replicas."""
+    """Whether a group reduces gradients, and whether it does so across replicas."""
     return group.reduce_grads, group.all_reduce_grads
 
 
 def set_sync_flags(group: ParamGroup, flags: tuple[bool, bool]) -> None:
-    """Undo what was changed of :func:`sync_flags`."""
+    """Restore flags that :func:`sync_flags` returned."""
     group.reduce_grads, group.all_reduce_grads = flags
 
 
@@ -380,29 +380,29 @@ def root_module(root: Any) -> nn.Module:
 
 
 def is_in_backward(root: Any) -> bool:
-    """Whether a backward has begun, and PyTorch has not ended it."""
+    """Whether a backward has begun and PyTorch has not ended it."""
     queued: bool = root._state_ctx.post_backward_final_callback_queued
     return queued
 
 
 def is_unfinished(root: Any) -> bool:
-    """Whether a forward or a backward has begun, and PyTorch has not ended it."""
+    """Whether a forward or a backward has begun and PyTorch has not ended it."""
     return is_in_backward(root) or root._state_ctx.iter_forward_root is not None
 
 
 def is_finalized_by_hand(state: Any) -> bool:
-    """Whether gradients are reduced after the backward, when the user says so."""
+    """Whether gradients are reduced after the backward, when the user requests it."""
     # From torch 2.15 on.
     return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
 
 
 def reset(root: Any) -> None:
-    """Have a model go on after a forward or backward that was left by an exception."""
+    """Make a model usable again after an exception in its forward or backward."""
     groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
     for group in groups:
         result = group._all_gather_result
         if result is not None and result.all_gather_work is not None:
-            with suppress(RuntimeError):  # it was part of what has failed
+            with suppress(RuntimeError):  # it was part of the failed step
                 result.all_gather_work.wait()
             group._all_gather_result = result._replace(all_gather_work=None)
     if hasattr(root, "_reset_iter_state"):
@@ -411,7 +411,7 @@ def reset(root: Any) -> None:
         _reset_iteration(root)
     for group in groups:
         for each in group.fsdp_params:
-            # Gradients of that iteration, which PyTorch leaves to the next.
+            # Gradients of that iteration, which PyTorch would keep for the next one.
             if "unsharded_accumulated_grad" in vars(each):  # before torch 2.15
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -419,9 +419,9 @@ def reset(root: Any) -> None:
 
 
 def _reset_iteration(root: Any) -> None:
-    """What ``_reset_iter_state`` does in newer versions.
+    """Do the work of ``_reset_iter_state`` in newer versions.
 
-    Without it the next backward would not come to its end: some gradients would be missing.
+    Without it the next backward would not finish: some gradients would be missing.
     """
     context, shared = root._state_ctx, root._comm_ctx
     idle = type(root._training_state).IDLE
@@ -446,7 +446,7 @@ def _reset_iteration(root: Any) -> None:
 
 
 class _EndOfBackward:
-    """In the place of a state's method that PyTorch has called when a backward ends."""
+    """Replaces a method of a state that PyTorch calls when a backward ends."""
 
     def __init__(self, state: Any) -> None:
         self._state = weakref.ref(state)
@@ -464,7 +464,7 @@ _END = "_root_post_backward_final_callback"
 
 
 def listen_to_end(state: Any, listener: Callable[[], None]) -> None:
-    """Have a function called when a backward ends that has begun with a state's module."""
+    """Call a function when a backward that began with a state's module ends."""
     end = vars(state).setdefault(_END, _EndOfBackward(state))
     if listener not in end.listeners:
         end.listeners.append(listener)

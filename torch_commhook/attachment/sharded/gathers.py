@@ -21,10 +21,10 @@ from torch_commhook.step.step_group import StepGroup
 
 
 def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
-    """Wait for a collective that ``fully_shard`` has asked for.
+    """Wait for a collective that ``fully_shard`` has requested.
 
     Raises:
-        Exception: it failed, or did not end in the group's timeout.
+        Exception: it failed, or did not end within the group's timeout.
     """
     _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
     future.wait()
@@ -34,10 +34,10 @@ class Gathers:
     """Gathers parameters, through a codec if there is one.
 
     Args:
-        step: that of the model, whose groups they go through.
-        weights: the codec; None for parameters as they are.
-        group: in which they go through the codec: that of the shards. Gathers in a part of it,
-            which ``reshard_after_forward=k`` makes, carry what has come through the codec before.
+        step: the model's step, with its groups.
+        weights: the codec; None gathers parameters uncompressed.
+        group: the shards' group, in which gathers use the codec. ``reshard_after_forward=k`` also
+            gathers in parts of it; these send parameters that were decoded before.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Gathers:
     def issue(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
     ) -> tuple[torch.futures.Future[Tensor], int]:
-        """Gather parameters.
+        """Start to gather parameters.
 
         Args:
-            out: written: those of all ranks.
-            tensor: this rank's.
-            group: which asks for them.
+            out: the parameters of all ranks. Written.
+            tensor: this rank's part.
+            group: the group that gathers.
 
         Returns:
-            A Future of ``out``, and the bytes that this rank sends.
+            A Future of ``out``, and the number of bytes that this rank sends.
 
         Raises:
-            PeerError: a rank has left the step that came before.
+            PeerError: a rank has left the previous step.
         """
         self._step.before_gather()
         step_group = self._step.group_of(group)
@@ -80,11 +80,11 @@ class Gathers:
         return future, meter.bytes_sent
 
     def wait(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for what :meth:`issue` gave.
+        """Wait for the Future of :meth:`issue`.
 
         Raises:
             PeerError: it failed on another rank.
-            Exception: it failed here.
+            Exception: it failed on this rank.
         """
         assert self._group is not None
         step_group = self._step.group_of(self._group)
@@ -95,7 +95,7 @@ class Gathers:
             raise self._failed(error, step_group) from None
 
     def drop_restored(self, units: Sequence[Unit]) -> None:
-        """Drop parameters that are whole since a forward, and have come through the codec."""
+        """Drop parameters that a codec has decoded and that are whole since a forward."""
         if self._weights is not None:
             for unit in units:
                 if unit.group is not None:

@@ -1,4 +1,4 @@
-"""This rank's part of a copy of a sharded model, where a hook keeps copies apart."""
+"""This rank's part of a copy of a sharded model, for a hook that keeps copies apart."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class ShardedReplica:
-    """The shards that a rank has of a copy of a model. The hook's memory has them with padding.
+    """A rank's shards of a copy of a model. The hook's memory includes their padding.
 
     Args:
-        step: the model's.
-        group: the ranks that have the same shards.
+        step: the model's step.
+        group: the ranks with the same shards.
         units: the groups of parameters that are trained.
-        device: of the gradients.
+        device: the gradients' device.
     """
 
-    #: What is written through ``state_dict()`` shows in no version of a DTensor.
+    #: Writes through ``state_dict()`` do not change the version of a DTensor.
     counts_writes = False
 
     def __init__(
@@ -68,13 +68,13 @@ class ShardedReplica:
         has_failed, at = failure is not None, self._group
         all_know = False  # that a part has failed
         try:
-            # A value, since an error here must not pass for the failure of a part.
+            # A value: an error of this call must not look like the failure of a part.
             for at in self._step.in_replica:
                 has_failed = is_on_any_rank(has_failed, [at], self._device)
             all_know = has_failed
             if failure is not None:
                 raise failure
-            self._step.end_exchange()  # raises the reason that the failed rank gives
+            self._step.end_exchange()  # raises the failed rank's reason
         except BaseException as error:
             raised = self._step.fail_exchange(error, at)
             if all_know:

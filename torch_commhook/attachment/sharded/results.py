@@ -1,4 +1,4 @@
-"""Writing what a hook gives where ``fully_shard`` expects it, and counting what it sent."""
+"""Writes a hook's results for ``fully_shard``, and counts its traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_commhook.step.attached_hook import Attached
 
 @torch.no_grad()
 def write(result: Tensor, tensor: Tensor, factor: float) -> None:
-    """Write ``factor`` times a hook's result, which may lie where it is to be written."""
+    """Write ``factor`` times a hook's result, which may share memory with the destination."""
     if result.data_ptr() == tensor.data_ptr() and result.dtype == tensor.dtype:
         if factor != 1.0:
             tensor.mul_(factor)
@@ -24,14 +24,14 @@ def write(result: Tensor, tensor: Tensor, factor: float) -> None:
 
 
 def is_plain(attached: Attached) -> bool:
-    """Whether a hook does what ``fully_shard`` does without one."""
+    """Whether a hook does the same as ``fully_shard`` without one."""
     return type(attached.hook) is allreduce and attached.stages.is_empty
 
 
 def count_unit(
     stats: HookStats, unit: int, units: int, traffic: BucketTraffic, *, first: bool
 ) -> None:
-    """Count what one of so many units sent; ``first``: of a step.
+    """Count the traffic of one of several units; ``first``: whether a step begins with it.
 
     Units whose gradients come later have larger numbers, but some may come first or never.
     """

@@ -1,4 +1,4 @@
-"""The road of a hook on a model whose parameters ``fully_shard`` has sharded."""
+"""Runs a hook on a model whose parameters ``fully_shard`` has sharded."""
 
 from __future__ import annotations
 
@@ -52,19 +52,18 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class ShardedRoad:
-    """A model with ``fully_shard``, whose communication is the library's while a hook is attached.
+    """A model with ``fully_shard`` whose collectives the library replaces while a hook is attached.
 
-    On a mesh of one dimension the hook takes part in the reduce-scatters; on one of two dimensions,
-    and with ``replicate()``, it averages across replicas.
+    On a mesh of one dimension the hook takes part in the reduce-scatters. On a mesh of two
+    dimensions, and with ``replicate()``, it averages across replicas.
 
     Args:
         model: the model.
-        units: its groups of parameters, of which those that are trained come first, and have the
-            same process groups.
-        weights: what parameters are gathered through; None for as they are.
+        units: its groups of parameters. Trained ones come first, and have the same process groups.
+        weights: the codec for gathered parameters; None gathers them uncompressed.
     """
 
-    #: None takes this one's place.
+    #: No other road replaces this one.
     successor = None
 
     def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
@@ -72,7 +71,7 @@ class ShardedRoad:
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
         self._attached: Attached | None = None
-        #: The hook of the reduce-scatters; on a mesh of one dimension the same as the attached one.
+        #: The hook of the reduce-scatters; on a mesh of one dimension the attached hook.
         self.shard_attached: Attached | None = None
         self._reducing: Unit | None = None
         self._then: list[Callable[[], None]] = []
@@ -98,7 +97,7 @@ class ShardedRoad:
         self._members = _C.module_members(model)
         self._forward_handles = [register_first(model, BeforeForward(self))]
 
-    # ---- in the place of fully_shard's own collectives -------------------------------------------
+    # ---- replacements of fully_shard's own collectives -------------------------------------------
 
     def _take_over(self) -> None:
         gather = AllGather(self)
@@ -127,12 +126,12 @@ class ShardedRoad:
             self._forget()
 
     def _stop(self) -> None:
-        """The last backward of the hook has ended."""
+        """Give the collectives back: the last backward of the hook has ended."""
         self._roots.stop()
         self._step.close()
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
-        """A unit's gradients are complete; ``fully_shard`` reduces them now."""
+        """Note that a unit's gradients are complete; ``fully_shard`` reduces them now."""
         if self._under_way.has(unit.number):  # a module that ran twice: its gradients add up
             self._under_way.wait(self._step.fail_with)
         before, self._reducing = self._reducing, unit
@@ -152,7 +151,7 @@ class ShardedRoad:
 
         Raises:
             PeerError: it failed on another rank.
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         assert self._shard_group is not None
         unit, attached = self._units[-1 - number], self.shard_attached
@@ -202,7 +201,7 @@ class ShardedRoad:
         where = hook_on_bucket(attached.name, unit.number, len(self._units))
         goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
         if goes_on:
-            out.fill_(math.nan)  # what nobody is to look at yet
+            out.fill_(math.nan)  # nobody may use these values yet
         with counting(meter):
             future = attached.start_on_shards(bucket, where)
         traffic = meter.traffic(tensor.numel(), tensor.dtype)
@@ -218,7 +217,7 @@ class ShardedRoad:
         )
 
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
-        """Whether an exchange may end with the backward: PyTorch and hooks do not need it yet."""
+        """Whether an exchange may end with the backward: nothing needs its result earlier."""
         is_last = self._replica_group is None or group.parent is self._replica_group
         return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
 
@@ -227,7 +226,7 @@ class ShardedRoad:
 
         Raises:
             PeerError: it failed on another rank.
-            Exception: what the hook raised.
+            Exception: the hook raised it.
         """
         unit, attached = self._reducing, self._attached
         assert self._replica_group is not None
@@ -242,7 +241,7 @@ class ShardedRoad:
                 meter = WireMeter()
                 with counting(meter):
                     note_collective(note)
-                    # With the operation of fully_shard, whose bits these are.
+                    # With fully_shard's own operation, for the same bits.
                     future = group.allreduce([tensor], options).get_future()
                 wait_for(future, step_group)
                 if unit is not None and attached is not None:
@@ -298,7 +297,7 @@ class ShardedRoad:
         """Gather a unit's parameters.
 
         Raises:
-            PeerError: a rank has left the step that came before.
+            PeerError: a rank has left the previous step.
         """
         future, bytes_sent = self._gathers.issue(out, tensor, group)
         if self._attached is not None:
@@ -306,21 +305,21 @@ class ShardedRoad:
         return future
 
     def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
-        """Wait for what :meth:`all_gather` gave."""
+        """Wait for the Future of :meth:`all_gather`."""
         self._gathers.wait(future)
 
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
         if attached.memory.replays.is_capturing:
-            return  # nothing is sent now, and nobody counts what replays will send
+            return  # nothing is sent now, and replays are not counted
         count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
         self._counted = []
-        model = self.model() if self.device.type == "cpu" else None  # elsewhere nothing goes on
+        model = self.model() if self.device.type == "cpu" else None  # only the CPU overlaps
         self._has_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
         if not self._roots.are_in_backward:  # of modules grouped for fully_shard, one ran alone
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -328,7 +327,7 @@ class ShardedRoad:
             attached.look_at_scale(in_join=False)
 
     def _backward_ends(self) -> None:
-        """A backward of one of the model's roots has ended; of several in one, the last ends it."""
+        """Note that a root's backward has ended. The last of several roots ends the step."""
         if self._roots.are_in_backward:
             return
         self._step.end()
@@ -337,7 +336,7 @@ class ShardedRoad:
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
-            if attached not in self._counted:  # gradients have been added up among the shards alone
+            if attached not in self._counted:  # only shards have reduced gradients
                 continue
             if attached.local_steps is None:
                 attached.memory.count_step()
@@ -349,7 +348,7 @@ class ShardedRoad:
         return found[:1] if len(found) == 2 and found[0] is found[1] else found
 
     def before_forward(self, module: nn.Module) -> None:
-        """Called by the model before its own forward, and by a root around it before that."""
+        """Check the model. The model and the roots around it call this before their forward."""
         model = self.model()
         if self._closed or model is None:
             return
@@ -360,7 +359,7 @@ class ShardedRoad:
             self._check(model)
 
     def _check(self, module: nn.Module) -> None:
-        """Refuse a model that is not what it was when the hook was attached."""
+        """Refuse a model that has changed since the hook was attached."""
         members = _C.module_members(module)
         if members != self._members:
             self._check_units(module)
@@ -378,7 +377,7 @@ class ShardedRoad:
                     "hook was attached; remove() the hook and attach it again"
                 )
 
-    # ---- the road of a hook ----------------------------------------------------------------------
+    # ---- the interface of a road -----------------------------------------------------------------
 
     @property
     def attached(self) -> Attached | None:
@@ -398,7 +397,7 @@ class ShardedRoad:
             self._close()
 
     def use_shard_hook(self, attached: Attached) -> None:
-        """Have a hook take part in the reduce-scatters, beside the one across replicas."""
+        """Let a hook take part in the reduce-scatters, beside the one across replicas."""
         assert self._shard_group is not None
         group = self._step.group_of(self._shard_group)
         assert group is not None
@@ -408,7 +407,7 @@ class ShardedRoad:
         self.shard_attached = attached
 
     def _prepare(self, attached: Attached) -> None:
-        """Have what a hook remembers of all parameters before the first step."""
+        """Let a hook ask for its memory of all parameters before the first step."""
         if not isinstance(attached.hook, Hook):
             return
         for unit in self._units:
@@ -421,7 +420,7 @@ class ShardedRoad:
 
     @property
     def group(self) -> StepGroup:
-        """Through which the hook communicates: across replicas, or else among the shards."""
+        """The group through which the hook communicates: across replicas, or among shards."""
         parent = self._shard_group if self._replica_group is None else self._replica_group
         assert parent is not None
         group = self._step.group_of(parent)
@@ -429,11 +428,11 @@ class ShardedRoad:
         return group
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuse a hook that cannot do what a sharded model asks of it."""
+        """Refuse a hook that does not support a sharded model."""
         check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
-        """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
+        """Raise on all ranks of the mesh if one fails or settings differ; as :func:`agree`."""
         of_all, of_shard = settings_by_ranks(self._memory, settings)
         agree_across(self.parents, what, error, of_all, of_shard)
 
@@ -464,7 +463,7 @@ class ShardedRoad:
         return ShardedReplica(self._step, self.group, self._units, self.device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere; its buckets are formed from that."""
+        """Form the buckets of a memory that was loaded."""
         for attached in self._all_attached():
             self._prepare(attached)
 
@@ -475,7 +474,7 @@ class ShardedRoad:
             then()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank; ``set_requires_gradient_sync(False)`` meanwhile."""
+        """Let gradients accumulate in a block; as ``set_requires_gradient_sync(False)``."""
         return without_reductions(self._units)
 
     def join(self) -> NoReturn:
@@ -494,6 +493,6 @@ class ShardedRoad:
             self._roots.reset()
         self._give_back()
         self.shard_attached = None
-        if not self._roots.are_unfinished:  # or the backward's end drops them
+        if not self._roots.are_unfinished:  # otherwise the backward's end drops them
             self._gathers.drop_restored(self._all_units)
         self.after_backward(self._stop)

@@ -1,4 +1,4 @@
-"""The modules with ``fully_shard`` whose forwards and backwards begin and end a model's steps."""
+"""The modules of ``fully_shard`` whose forward and backward begin and end a model's steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch_commhook.attachment.sharded.step import LEFT, ShardedStep, is_in_back
 
 
 class Roots:
-    """The outermost modules of a model, or one around it, whose states ``fully_shard`` keeps.
+    """The outermost modules of a model, or one around it, that hold the states of ``fully_shard``.
 
     Args:
-        step: the model's.
+        step: the model's step.
         ended: called when a backward of one of them has ended.
     """
 
@@ -27,14 +27,14 @@ class Roots:
         self._around: list[weakref.ref[nn.Module]] = []
 
     def listen_to(self, module: nn.Module) -> None:
-        """Hear of the ends of backwards of a module, and of those in it."""
+        """Watch the ends of backwards of a module and of the modules in it."""
         for state in fsdp.states(module):
             if all(reference() is not state for reference in self._states):
                 self._states.append(weakref.ref(state))
                 fsdp.listen_to_end(state, self._ended)
 
     def stop(self) -> None:
-        """Hear of none."""
+        """Watch no module any more."""
         for reference in self._states:
             state = reference()
             if state is not None:
@@ -42,18 +42,18 @@ class Roots:
 
     @property
     def are_in_backward(self) -> bool:
-        """Whether a backward goes on in one of them."""
+        """Whether a backward of one of them is running."""
         return any(map(fsdp.is_in_backward, self._all()))
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether a forward or a backward of one of them goes on, or was left by an exception."""
+        """Whether a forward or backward of one of them is running, or was left by an exception."""
         return any(map(fsdp.is_unfinished, self._all()))
 
     def around(self, model: nn.Module) -> list[nn.Module]:
-        """Modules around a model that are roots since its first forward; each is given once.
+        """Modules around a model that became roots in its first forward. Each is returned once.
 
-        An iteration begins with their forward.
+        Their forward begins an iteration.
         """
         found = []
         for root in self._all():
@@ -66,7 +66,7 @@ class Roots:
         return found
 
     def recover(self, module: nn.Module) -> None:
-        """Have a module go on where its last forward or backward was left by an exception."""
+        """Make a module usable again if an exception ended its last forward or backward."""
         if is_in_backward():  # activation checkpointing
             return
         inside = [root for root in self._all() if _has(module, fsdp.root_module(root))]
@@ -80,7 +80,7 @@ class Roots:
             self._step.has_failed = False
 
     def check(self) -> None:
-        """Refuse backwards that reduce no gradients.
+        """Refuse backwards that do not reduce gradients.
 
         Raises:
             RuntimeError: ``set_manual_backward_finalization(True)`` was called.
@@ -88,13 +88,13 @@ class Roots:
         states = [reference() for reference in self._states]
         if any(state is not None and fsdp.is_finalized_by_hand(state) for state in states):
             raise RuntimeError(
-                "torch_commhook: set_manual_backward_finalization(True) has gradients reduced "
-                "after backward(), where a hook's step has ended; set it to False, or remove() "
+                "torch_commhook: with set_manual_backward_finalization(True) gradients are reduced "
+                "after backward(), when a hook's step has ended; set it to False, or remove() "
                 "the hook"
             )
 
     def reset(self) -> None:
-        """Have all forget the step that they are in."""
+        """Reset the states of all, so that they leave the present step."""
         for root in self._all():
             fsdp.reset(root)
 

@@ -1,4 +1,4 @@
-"""The hooks around a hook that a sharded model can have."""
+"""The hooks that may run around a communication hook on a sharded model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_commhook.step.stages import BucketStages
 
 
 class ShardedStages(BucketStages):
-    """Refuses those that need what no rank has.
+    """Refuses hooks that need gradients which no rank has.
 
     Args:
-        on_shards: whether the hook takes part in reduce-scatters.
+        on_shards: whether the communication hook takes part in reduce-scatters.
     """
 
     def __init__(self, *, on_shards: bool) -> None:
@@ -22,10 +22,10 @@ class ShardedStages(BucketStages):
         self._on_shards = on_shards
 
     def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """As :meth:`BucketStages.register`.
+        """Register a hook; as :meth:`BucketStages.register`.
 
         Raises:
-            RuntimeError: the model has no place for it.
+            RuntimeError: the model does not support it.
         """
         if stage == "post_accumulate_hooks":
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The process groups of a sharded model, and the steps that all of them count together."""
+"""The process groups of a sharded model, and the steps that they take together."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from torch_commhook.attachment.sharded.under_way import UnderWay
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.step.step_group import StepGroup
 
-#: Why a step fails that nobody has ended.
+#: The failure's reason of a step that was not ended.
 LEFT = "forward() or backward() was left by an exception"
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside of a backward."""
+    """Whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ShardedStep:
     """One step on all process groups of a sharded model.
 
-    A rank where something fails closes the connections of all its groups, and so does each rank
-    that notices, so that all ranks of the mesh raise in the same step. Where a hook keeps replicas
-    apart, a backward is a step of each replica's own, and an exchange one of the whole mesh.
+    If something fails on a rank, it closes the connections of all its groups. Each rank that
+    notices does the same, so that all ranks of the mesh raise in the same step. If a hook keeps
+    replicas apart, each replica takes the step of a backward on its own, and the whole mesh takes
+    the step of an exchange.
 
     Args:
-        parents: the process groups through which the model communicates; all their ranks make
-            theirs at the same point, in the same order.
-        replicas: the one of them that the replicas of this rank's shards are in, if there are any.
+        parents: the process groups through which the model communicates. All ranks make theirs at
+            the same point, in the same order.
+        replicas: the one of them with the replicas of this rank's shards, or None.
         on_begin: called when a step begins.
-        under_way: what is waited for when a step ends on this rank.
-        on_end: called when a step has been done on all ranks.
+        under_way: the exchanges to wait for when a step ends on this rank.
+        on_end: called when all ranks have done a step.
 
     Attributes:
-        has_failed: whether the last backward did, after which the model has not run again.
+        has_failed: whether the last backward failed, and the model has not run since.
         keeps_apart: whether replicas are apart.
     """
 
@@ -55,7 +56,7 @@ class ShardedStep:
             for parent, group in self._groups
             if len(others.intersection(dist.get_process_group_ranks(parent))) <= 1
         ]
-        self._taking_part: list[StepGroup] = []  # in the step that is open
+        self._taking_part: list[StepGroup] = []  # in the open step
         self._in_exchange = False
         self._on_begin = on_begin
         self._under_way = under_way
@@ -67,17 +68,17 @@ class ShardedStep:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward that reduces gradients is under way."""
+        """Whether a backward that reduces gradients is running."""
         return self._is_open
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
-        """The process groups that these were made for."""
+        """The process groups for which these were made."""
         return [parent for parent, _ in self._groups]
 
     @property
     def groups(self) -> list[StepGroup]:
-        """Those of all parents."""
+        """The groups of all parents."""
         return [group for _, group in self._groups]
 
     @property
@@ -90,11 +91,11 @@ class ShardedStep:
         return self._in_replica if self.keeps_apart else self.groups
 
     def group_of(self, parent: dist.ProcessGroup) -> StepGroup | None:
-        """What stands for a process group; None for one that is not the model's."""
+        """The group for a process group; None if it is not one of the model's."""
         return next((group for each, group in self._groups if each is parent), None)
 
     def before_reduction(self) -> None:
-        """A backward reduces gradients: its first reduction begins the step.
+        """Note that a backward reduces gradients: its first reduction begins the step.
 
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.begin`.
@@ -117,17 +118,17 @@ class ShardedStep:
                 raise self.fail_with(error, group) from error
 
     def begin_exchange(self, *, in_replica: bool = False) -> None:
-        """Begin a step of the whole mesh, outside of a backward.
+        """Begin a step of the whole mesh, outside a backward.
 
         Args:
-            in_replica: whether this rank's replica takes it alone.
+            in_replica: whether only this rank's replica takes the step.
 
         Raises:
-            RuntimeError, PeerError: as :meth:`StepGroup.begin`; or in a backward, which has to end.
+            RuntimeError, PeerError: as :meth:`StepGroup.begin`; or a backward is still running.
         """
         if is_in_backward():
             raise RuntimeError(
-                "torch_commhook: replicas cannot come together inside of backward(); call "
+                "torch_commhook: replicas cannot be averaged inside backward(); call "
                 "optimizer.step() after it"
             )
         if self._is_open:
@@ -136,7 +137,7 @@ class ShardedStep:
         self._begin(self._in_replica if in_replica else self.groups)
 
     def end_exchange(self) -> None:
-        """End an exchange that went well on this rank, together with all ranks.
+        """End an exchange that succeeded on this rank, together with all ranks.
 
         Raises:
             PeerError: it failed on another rank.
@@ -145,11 +146,11 @@ class ShardedStep:
         self._in_exchange = False
 
     def fail_exchange(self, error: BaseException, at: StepGroup) -> BaseException:
-        """:meth:`fail_with` in an exchange; the error itself where its end has failed already."""
+        """Fail an exchange; as :meth:`fail_with`, but returns a failed end's error itself."""
         return self.fail_with(error, at) if self._in_exchange else error
 
     def before_gather(self) -> None:
-        """Parameters are to be gathered. After a step that failed, wait for the other ranks.
+        """Prepare a gather of parameters. After a failed step, wait for the other ranks.
 
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.connect`.
@@ -160,7 +161,7 @@ class ShardedStep:
             group.connect()
 
     def end(self) -> None:
-        """End the step, where there is one, together with all ranks.
+        """End the step, if one is open, together with all ranks.
 
         Raises:
             PeerError: it failed on another rank.
@@ -181,22 +182,22 @@ class ShardedStep:
                 raise
 
     def fail_with(self, error: BaseException, at: StepGroup) -> BaseException:
-        """Let all ranks leave this step because of an error.
+        """Make all ranks leave this step because of an error.
 
         Args:
-            error: what was raised.
-            at: through which group.
+            error: the error.
+            at: the group in which it occurred.
 
         Returns:
-            What to raise; as :meth:`StepGroup.fail_with`.
+            The error to raise; as :meth:`StepGroup.fail_with`.
         """
-        # A failure of a replica's own leaves the connections of the others as they are.
+        # The failure of a replica's own step leaves other replicas' connections open.
         explained = at.fail_with(error) if at in self._failing else error
         self.fail(explained)
         return explained
 
     def fail(self, reason: BaseException | str) -> None:
-        """Let all ranks leave this step, and tell them why; as :meth:`StepGroup.fail`."""
+        """Make all ranks leave this step, and send them the reason; as :meth:`StepGroup.fail`."""
         groups = self._failing
         self.has_failed = self.has_failed or not self._in_exchange
         self._is_open = self._in_exchange = False
@@ -206,10 +207,10 @@ class ShardedStep:
 
     @property
     def _failing(self) -> list[StepGroup]:
-        """The groups of the step that is open, or of one that a gather belongs to."""
+        """The groups of the open step, or of the step that a gather belongs to."""
         return self._taking_part if self._is_open or self._in_exchange else self._of_a_backward
 
     def close(self) -> None:
-        """Give the groups up."""
+        """Close the groups."""
         for group in self.groups:
             group.close()

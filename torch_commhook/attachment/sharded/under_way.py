@@ -1,4 +1,4 @@
-"""Exchanges of gradients that go on beside the rest of a backward."""
+"""Exchanges of gradients that run while the backward continues."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Exchange:
 
     Attributes:
         unit: the unit's number.
-        future: complete when it has come to its end.
-        where: names what waits for it.
-        group: through which it goes.
-        finish: writes what it gives.
-        target: where that is; it holds NaN where nothing is written.
+        future: completes when the exchange has ended.
+        where: names the waiting operation in errors.
+        group: the group of the exchange.
+        finish: writes the result.
+        target: the result's destination. It contains NaN if nothing is written.
     """
 
     unit: int
@@ -37,7 +37,7 @@ class Exchange:
     target: torch.Tensor
 
     def wait(self) -> None:
-        """Wait for it, and write what it gives.
+        """Wait for it, and write its result.
 
         Raises:
             Exception: it failed.
@@ -53,7 +53,7 @@ class UnderWay:
         self._exchanges: list[Exchange] = []
 
     def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
-        """Let an exchange go on, or wait for it.
+        """Let an exchange continue, or wait for it.
 
         Raises:
             Exception: it failed.
@@ -64,17 +64,17 @@ class UnderWay:
             exchange.wait()
 
     def has(self, unit: int) -> bool:
-        """Whether one of a unit's is under way."""
+        """Whether an exchange of a unit is running."""
         return any(exchange.unit == unit for exchange in self._exchanges)
 
     def wait(self, failed: Callable[[Exception, StepGroup], BaseException]) -> None:
-        """Wait for all.
+        """Wait for all exchanges.
 
         Args:
-            failed: gives what to raise for an error in a group.
+            failed: returns the error to raise for an error in a group.
 
         Raises:
-            Exception: one failed; the others are not written.
+            Exception: one failed. The others' results are not written.
         """
         while self._exchanges:
             exchange = self._exchanges.pop(0)
@@ -87,10 +87,10 @@ class UnderWay:
                 raise explained from None
 
     def drop(self) -> None:
-        """Wait for what is in flight in a step that failed, and write NaN."""
+        """Wait for the exchanges of a failed step, and write NaN."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._exchanges:
             exchange = self._exchanges.pop(0)
-            with suppress(Exception):  # a consequence of what has failed
+            with suppress(Exception):  # a consequence of the failure
                 _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
             exchange.target.fill_(math.nan)

@@ -24,13 +24,13 @@ class Unit:
     It keeps no model alive.
 
     Attributes:
-        reference: gives PyTorch's object of them.
-        number: among the model's units; that of the last module, whose gradients come first, is 0,
-            and those that are not trained have -1.
-        parameters: the form of each that requires grad, by the id of PyTorch's object.
-        reduced: which of them have gradients that are being reduced, in order.
+        reference: returns PyTorch's object of them.
+        number: its number among the model's units. The last module's unit, whose gradients come
+            first, is 0. Units that are not trained have -1.
+        parameters: the description of each that requires grad, by the id of PyTorch's object.
+        reduced: those with gradients that are being reduced, in order.
         shards: this rank's shards, by name, with the tensors of which they are views.
-        own: what ``fully_shard`` communicates through where no hook is attached.
+        own: the communication of ``fully_shard`` without a hook.
     """
 
     reference: weakref.ref[fsdp.ParamGroup]
@@ -54,7 +54,7 @@ class Unit:
         """Note which parameters' gradients ``fully_shard`` is about to reduce.
 
         Raises:
-            RuntimeError: there is one that did not require grad.
+            RuntimeError: one of them did not require grad before.
         """
         found = fsdp.with_gradient(self.group)
         if any(id(each) not in self.parameters for each in found):
@@ -65,11 +65,11 @@ class Unit:
         self.reduced = [self.parameters[id(each)] for each in found]
 
     def scale(self, op: fsdp.ReduceOp, ranks: int) -> float:
-        """What ``fully_shard`` has a sum over so many ranks multiplied by.
+        """The factor by which ``fully_shard`` multiplies a sum over ``ranks`` ranks.
 
         Args:
-            op: with which it asks for it.
-            ranks: of the group.
+            op: the operation that it requests.
+            ranks: the number of ranks in the group.
         """
         if op == dist.ReduceOp.AVG:
             return 1.0 / ranks
@@ -83,7 +83,7 @@ class Unit:
         """This rank's shards of the parameters whose gradients are being reduced.
 
         Args:
-            memory: is told where a parameter has other memory than before.
+            memory: is notified if a parameter has moved to other memory.
         """
         return self._shards_of(self.reduced, memory)
 
@@ -110,43 +110,44 @@ class Unit:
         """The names and this rank's shards of all parameters that require grad.
 
         Args:
-            memory: as :meth:`local_shards` takes it.
+            memory: as for :meth:`local_shards`.
         """
         parameters = self.parameters.values()
         shards = self._shards_of(parameters, memory)
         return [(each.name, shard) for each, shard in zip(parameters, shards, strict=True)]
 
     def references(self) -> list[Callable[[], Tensor | None]]:
-        """What gives each of these parameters as the model has it in shards."""
+        """Functions that return each of these parameters as the sharded model has it."""
         return [fsdp.reference(each) for each in self._all]
 
     def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
-        """Have ``fully_shard`` call these in place of its own collectives."""
+        """Replace ``fully_shard``'s own collectives."""
         self.own = fsdp.communication(self.group)
         fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
 
     def _is_ours(self) -> tuple[bool, bool]:
-        """Whether what :meth:`take_over` has put in place is still there."""
+        """Whether each replacement of :meth:`take_over` is still in place."""
         now = fsdp.communication(self.group)
         return isinstance(now.all_gather, AllGather), isinstance(now.reduce_scatter, ReduceScatter)
 
     def check_communication(self) -> None:
-        """Refuse what was put in the place of the library's communication.
+        """Refuse a communication that has replaced the library's.
 
         Raises:
-            RuntimeError: something was.
+            RuntimeError: the user has replaced it.
         """
         if not all(self._is_ours()):
             raise RuntimeError(
-                "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was called "
-                "since the hook was attached, whose place they take; remove() the hook first"
+                "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() has "
+                "replaced "
+                "the hook's communication since the hook was attached; remove() the hook first"
             )
 
     def give_back(self) -> None:
         """Undo :meth:`take_over`."""
         group = self.group
         if group is not None and self.own is not None:
-            now = fsdp.communication(group)  # of which a user may have replaced a part
+            now = fsdp.communication(group)  # a user may have replaced a part of it
             ours = self._is_ours()
             fsdp.set_communication(
                 group,
@@ -159,10 +160,10 @@ class Unit:
 
 
 def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
-    """The groups whose ranks step together, in an order that is the same on all of them.
+    """The groups whose ranks step together, in the same order on all ranks.
 
-    They have those of tensor parallelism, too: ranks that have other columns of a parameter are to
-    leave a step that has failed.
+    Includes those of tensor parallelism: ranks with other columns of a parameter must also leave a
+    failed step.
     """
     found: list[dist.ProcessGroup] = []
     for unit in units:
@@ -174,7 +175,7 @@ def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
 
 @contextmanager
 def without_reductions(units: Sequence[Unit]) -> Iterator[None]:
-    """Have units reduce no gradients meanwhile."""
+    """Let units reduce no gradients inside the block."""
     before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in units]
     for group, _ in before:
         fsdp.set_sync_flags(group, (False, False))

@@ -52,8 +52,7 @@ def _eliminate(gram: Tensor) -> Tensor:
 
     Args:
         gram: the vectors' inner products, ``(matrices, rank, rank)``; each vector has length 1 or
-            0.
-            Overwritten.
+            0. Overwritten.
     """
     rank = gram.shape[1]
     change = torch.eye(rank, dtype=gram.dtype, device=gram.device).repeat(len(gram), 1, 1)

@@ -1,4 +1,4 @@
-"""Arguments of a simulated collective: what they must be, and how a message names them."""
+"""Checks of a simulated collective's arguments, and their text in messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch_commhook.process_group.simulated.data import Reduction, can_reduce
 def tensors_of(
     operation: str, name: str, value: Any, *, count: int | None = None, sparse: bool = False
 ) -> list[Tensor]:
-    """The tensors of an argument; a tensor stands for a list of it.
+    """The tensors of an argument; a single tensor counts as a list of one.
 
     Raises:
-        TypeError: no tensors, or sparse ones.
-        ValueError: another number of them.
+        TypeError: a value is no tensor, or a tensor is sparse.
+        ValueError: there are more or fewer tensors.
     """
     tensors = [value] if isinstance(value, Tensor) else value
     if not isinstance(tensors, (list, tuple)):
@@ -40,14 +40,14 @@ def tensors_of(
 
 
 def only_list(value: Any) -> Any:
-    """The list in a list of one list, which some collectives take; a list is taken as well."""
+    """The inner list of a list of one list, which some collectives use; a plain list as it is."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple)):
         return value[0]
     return value
 
 
 def check_like(operation: str, name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Raise ValueError where one has another number of elements or dtype."""
+    """Raise ValueError if a tensor has another number of elements or dtype."""
     for tensor in tensors:
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
             raise ValueError(
@@ -59,7 +59,7 @@ def check_like(operation: str, name: str, tensors: Sequence[Tensor], like: Tenso
 def check_times(
     operation: str, name: str, large: Sequence[Tensor], small: Sequence[Tensor], times: int
 ) -> None:
-    """Raise ValueError where one has not so many times the elements of the other."""
+    """Raise ValueError unless one tensor has ``times`` as many elements as the other."""
     for whole, share in zip(large, small, strict=True):
         if whole.numel() != times * share.numel() or whole.dtype != share.dtype:
             raise ValueError(
@@ -69,7 +69,7 @@ def check_times(
 
 
 def check_one_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError where dtypes differ."""
+    """Raise ValueError if dtypes differ."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         names = sorted(map(dtype_name, dtypes))
@@ -77,11 +77,11 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
 
 
 def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
-    """The reduction that options, or an operation in their place, ask for.
+    """The reduction of options, or of an operation in their place.
 
     Raises:
-        TypeError: neither of these.
-        ValueError: none for the tensors' dtype, or for sparse tensors.
+        TypeError: neither is given.
+        ValueError: the tensors' dtype or layout does not support it.
     """
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
     if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
@@ -98,17 +98,17 @@ def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduct
 
 
 def root_of(operation: str, opts: Any, size: int) -> int:
-    """The root that options, or a number in their place, tell."""
+    """The root of options, or the number in their place."""
     root = getattr(opts, "rootRank", 0 if opts is None else opts)
     return peer_of(operation, "root", root, size)
 
 
 def peer_of(operation: str, name: str, rank: Any, size: int) -> int:
-    """A rank of the group.
+    """Check a rank of the group, and return it.
 
     Raises:
-        TypeError: no int.
-        ValueError: no rank of the group.
+        TypeError: it is no int.
+        ValueError: it is no rank of the group.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{operation}: {name} must be a rank, got {type_name(rank)}")
@@ -118,7 +118,7 @@ def peer_of(operation: str, name: str, rank: Any, size: int) -> int:
 
 
 def split_sizes(operation: str, name: str, tensor: Tensor, splits: Any, ranks: int) -> list[int]:
-    """Rows of a tensor for each rank; equal shares for None or an empty list.
+    """The number of a tensor's rows for each rank; equal shares for None or an empty list.
 
     Raises:
         ValueError: they do not add up to the tensor's rows.
@@ -143,7 +143,7 @@ def split_sizes(operation: str, name: str, tensor: Tensor, splits: Any, ranks: i
 
 
 def signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What of tensors must be the same on all ranks."""
+    """The properties of tensors that must be the same on all ranks."""
     return tuple(
         (tensor.dtype, tensor.numel() if tensor.layout is torch.strided else tensor.shape)
         for tensor in tensors
@@ -151,7 +151,7 @@ def signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def text_of(tensors: Sequence[Tensor]) -> str:
-    """Such as ``float32 [4]``."""
+    """A text such as ``float32 [4]``."""
     return ", ".join(
         f"{'' if tensor.layout is torch.strided else 'sparse '}{dtype_name(tensor.dtype)} "
         f"{list(tensor.shape)}"
@@ -160,5 +160,5 @@ def text_of(tensors: Sequence[Tensor]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``float32``."""
+    """A text such as ``float32``."""
     return str(dtype).removeprefix("torch.")

@@ -17,12 +17,12 @@ class Call:
 
     Attributes:
         operation: the name of the group's method.
-        key: what must be the same on all ranks.
-        text: says it in words.
-        inputs, outputs: tensors that are read and written.
-        returned: what its Future holds.
-        root: rank of the group, where there is one.
-        bytes_sent: by this rank.
+        key: properties that must be the same on all ranks.
+        text: a description for messages.
+        inputs, outputs: the tensors that are read and written.
+        returned: the value of its Future.
+        root: the root's rank in the group, if there is one.
+        bytes_sent: the bytes that this rank sends.
     """
 
     operation: str
@@ -43,5 +43,5 @@ class Call:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0, 3``."""
+    """A text such as ``ranks 0, 3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

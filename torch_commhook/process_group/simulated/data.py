@@ -1,7 +1,7 @@
-"""What a simulated collective makes of the ranks' tensors.
+"""The results of simulated collectives.
 
-Sums are taken in order of rank, in the tensors' own dtype and rounded at each step, as Gloo does:
-with two ranks the result has Gloo's bits.
+Sums are taken in the order of ranks, in the tensors' own dtype and rounded at each step, as Gloo
+does: on two ranks results have Gloo's bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: For each rank: what is written into its outputs.
+#: For each rank: the values of its outputs.
 Results = Sequence[Sequence[Tensor]]
 
 _ON_BOOL = {
@@ -39,7 +39,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Part(Protocol):
-    """What one rank brings to a collective: see ``simulated.call.Call``."""
+    """One rank's input to a collective: see ``simulated.call.Call``."""
 
     inputs: Sequence[Tensor]
     reduction: Reduction | None
@@ -48,11 +48,11 @@ class Part(Protocol):
 
 
 class Reduction:
-    """A reduce operation, as options of a collective hold it.
+    """A reduce operation of a collective's options.
 
     Attributes:
         name: such as ``SUM``.
-        factor: of ``PREMUL_SUM``, by which each tensor is multiplied first.
+        factor: the factor of ``PREMUL_SUM``, which multiplies each tensor first.
     """
 
     def __init__(self, op: Any) -> None:
@@ -61,7 +61,7 @@ class Reduction:
         self.factor = op.__getstate__()[1] if self.name == "PREMUL_SUM" else None
 
     def key(self) -> tuple[str, Any]:
-        """What must be the same on all ranks. A factor may be each rank's own."""
+        """The properties that must be the same on all ranks. A factor may differ."""
         return self.name, None
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Reduction:
 
 
 def pairwise(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The function of two tensors that a reduction is made of; None where there is none."""
+    """The binary function of a reduction; None if there is none."""
     if dtype == torch.bool:
         return _ON_BOOL.get(name)
     return _PAIRWISE.get(name)
@@ -77,7 +77,7 @@ def pairwise(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor
 
 @lru_cache(maxsize=1000)
 def can_reduce(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch has such a reduction of a dtype."""
+    """Whether torch supports the reduction for a dtype."""
     function = pairwise(name, dtype)
     if function is None:
         return False
@@ -89,7 +89,7 @@ def can_reduce(name: str, dtype: torch.dtype) -> bool:
 
 
 def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction, ranks: int) -> Tensor:
-    """The reduction of one tensor of each rank, which is new."""
+    """The reduction of one tensor of each rank, as a new tensor."""
     first = tensors[0]
     function = pairwise(reduction.name, first.dtype)
     assert function is not None
@@ -113,7 +113,7 @@ def reduce_sparse(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def write(output: Tensor, value: Tensor) -> None:
-    """Write a result, past autograd, which collectives are no part of."""
+    """Write a result, hidden from autograd: collectives are not differentiated."""
     if output.layout is torch.sparse_coo:
         with torch.no_grad():
             output.copy_(value)
@@ -121,11 +121,11 @@ def write(output: Tensor, value: Tensor) -> None:
         output.data.copy_(value.reshape(output.shape))
 
 
-# ---- each collective: the calls of all ranks, in their order, to what each gets ------------------
+# ---- each collective: the calls of all ranks, in rank order, to the results of each --------------
 
 
 def all_reduce(calls: Sequence[Part]) -> Results:
-    """Each tensor's reduction, for all."""
+    """Each tensor's reduction, for all ranks."""
     totals = []
     for tensors in zip(*(call.inputs for call in calls), strict=True):
         if tensors[0].layout is torch.sparse_coo:
@@ -150,18 +150,18 @@ def reduce(calls: Sequence[Part]) -> Results:
 
 
 def broadcast(calls: Sequence[Part]) -> Results:
-    """The root's tensors, for all."""
+    """The root's tensors, for all ranks."""
     root = calls[0].root
     return [[] if rank == root else calls[root].inputs for rank in range(len(calls))]
 
 
 def all_gather(calls: Sequence[Part]) -> Results:
-    """The tensors of each rank one after another, for all."""
+    """The tensors of each rank one after another, for all ranks."""
     return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
 
 
 def all_gather_single(calls: Sequence[Part]) -> Results:
-    """For each tensor those of all ranks in one, for all."""
+    """For each tensor those of all ranks in one, for all ranks."""
     gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
     return [gathered] * len(calls)
 
@@ -181,20 +181,20 @@ def gather_single(calls: Sequence[Part]) -> Results:
 
 
 def scatter(calls: Sequence[Part]) -> Results:
-    """To each rank its tensor of the root's."""
+    """For each rank its tensor of the root's."""
     pieces = calls[calls[0].root].inputs
     return [[piece.clone()] for piece in pieces]
 
 
 def reduce_scatter(calls: Sequence[Part]) -> Results:
-    """To each rank the reduction of what all have for it."""
+    """For each rank the reduction of its tensors on all ranks."""
     reduction = _merged(calls)
     pieces = zip(*(call.inputs for call in calls), strict=True)
     return [[reduce_tensors(tensors, reduction, len(calls))] for tensors in pieces]
 
 
 def reduce_scatter_single(calls: Sequence[Part]) -> Results:
-    """For each tensor, to each rank its share of the reduction."""
+    """For each tensor, each rank's share of the reduction."""
     ranks, reduction = len(calls), _merged(calls)
     shares = [
         reduce_tensors([tensor.reshape(-1) for tensor in tensors], reduction, ranks).chunk(ranks)
@@ -206,18 +206,18 @@ def reduce_scatter_single(calls: Sequence[Part]) -> Results:
 
 
 def all_to_all(calls: Sequence[Part]) -> Results:
-    """To each rank, from each, the tensor that it has for it."""
+    """For each rank, the tensors that all ranks have for it."""
     return [[call.inputs[rank].clone() for call in calls] for rank in range(len(calls))]
 
 
 def all_to_all_single(calls: Sequence[Part]) -> Results:
-    """To each rank, from each, the rows that it has for it."""
+    """For each rank, the rows that all ranks have for it."""
     pieces = [call.inputs[0].split(call.input_splits) for call in calls]
     return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
 
 
 def barrier(calls: Sequence[Part]) -> Results:
-    """Nothing, for all."""
+    """Nothing, for all ranks."""
     return [[] for _ in calls]
 
 

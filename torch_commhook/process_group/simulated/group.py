@@ -28,25 +28,26 @@ from torch_commhook.process_group.simulated.work import CoalescedWork, Simulated
 
 
 class SimulatedProcessGroup(IssuingProcessGroup):
-    """One rank's side of a group among the threads of :func:`torch_commhook.testing.run_ranks`.
+    """One rank's side of a process group among the threads of ``run_ranks``.
 
-    ``run_ranks`` makes these, and so do ``torch.distributed.new_group`` and device meshes inside
-    of it. All collectives are there; what they give has Gloo's bits on two ranks, and sums over
-    more are taken in order of rank. Each is complete when all ranks have issued it, a send when it
-    is received. There is no timeout: what can never complete is an error at once.
+    :func:`torch_commhook.testing.run_ranks` makes these groups; inside it,
+    ``torch.distributed.new_group`` and device meshes do too. The group has all collectives. On two
+    ranks results have Gloo's bits; sums over more ranks are taken in rank order. A collective
+    completes when all ranks have issued it, a send when it is received. There is no timeout: an
+    operation that can never complete raises an error at once.
 
-    Also taken, which Gloo does not have: ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
-    zero. All methods take PyTorch's short forms too, such as ``allreduce(tensor, op)``.
+    Beyond Gloo's operations it supports ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
+    zero. All methods accept PyTorch's short forms, such as ``allreduce(tensor, op)``.
 
     Args:
-        link: what the ranks of the group share.
-        rank: of this side, in the group.
+        link: the state that the group's ranks share.
+        rank: this side's rank in the group.
 
     Raises:
-        TypeError: an argument of another type than the collective takes.
-        ValueError: sizes, dtypes or ranks that a collective cannot have. Names the collective.
-        MismatchedCollectiveError: another rank's n-th collective on the group is another one.
-        DeadlockError: by whoever waits, where no rank can go on.
+        TypeError: an argument has another type than the collective accepts.
+        ValueError: sizes, dtypes or ranks do not fit the collective. The message names it.
+        MismatchedCollectiveError: another rank's n-th collective on the group differs.
+        DeadlockError: from a wait, if no rank can continue.
 
     Example:
         >>> run_ranks(lambda rank: type(dist.group.WORLD).__name__, 1)
@@ -60,7 +61,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         super().__init__(link, rank)
         self._splits = 0
 
-    # What Python asks of a group's backend, which this group is itself.
+    # Methods that Python calls on a group's backend, which is this group itself.
     supports_splitting = False
     supports_time_estimate = False
 
@@ -96,7 +97,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Reduce one tensor for the root; the others' stay as they are."""
+        """Reduce one tensor for the root; the others' tensors stay unchanged."""
         tensors = tensors_of("reduce", "tensors", tensors, count=1)
         reduction = reduction_of("reduce", _op_of(opts, op), tensors)
         root = root_of("reduce", opts, self._size)
@@ -160,7 +161,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def allgather(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Give each rank the tensors of all."""
+        """Give each rank the tensors of all ranks."""
         inputs = tensors_of("allgather", "inputs", inputs, count=1)
         outputs = tensors_of("allgather", "outputs", only_list(outputs), count=self._size)
         check_like("allgather", "outputs", outputs, inputs[0])
@@ -169,7 +170,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Give each rank the tensors of all: ``outputs[rank][i]`` is that rank's ``inputs[i]``."""
+        """Give each rank all tensors: ``outputs[rank][i]`` is that rank's ``inputs[i]``."""
         operation = "allgather_coalesced"
         inputs = tensors_of(operation, "inputs", inputs)
         lists = [
@@ -190,7 +191,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def all_gather_single(
         self, output: Any, input: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Give each rank the tensors of all in one."""
+        """Give each rank the tensors of all ranks in one tensor."""
         return self._gather_all_of("all_gather_single", [output], [input])
 
     def all_gather_single_coalesced(
@@ -220,7 +221,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def alltoall(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Send a tensor to each rank, and get one from each."""
+        """Send a tensor to each rank, and receive one from each."""
         outputs = tensors_of("alltoall", "outputs", outputs, count=self._size)
         inputs = tensors_of("alltoall", "inputs", inputs, count=self._size)
         return self._exchange(
@@ -241,7 +242,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> SimulatedWork:
-        """Send rows of a tensor to each rank, and get some from each."""
+        """Send rows of a tensor to each rank, and receive rows from each."""
         operation = "all_to_all_single"
         outputs = tensors_of(operation, "output", output, count=1)
         inputs = tensors_of(operation, "input", input, count=1)
@@ -304,7 +305,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Give the root the tensors of all."""
+        """Give the root the tensors of all ranks."""
         inputs = tensors_of("gather", "inputs", inputs, count=1)
         root = root_of("gather", opts, self._size)
         outputs = self._at_root("gather", "outputs", only_list(outputs), root, self._size)
@@ -314,7 +315,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
     def gather_single(
         self, output: Any, input: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
-        """Give the root the tensors of all in one."""
+        """Give the root the tensors of all ranks in one tensor."""
         operation = "gather_single"
         inputs = tensors_of(operation, "input", input, count=1)
         root = root_of(operation, opts, self._size)
@@ -375,7 +376,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         return self._receive("recv", tensors, peer_of("recv", "source", source, self._size), tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
-        """Receive a tensor from any rank, which the Work then tells."""
+        """Receive a tensor from any rank; the Work reports the rank."""
         return self._receive("recv_anysource", tensors, None, tag)
 
     def _receive(self, operation: str, tensors: Any, source: int | None, tag: int) -> SimulatedWork:
@@ -390,23 +391,23 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         )
         return self._noted(self._link.receive(self._rank, call, source, tag))
 
-    # ---- barriers, several as one, and groups of some ranks --------------------------------------
+    # ---- barriers, coalescing, and groups of some ranks ------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
-        """Complete when all ranks have come."""
+        """Complete when all ranks have reached the barrier."""
         return self._issue(data.barrier, "barrier", (), (), key=(), text=lambda: "")
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come. Those that do not are named by the DeadlockError."""
+        """Wait until all ranks have reached the barrier. A DeadlockError names the others."""
         operation = "monitored_barrier"
         self._issue(data.barrier, operation, (), (), key=(), text=lambda: "").wait()
 
     def start_coalescing(self, device: Any = None) -> None:
-        """What is issued from here on is one Work in the end."""
+        """Combine all following operations into one Work."""
         self._coalescing = []
 
     def end_coalescing(self, device: Any = None) -> CoalescedWork:
-        """The Work of all that has been issued since."""
+        """Return the Work of all operations issued since."""
         works, self._coalescing = self._coalescing, None
         if works is None:
             raise RuntimeError("end_coalescing: start_coalescing() must be called first")
@@ -421,7 +422,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> SimulatedProcessGroup | None:
-        """A group of some of its ranks; all of these must call it. None for others."""
+        """Return a group of some ranks; all of these must call it. None for other ranks."""
         members = [peer_of("split_group", "ranks", rank, self._size) for rank in ranks]
         self._splits += 1
         if self._rank not in members:
@@ -437,5 +438,5 @@ class SimulatedProcessGroup(IssuingProcessGroup):
 
 
 def _op_of(opts: Any, op: Any) -> Any:
-    """In the short form of reduce, options are the root."""
+    """The operation. In the short form of reduce, options are the root."""
     return op if isinstance(opts, int) else opts

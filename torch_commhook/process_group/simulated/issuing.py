@@ -1,4 +1,4 @@
-"""A rank's side of a simulated group, which issues its collectives."""
+"""The base of a rank's side of a simulated group: it issues collectives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Tensors = Sequence[Tensor]
 
 
 class IssuingProcessGroup(ProcessGroup):
-    """One rank's side of a group, without its collectives: it issues those of a subclass.
+    """One rank's side of a group, without its collectives, which a subclass defines.
 
     Args:
-        link: what the ranks of the group share.
-        rank: of this side, in the group.
+        link: the state that the group's ranks share.
+        rank: this side's rank in the group.
     """
 
     def __init__(self, link: Link, rank: int) -> None:
@@ -40,25 +40,25 @@ class IssuingProcessGroup(ProcessGroup):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent on the group.
 
-        Each collective counts as many as an algorithm that moves the fewest would send: an
-        all-reduce ``2 (W - 1) / W`` of its tensor, with W ranks. A share of what some ranks must
-        send is each rank's, as in :mod:`torch_commhook.collectives`.
+        Each collective counts the bytes of an algorithm that sends the fewest: an all-reduce
+        ``2 (W - 1) / W`` of its tensor, with W ranks. Bytes that only some ranks must send are
+        divided among all ranks, as in :mod:`torch_commhook.collectives`.
         """
         return self._link.bytes_sent[self._rank]
 
-    # ---- what is around collectives --------------------------------------------------------------
+    # ---- around collectives ----------------------------------------------------------------------
 
     def _get_sequence_number_for_group(self) -> int:
         return self._link.sequence[self._rank]
 
     def _set_sequence_number_for_group(self) -> None:
-        """All ranks count from 1."""
+        """Do nothing: all ranks count from 1."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """There is none."""
+        """Do nothing: there is no timeout."""
 
     def shutdown(self) -> None:
-        """The group takes no more collectives."""
+        """Accept no more collectives."""
         self._is_shut_down = True
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a simulated process group share: the collectives that are under way."""
+"""The state that the ranks of a simulated process group share: its running collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_commhook.process_group.simulated.work import RunScheduler, SimulatedW
 
 
 class MismatchedCollectiveError(RuntimeError):
-    """Two ranks' collectives on a group do not belong together. The message has both.
+    """Two ranks' collectives on a group do not match. The message describes both.
 
     Example:
         >>> run_ranks(lambda rank: dist.all_reduce(torch.ones(2 + rank)), 2)
@@ -30,21 +30,21 @@ class Issued:
     """A call that a rank has made.
 
     Attributes:
-        group: its name.
-        traffic: what it means for the rank's link.
+        group: the group's name.
+        traffic: the call's load on the rank's link.
     """
 
     group: str
     traffic: Traffic
 
     def scaled(self, factor: float) -> Issued:
-        """The same call on tensors that are so many times as large."""
+        """The same call on tensors that are ``factor`` times as large."""
         return Issued(self.group, self.traffic.scaled(factor))
 
 
 @dataclass
 class _Round:
-    """A collective of which some ranks have come."""
+    """A collective that some ranks have reached."""
 
     first: int
     works: list[SimulatedWork | None]
@@ -53,7 +53,7 @@ class _Round:
 
 @dataclass
 class _Message:
-    """A send or a receive that has not met its other half."""
+    """A send or a receive without its counterpart."""
 
     work: SimulatedWork
     here: int
@@ -66,8 +66,8 @@ class Link:
     """The ranks of one group.
 
     Args:
-        links: of the run; its scheduler hands over between ranks.
-        name: of the group.
+        links: the groups of the run, with its scheduler.
+        name: the group's name.
         members: the rank in the run of each of the group's ranks.
     """
 
@@ -92,7 +92,7 @@ class Link:
         return f"group '{self.name}'"
 
     def _note(self, rank: int, call: Call) -> None:
-        """Count what a rank issues, and keep it where somebody wants to know."""
+        """Count a rank's call, and keep it if somebody asked for it."""
         self.bytes_sent[rank] += call.bytes_sent
         issued = self.links.issued.get(self.members[rank])
         if issued is not None:
@@ -107,10 +107,10 @@ class Link:
     def join(
         self, rank: int, call: Call, run: Callable[[Sequence[Call]], Results]
     ) -> SimulatedWork:
-        """One rank comes to its next collective; the last one carries it out.
+        """Enter one rank's next collective; the last rank carries it out.
 
         Raises:
-            MismatchedCollectiveError: another rank has come with another one.
+            MismatchedCollectiveError: another rank has entered a different one.
         """
         me = self.scheduler.enter(self.members[rank], call.operation)
         self.sequence[rank] += 1
@@ -163,7 +163,7 @@ class Link:
         raise error
 
     def missing(self, work: SimulatedWork) -> list[int]:
-        """The ranks of the run without which the work cannot be done."""
+        """The ranks of the run that the work still needs."""
         if work.number is not None:
             current = self._rounds.get(work.number)
             if current is None:
@@ -177,7 +177,7 @@ class Link:
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, rank: int, call: Call, destination: int, tag: int) -> SimulatedWork:
-        """One rank sends; the work is done when the other one receives."""
+        """Send from one rank; the work is done when the other one receives."""
         me = self.scheduler.enter(self.members[rank], call.operation)
         self._note(rank, call)
         work = SimulatedWork(self, self.members[rank], call, None)
@@ -193,7 +193,7 @@ class Link:
         return work
 
     def receive(self, rank: int, call: Call, source: int | None, tag: int) -> SimulatedWork:
-        """One rank receives, from any rank for None."""
+        """Receive on one rank; a source of None means any rank."""
         me = self.scheduler.enter(self.members[rank], call.operation)
         self._note(rank, call)
         work = SimulatedWork(self, self.members[rank], call, None)
@@ -223,10 +223,10 @@ class Links:
     """All groups of a run.
 
     Args:
-        scheduler: of the run.
+        scheduler: the run's scheduler.
 
     Attributes:
-        issued: for each rank of the run that has an entry, what it has issued since.
+        issued: for each rank of the run that has an entry, its calls since the entry was made.
     """
 
     def __init__(self, scheduler: RunScheduler) -> None:
@@ -239,8 +239,8 @@ class Links:
     def get(self, name: str, members: Sequence[int], rank: int) -> Link:
         """The link of a group that a rank makes.
 
-        A name may be used again for another group, once the first one has been destroyed: the
-        ranks' n-th groups of a name belong together.
+        A name may be used again for another group once the first one has been destroyed: the ranks'
+        n-th groups of a name belong together.
         """
         own = (name, tuple(members), rank)
         count = self._counts[own] = self._counts.get(own, 0) + 1

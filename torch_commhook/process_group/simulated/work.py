@@ -1,4 +1,4 @@
-"""What a simulated collective gives back."""
+"""The Work of simulated collectives."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from torch_commhook.process_group.work import Work
 
 
 class RunScheduler(Protocol):
-    """Hands over between the ranks of a run; ``enter`` gives what it knows the calling rank by."""
+    """Switches between the ranks of a run; ``enter`` returns its object for the calling rank."""
 
     def enter(self, owner: int, what: str) -> Any:
         """Begin an operation of a rank's group."""
 
     def is_on_thread_of(self, owner: int) -> bool:
-        """Whether this is the thread of a rank."""
+        """Whether this thread belongs to a rank."""
 
     def switch(self, rank: Any) -> None:
-        """Let another rank run, perhaps."""
+        """Let another rank run, if the seed says so."""
 
     def wait(self, rank: Any, awaited: SimulatedWork) -> None:
-        """Let others run until it is done."""
+        """Let others run until the awaited work is done."""
 
     def ask(self, rank: Any, awaited: SimulatedWork) -> None:
-        """Let others run until it is done, or until none can go on."""
+        """Let others run until the awaited work is done, or until none can continue."""
 
     def poll(self, rank: Any, awaited: SimulatedWork) -> bool:
-        """Whether it is done; if not, others run first."""
+        """Whether the awaited work is done; if not, others run first."""
 
     def complete(self, awaited: SimulatedWork) -> None:
-        """What a rank may be waiting for is done."""
+        """Note that work is done which a rank may be waiting for."""
 
     def fail(self, error: BaseException) -> None:
         """End the run."""
 
 
 class IssuingLink(Protocol):
-    """What a work asks of the link that it was issued on."""
+    """The interface of the link on which a work was issued."""
 
     @property
     def scheduler(self) -> RunScheduler:
-        """Hands over between the ranks of the run."""
+        """The scheduler of the run."""
 
     def missing(self, work: SimulatedWork) -> list[int]:
-        """The ranks of the run without which the work cannot be done."""
+        """The ranks of the run that the work still needs."""
 
 
 class _Future(torch.futures.Future[list[Tensor]]):
@@ -68,7 +68,7 @@ class _Future(torch.futures.Future[list[Tensor]]):
 
 
 class _WaitedFor(Work):
-    """Work that cannot fail, and is synchronized by waiting for it."""
+    """Work that cannot fail; a wait synchronizes it."""
 
     def exception(self) -> None:
         return None
@@ -89,14 +89,14 @@ class SimulatedWork(_WaitedFor):
         self.owner = owner
         self.call = call
         self.number = number
-        self.source = -1  # of what was received, a rank of the group
+        self.source = -1  # the sender's rank in the group
         self._link = link
         self._future: _Future | None = None
 
-    # ---- what torch.distributed asks for ---------------------------------------------------------
+    # ---- the interface for torch.distributed -----------------------------------------------------
 
     def wait(self, timeout: object = None) -> bool:
-        """Let other ranks run until it is done. There is no time that could run out."""
+        """Let other ranks run until it is done. There is no timeout."""
         if not self._is_done_elsewhere():
             self._link.scheduler.wait(self._enter("wait"), self)
         return True
@@ -120,9 +120,9 @@ class SimulatedWork(_WaitedFor):
         return self.number or 0
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A Future, complete if that can be had by letting others run.
+        """Return a Future. Lets others run first, so that it is complete if possible.
 
-        Who waits for a Future in C++ does so unseen, and no other rank would run.
+        A wait for a Future in C++ is invisible here, and no other rank would run.
         """
         rank = None if self._is_done_elsewhere() else self._enter("get_future")
         if self._future is None:
@@ -134,13 +134,13 @@ class SimulatedWork(_WaitedFor):
         return self._future
 
     def _is_done_elsewhere(self) -> bool:
-        """Whether another thread asks, such as that which gets a rank's results, and need not."""
+        """Whether another thread calls, such as one that collects a rank's results."""
         return self.is_done and not self._link.scheduler.is_on_thread_of(self.owner)
 
     def _enter(self, method: str) -> Any:
         return self._link.scheduler.enter(self.owner, f"Work.{method} of {self.call.operation}")
 
-    # ---- what the scheduler asks for -------------------------------------------------------------
+    # ---- the interface for the scheduler ---------------------------------------------------------
 
     def describe(self) -> str:
         operation = self.call.operation
@@ -159,7 +159,7 @@ class SimulatedWork(_WaitedFor):
 
     def deliver(self) -> None:
         if self._future is not None and not self._future.done():
-            with suppress(RuntimeError):  # another thread has, when a run ends
+            with suppress(RuntimeError):  # another thread has done so, when a run ends
                 self._future.set_result(list(self.call.returned))
 
 
@@ -185,7 +185,7 @@ class CoalescedWork(_WaitedFor):
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Complete when all are, which is waited for."""
+        """Return a Future of all results; waits for them first."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self.result())
         return future
