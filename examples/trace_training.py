@@ -1,8 +1,8 @@
-"""Train a small model over a link of 200 Mbit/s that is not there, and look at what travels.
+"""Train a small model over a simulated link of 200 Mbit/s, and record its collectives.
 
-Two ranks train with DDP through Gloo. A ThrottledProcessGroup makes each collective as late as the
-link would, and a RecordingProcessGroup around it writes down what passes. Afterwards there is a
-table, a trace for https://ui.perfetto.dev, and a picture of it:
+Two ranks train with DDP over Gloo. A ThrottledProcessGroup delays each collective as the link
+would, and a RecordingProcessGroup around it records the operations. The script prints a table, and
+writes a trace for https://ui.perfetto.dev and a picture of it:
 
     python examples/trace_training.py trace.json --picture trace.png
 
@@ -52,7 +52,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(options.steps):
         if step == 1:
-            recording.clear()  # the first step is one bucket
+            recording.clear()  # the first step has only one bucket
         optimizer.zero_grad()
         model(torch.randn(256, 512)).square().mean().backward()
         optimizer.step()
@@ -64,7 +64,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def draw(trace: Path, picture: Path) -> None:
-    """A row for each lane of each rank, a bar for each operation."""
+    """Draw a row for each lane of each rank, and a bar for each operation."""
     from matplotlib.figure import Figure
 
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if "dur" in event]
@@ -77,7 +77,7 @@ def draw(trace: Path, picture: Path) -> None:
         row = rows.index((event["pid"], event["tid"]))
         left, width = (event["ts"] - start) / 1e3, event["dur"] / 1e3
         axes.barh(row, width, left=left, color=f"C{event['pid']}", edgecolor="white")
-        if width > whole / 15:  # wide enough for what is written
+        if width > whole / 15:  # wide enough for the text
             label = f"{event['name']}\n{event['args']['bytes'] / 1e6:.1f} MB"
             axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(rows)), [f"rank {rank}, in flight {lane + 1}" for rank, lane in rows])
