@@ -1,15 +1,15 @@
-# Every target makes the environment that it needs; a second call only does its job.
+# Every target makes its environment first; a second call only runs the target.
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
-#   make test-long        those that make test leaves out for their length
-#   make test-integrations   hooks in training frameworks, of the versions tried; five minutes
-#                         (LATEST=1: of their newest releases)
+#   make test-long        run the tests marked long, which make test leaves out; twenty minutes
+#   make test-integrations   test hooks in training frameworks, in the listed versions; five minutes
+#                         (LATEST=1: in their newest releases)
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make wrapper-suite    PyTorch's own distributed tests, with wrapped process groups; four minutes
-#   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
-#   make docs             the site of the documents, into build/docs; any warning is an error
-#   make docs-links       whether the documents' links to other sites work; needs a network
-#   make bench            the benchmarks; results go to benchmarks/results
+#   make lint             ruff, mypy, import-linter, clang-format (make format fixes some errors)
+#   make docs             build the documents' site in build/docs; any warning is an error
+#   make docs-links       check the documents' links to other sites; needs a network
+#   make bench            run the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-loss-sharded   the same on sharded models, of four ranks; hours, can be interrupted
 #   make bench-loss-local   the same with an exchange once in 15 or 30 steps; an hour, can be interrupted
@@ -18,33 +18,33 @@
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
 #   make bench-attach     attaching over links of given delays; root, iproute2, ten minutes
 #   make bench-wan        time to a loss over a slow and far link; root, iproute2, two hours
-#   make bench-joining    what a new rank costs the others; root, iproute2, five minutes
+#   make bench-joining    the cost of a new rank for the others; root, iproute2, five minutes
 #   make bench-elastic    ranks that are killed, stopped or cut off; root, iproute2, 45 minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
-#   make bench-plan       what plan foretells of these steps, beside them; a minute
+#   make bench-plan       predictions of plan for these steps; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, ten minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make gpu              smoke, times, tests, counters, sanitizers and benchmarks on a GPU, with the
-#                         Python, torch and nvcc that are there, and no network; at most nine minutes
-#                         (ARGS=--dry-run: without a GPU, to see that all parts run)
+#                         installed Python, torch and nvcc, and no network; at most nine minutes
+#                         (ARGS=--dry-run: test all parts without a GPU)
 #   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
-#   make wheel            a wheel for the torch that is installed, into dist
-#   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
+#   make wheel            build a wheel for the installed torch, in dist
+#   make test-torch TORCH=2.15.0   run the tests against another torch, in its own environment
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
-#   make kill-and-resume  train with each hook that remembers something, kill it, go on; eight minutes
+#   make kill-and-resume  train with each hook that has memory, kill it, resume; eight minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make elastic-histories   10,000 random histories of elastic training, in virtual time; five minutes
-#   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
+#   make error-feedback   test the claims of error feedback, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
 #   make long-runs        long runs whose files have changed since they last passed, up to 20 minutes
-#   make results          docs/results.md, from the results that the long runs have stored
-#   make clean            remove the environments and everything that was built
-# Settings: PYTHON, TORCH, ARGS (passed on to the command).
+#   make results          write docs/results.md from the stored results of the long runs
+#   make clean            remove the environments and all build outputs
+# Settings: PYTHON, TORCH, ARGS (passed to the command).
 
 PYTHON ?= python3
-# The torch that the project is developed and tested on; what else works: docs/torch_versions.md.
+# The torch that the project is developed and tested on; docs/torch_versions.md lists the others.
 TORCH ?= 2.13.0
 CUDA_TORCH ?= 2.14.1
 ARGS ?=
@@ -53,7 +53,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 # The long runs import helpers of the tests.
 LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
-# Notes the files with which a whole long run has passed.
+# Records a digest of the files with which a full long run has passed.
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
@@ -69,11 +69,11 @@ test: $(VENV)/built
 test-long: $(VENV)/built
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m long $(ARGS)
 
-# Lets an environment import what $(VENV) has.
+# Lets an environment import the packages of $(VENV).
 ABOVE_VENV = cd $(1)/lib/python3*/site-packages && \
   echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" > below.pth
 
-# The frameworks lie in an environment above that of the tests.
+# The frameworks have an environment of their own, which imports that of the tests.
 FRAMEWORKS = tests/integrations/requirements.txt
 INTEGRATIONS = .venv-integrations$(if $(LATEST),-latest)
 test-integrations: $(VENV)/built $(INTEGRATIONS)/installed
@@ -89,8 +89,8 @@ $(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
 wheel: $(VENV)/built
 	$(VENV)/bin/python setup.py --quiet wheel $(ARGS)
 
-# Sphinx lies in an environment above that of the tests, whose build it imports. A page that it does
-# not read again would keep its warnings to itself.
+# Sphinx has an environment of its own, which imports that of the tests and its build. Sphinx shows
+# the warnings of a page only when it reads the page, so it reads all pages (--fresh-env).
 SITE = .venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --fresh-env \
   --conf-dir docs/site --doctree-dir build/docs-doctrees
 docs: docs-pages
@@ -182,7 +182,7 @@ format: $(VENV)/linters
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(shell find csrc cuda examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 
-# torch comes first: the build is against the torch that is installed, which wants numpy beside it.
+# torch comes first: the build uses the installed torch, which needs numpy.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install torch==$(TORCH) numpy setuptools wheel ninja
@@ -196,23 +196,23 @@ $(VENV)/linters: $(VENV)/built
 	$(PIP) install ruff mypy clang-format import-linter
 	touch $@
 
-# What the reference kernels serve on CUDA, too: checks of metadata, copies that NCCL sends, and
-# PowerSGD's products, which are cuBLAS's.
+# Operators whose reference kernels also run on CUDA: checks of metadata, copies that NCCL sends, and
+# PowerSGD's products, which cuBLAS computes.
 CUDA_REFERENCE_ONLY = check_hook_result broadcast_coalesced low_rank_left low_rank_gather_left \
   low_rank_right low_rank_right_error low_rank_product sum_rows
 
-# The kernels are compiled into a folder of their own, so that the build in place stays.
+# The kernels are compiled into a separate folder, so that the build in place stays.
 cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
 	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX;10.0" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
 	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only $(CUDA_REFERENCE_ONLY)
 	PYTHONPATH=$(CURDIR)/tests/support .venv-cuda/bin/python tests/long_runs/called_for.py --passed $@
 
-# With the Python that is there: it has the torch of this machine's driver, and perhaps no network.
+# Uses the installed Python: it has the torch for this machine's driver, and perhaps no network.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
-# With a Python and a torch of the versions of the machine that has the GPU.
+# Needs a Python and a torch in the versions of the machine that has the GPU.
 gpu-carry:
 	$(PYTHON) -m benchmarks.gpu.carried
 
@@ -222,7 +222,8 @@ test-torch:
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t build/test-torch-$(TORCH)/tree
 	$(MAKE) -C build/test-torch-$(TORCH)/tree test TORCH=$(TORCH) VENV=../venv ARGS="$(ARGS)"
 
-# So does a sanitizer. What was compiled stays, and what has not changed keeps its time.
+# A sanitizer does too. The copy keeps its build, and unchanged files keep their times, so that only
+# changed files are compiled.
 test-asan: SANITIZER = address
 test-tsan: SANITIZER = thread
 test-asan test-tsan: $(VENV)/built

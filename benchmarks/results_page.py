@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md`` from the stored results of long runs: ``make results`` after a run."""
+"""Writes ``docs/results.md`` from the stored results of the long runs: ``make results``."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def times_to_loss() -> Iterator[str]:
         reached = f"{row['reached']} of {row['seeds']}"
         numbers = f"{row['last loss']:.4f}", f"{row['step ms']:.0f} ms", f"{row['MB a step']:.2f}"
         body.append([f"`{row['way']}`", reached, *took, *numbers])
-    header = ["", "seeds that reach it", "time", "of DDP's", "last loss", "step", "MB sent a step"]
+    header = ["", "seeds that reach it", "time", "of DDP's", "last loss", "step", "MB per step"]
     yield from rows(header, body)
 
 
@@ -161,9 +161,9 @@ def losses() -> Iterator[str]:
     runs = load(RESULTS / "bench_loss.json")["runs"]
     steps = {run["steps"] for run in runs}
     yield (
-        f"`train`'s default model, 2 ranks, {', '.join(f'{n:,}' for n in steps)} steps, means over "
-        "seeds; the loss is the mean of the last twentieth of the steps, in nats per "
-        "byte."
+        f"`train`'s default model trains on 2 ranks for {', '.join(f'{n:,}' for n in steps)} "
+        "steps. The numbers are means over seeds. The loss is the mean of the last twentieth of "
+        "the steps, in nats per byte."
     )
     shown = {row["hook"] for row in table(runs)}
     before = [run for run in runs if run["hook"] in shown and not has_buckets_of_train(run)]
@@ -172,7 +172,7 @@ def losses() -> Iterator[str]:
             f"`{run['hook']}` of seed {run['seed']} ({format_caps(run['bucket_cap_mb'])} MiB)"
             for run in before
         ]
-        yield f"Of other buckets than `train` has now: {', '.join(said)}."
+        yield f"These runs had other buckets than `train` has now: {', '.join(said)}."
     yield ""
     yield from loss_table("hook", table(runs))
 
@@ -181,10 +181,10 @@ def sharded_losses() -> Iterator[str]:
     runs = load(RESULTS / "bench_loss_sharded.json")["runs"]
     steps, model = runs[0]["steps"], runs[0]["model"]
     yield (
-        f"`train` with a model of {model['layers']} layers, {model['dim']} values wide, on 4 "
-        f"ranks, each with one sequence of {model['seq']} bytes in each of {steps:,} steps: in "
-        "four shards (`fsdp`), and in two replicas of two shards (`hsdp`), each beside the same "
-        "without compression."
+        f"`train` trains a model of {model['layers']} layers, {model['dim']} values wide, on 4 "
+        f"ranks for {steps:,} steps. Each rank has one sequence of {model['seq']} bytes in a step. "
+        "The model has four shards (`fsdp`), or two replicas of two shards (`hsdp`). Each ratio "
+        "compares with the same sharding without compression."
     )
     yield ""
     yield from loss_table("job", bench_loss_sharded.table(runs))
@@ -195,10 +195,10 @@ def local_losses() -> Iterator[str]:
     runs = load(RESULTS / "bench_loss_local.json")["runs"]
     batch, model = runs[0]["batch"], runs[0]["model"]
     yield (
-        f"`train` with a model of {model['layers']} layers, {model['dim']} values wide, on 2 "
+        f"`train` trains a model of {model['layers']} layers, {model['dim']} values wide, on 2 "
         f"ranks, each with {batch} sequences of {model['seq']} bytes in each step. `to plain` "
-        "compares held-out losses with those of uncompressed exchanges after as many steps; `of "
-        "seeds` has the least and the most of single seeds."
+        "compares held-out losses with those of uncompressed exchanges after the same number of "
+        "steps. `of seeds` has the smallest and the largest value of single seeds."
     )
     for steps in sorted({run["steps"] for run in runs}):
         found = bench_loss_local.table([run for run in runs if run["steps"] == steps], steps)
@@ -227,13 +227,14 @@ def long_tests() -> Iterator[str]:
         ["run", "result"],
         [
             [
-                "`make modes`: each hook, with the same result in eager, under `torch.compile` and "
-                "under compiled autograd, on DDP, its Python reducer and a module",
+                "`make modes`: each hook gives the same result in eager mode, under "
+                "`torch.compile` and under compiled autograd, on DDP, its Python reducer and a "
+                "module",
                 ", ".join(f"{count:,} {outcome}" for outcome, count in modes.items()),
             ],
             [
-                "`make kill-and-resume`: training killed at a random step and resumed, against "
-                "training that was not",
+                "`make kill-and-resume`: training killed at a random step and resumed, compared "
+                "with uninterrupted training",
                 f"{same} of {len(killed)} runs end with the same bits",
             ],
             [
@@ -248,7 +249,7 @@ def long_tests() -> Iterator[str]:
                 f"{elastic['steps_repeated']:,} steps repeated, {len(elastic['wrong'])} wrong",
             ],
             [
-                "`make error-feedback`: what is remembered stays bounded over "
+                "`make error-feedback`: the remembered errors stay bounded over "
                 f"{feedback['constant_gradients']['steps']:,} steps",
                 f"{sum(row['bounded'] for row in bounded)} of {len(bounded)} codecs",
             ],
@@ -268,15 +269,17 @@ def page() -> str:
     parts = [
         "# Results",
         "",
-        "Written by `python benchmarks/results_page.py` from what the runs have stored, on this",
-        f"machine: {machine}.",
-        "Speeds of operators, dispatch and process groups are in `benchmarks/results`;",
-        "[benchmarks](../benchmarks/README.md) says how each is measured.",
+        "This page has all measured steps, losses and long runs. Read it to see which hook pays",
+        f"over which link. All were measured on one machine: {machine}. `make results` writes the",
+        "page from the stored results. Speeds of operators, dispatch and process groups are in",
+        "`benchmarks/results`; [benchmarks](../benchmarks/README.md) describes how each is",
+        "measured.",
         "",
         "## Steps over slow links",
         "",
-        "`make bench-link`: a step of `train`'s default model, 2 ranks with a thread each on hosts",
-        "joined by a link of the rate in the column; in brackets, of the time of DDP with no hook.",
+        "`make bench-link`: the time of a step of `train`'s default model, on 2 ranks with one",
+        "thread each. A link of the rate in the column joins their hosts. The numbers in",
+        "brackets are relative to DDP with no hook.",
         "",
         *links("bench_link.json"),
         "",
@@ -288,16 +291,17 @@ def page() -> str:
         "",
         *links("bench_link_far.json"),
         "",
-        "A step of `local_sgd` that exchanges in the background, beside one without communication:",
+        "The next table compares a step of `local_sgd` that exchanges in the background with one",
+        "without communication:",
         "",
         *links("bench_link_far_streamed.json"),
         "",
         "## Time to a loss over a far link",
         "",
-        "`make bench-wan`: how long two ranks train until they have the held-out loss that DDP has",
-        "after 1,000 steps, over 200 Mbit/s and a round trip of 50 ms. Those that send all",
-        "gradients take 1,200 steps, those that exchange parameters 1,500; some end before they",
-        "reach it. Medians of the seeds that do.",
+        "`make bench-wan`: the time in which two ranks reach the held-out loss of DDP after",
+        "1,000 steps, over 200 Mbit/s and a round trip of 50 ms. Methods that send all gradients",
+        "train for 1,200 steps, and those that exchange parameters for 1,500. Some methods end",
+        "before they reach the loss. Times are medians of the seeds that reach it.",
         "",
         *times_to_loss(),
         "",
@@ -305,27 +309,28 @@ def page() -> str:
         "",
         "## Steps of sharded models over slow links",
         "",
-        "`make bench-sharded`: a step of `train`'s default model with `fully_shard`, on batches of",
-        "one sequence for each of 4 ranks, over links of 200 Mbit/s. Over four hosts gradients and",
-        "parameters travel (Gloo's reduce-scatter sends twice what one takes):",
+        "`make bench-sharded`: a step of `train`'s default model with `fully_shard`, over links",
+        "of 200 Mbit/s. Each of 4 ranks has batches of one sequence. With four hosts, gradients",
+        "and parameters travel over the links (Gloo's reduce-scatter sends twice the needed",
+        "bytes):",
         "",
         *shards("fsdp"),
         "",
-        "Over two hosts with two ranks each, a replica on each host, gradients travel between the",
-        "hosts, and parameters inside of them:",
+        "With two hosts of two ranks each, each host has a replica. Gradients travel between the",
+        "hosts, and parameters inside each host:",
         "",
         *shards("hsdp"),
         "",
         "![Steps of sharded models](images/sharded.png)",
         "",
-        "## What `plan` says of whole models",
+        "## Predictions of `plan`",
         "",
-        "`python benchmarks/bench_plan.py`: the time that `commhook plan` foretells, and how far",
-        "it is off.",
+        "`python benchmarks/bench_plan.py`: the time of a step that `commhook plan` predicts,",
+        "and its difference from the measured time.",
         "",
         *plans(),
         "",
-        "## What compression costs in loss",
+        "## Loss with compression",
         "",
         "`make bench-loss`:",
         "",
@@ -355,7 +360,7 @@ def main() -> int:
         text = page()
     except FileNotFoundError as error:
         missing = Path(error.filename).relative_to(ROOT)
-        print(f"results_page: {missing} is not there; its run comes first", file=sys.stderr)
+        print(f"results_page: {missing} is missing; run its benchmark first", file=sys.stderr)
         return 1
     PAGE.write_text(text)
     return 0

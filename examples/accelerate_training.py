@@ -1,4 +1,4 @@
-"""Train with Accelerate on two processes, and save a state that the hook is part of.
+"""Train with Accelerate on two processes, and save a checkpoint with the hook's state.
 
 torchrun --nproc-per-node 2 examples/accelerate_training.py
 """

@@ -1,4 +1,4 @@
-"""Train with Lightning Fabric on two processes, and save what the hook remembers.
+"""Train with Lightning Fabric on two processes, and save the hook's state.
 
 python examples/fabric_training.py
 """

@@ -1,7 +1,7 @@
-"""Train a small model with a hook under PyTorch's profiler, and look at a step.
+"""Train a small model with a hook under PyTorch's profiler, and draw one step.
 
-Two ranks train with DDP through Gloo. Afterwards there is a trace of rank 0 for
-https://ui.perfetto.dev, and a picture of what the hook has done in one step:
+Two ranks train with DDP over Gloo. The script writes a trace of rank 0 for
+https://ui.perfetto.dev, and a picture of the hook's spans in one step:
 
     python examples/profile_training.py trace.json --picture profile.png
 """
@@ -61,7 +61,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 class Span(NamedTuple):
-    """What took how long; times in milliseconds from the start of the step."""
+    """One stage of one bucket; times in milliseconds from the start of the step."""
 
     stage: str
     bucket: str
@@ -87,7 +87,7 @@ def fastest_step(trace: Path) -> list[Span]:
 
 
 def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """Spans by row. In a row nothing overlaps, but for forward and backward around other spans."""
+    """Spans by row. Only forward and backward overlap other spans of their row."""
     main = next(span.thread for span in spans if span.stage == "backward")
     rows: dict[str, list[Span]] = {MAIN: []}
     for kind in ("other threads", "wire"):
@@ -105,7 +105,7 @@ def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def draw(trace: Path, picture: Path) -> None:
-    """A row for the thread of backward(), and more for what happens beside it."""
+    """Draw a row for the thread of backward(), and rows for the spans of other threads."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -119,12 +119,12 @@ def draw(trace: Path, picture: Path) -> None:
             width = span.end - span.begin
             middle = span.begin + width / 2
             color = COLORS.get(span.stage)
-            if color is None:  # around others
+            if color is None:  # forward and backward, behind other spans
                 axes.barh(row, width, height=0.9, left=span.begin, color="0.9", edgecolor="white")
                 axes.text(middle, row - 0.36, span.stage, ha="center", va="center", fontsize=7)
                 continue
             axes.barh(row, width, height=0.5, left=span.begin, color=color, zorder=2)
-            if width > whole / 140:  # wide enough for what is written
+            if width > whole / 140:  # wide enough for the text
                 axes.text(middle, row, span.bucket, ha="center", va="center", color="white", size=7)
     names = [n if n.replace(" 1", " 2") in rows else n.removesuffix(" 1") for n in rows]
     axes.set_yticks(range(len(rows)), names)

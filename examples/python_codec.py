@@ -1,11 +1,11 @@
-"""A codec in Python alone: the upper half of each float32.
+"""A codec in Python alone: it sends the upper half of each float32.
 
-Importing the file makes the codec and its hook known, so that these run with it::
+Importing the file registers the codec and its hook, so that these commands use it::
 
     python -m torch_commhook train --hook examples/python_codec.py:hook
     cd examples && python -m pytest -p python_codec ../tests/codecs/test_codecs.py
 
-The second tries the codec in everything that each codec owes to those who use it.
+The second runs the tests of all codecs' contract on this codec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch_commhook.codecs import Codec, Shard, flatten, register_codec, unflatt
 class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
     """The upper half of each float32: bfloat16, rounded towards zero.
 
-    An infinity comes back as it is, a NaN as an infinity or NaN, and the error stays as it was.
+    An infinity is decoded unchanged, and a NaN as an infinity or NaN. For both the error memory
+    stays unchanged.
 
     Bytes for each value: 2.
     """
@@ -36,7 +37,7 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
             )
         ends = [numel * number // shards for number in range(shards + 1)]
         counts = [last - first for first, last in pairwise(ends)]
-        # Each begins at a multiple of four bytes.
+        # Each shard begins at a multiple of four bytes.
         return [Shard(count, (2 * count + 3) // 4 * 4) for count in counts]
 
     def encode(
@@ -52,12 +53,12 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
         values = flatten(tensors, dtype=torch.float32, scale=scale)
         if error is not None:
             values = values + error
-        # Integers, since a compiler may leave out a cast to bfloat16 and back.
+        # Integers, because a compiler may remove a cast to bfloat16 and back.
         upper = values.view(torch.int32) >> 16
         if error is not None:
             lost = values - (upper << 16).view(torch.float32)
             error.copy_(torch.where(lost.isfinite(), lost, error))
-        message.zero_()  # also what fills a shard up
+        message.zero_()  # includes the padding of shards
         for part, own in self._parts(message, upper.numel(), shards):
             part.copy_(upper[own])
 
@@ -74,7 +75,7 @@ class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
         unflatten_into((upper.int() << 16).view(torch.float32), tensors)
 
     def _parts(self, message: Tensor, numel: int, shards: int) -> list[tuple[Tensor, slice]]:
-        """Of each shard its part of the message, as int16, and which of the values it holds."""
+        """For each shard its part of the message, as int16, and the range of its values."""
         found, place, first = [], 0, 0
         for count, nbytes in self.shards(numel, shards):
             part = message[place : place + 2 * count].view(torch.int16)

@@ -1,9 +1,9 @@
-"""Train on two workers of Ray, with gradients that travel through a hook.
+"""Train on two workers of Ray with a hook.
 
     python examples/ray_training.py
 
-A second run with the same ``--folder`` and more ``--steps`` goes on from the checkpoint of the
-first one, and so does its hook.
+A second run with the same ``--folder`` and more ``--steps`` resumes from the checkpoint of the
+first run, including the hook's state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_model() -> nn.Module:
 
 
 def make_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Numbers, and the number of the quarter that has the largest sum."""
+    """Random inputs, and for each the number of the quarter with the largest sum."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(32, 16, generator=generator)
     return inputs, inputs.view(32, 4, 4).sum(2).argmax(1)
@@ -45,8 +45,8 @@ def make_hook() -> hooks.Hook:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does."""
-    model = ray.train.torch.prepare_model(make_model())  # in DistributedDataParallel
+    """Train on one worker; each worker calls it."""
+    model = ray.train.torch.prepare_model(make_model())  # wrapped in DistributedDataParallel
     optimizer = make_optimizer(model)
     handle = attach(model, make_hook())
     start = 0
@@ -68,7 +68,7 @@ def train(config: dict[str, Any]) -> None:
     saved = {
         "model": model.module.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "hook": handle.state_dict(gather=True),  # of all workers, which call this together
+        "hook": handle.state_dict(gather=True),  # of all workers; all must call it
         "step": config["steps"],
     }
     stats = handle.stats()

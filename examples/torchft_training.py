@@ -1,12 +1,13 @@
-"""Train two replicas that torchft keeps together, one of which is killed, and another joins.
+"""Train two replicas with torchft and a hook. One replica is killed, and a new one joins.
 
-Gradients travel in 4 bits with error feedback, over whatever replicas there are. torchft is needed:
+The hook averages gradients over the current replicas, in 4 bits with error feedback. It needs
+torchft:
 
     pip install torchft-nightly
     python examples/torchft_training.py
 
-Each line is a step that was committed: the replica, the step, how many replicas took part, and a
-sum over the parameters, which is the same on both.
+Each line is a committed step: the replica, the step, the number of replicas, and a sum over the
+parameters, which is the same on both.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def train(replica: int, lighthouse: str, options: argparse.Namespace, killed_at:
         model.load_state_dict(state["model"])
         adam.load_state_dict(state["optimizer"])
 
-    # Where the ranks of one replica meet: here there is one of each.
+    # The store of one replica's ranks; here each replica has one rank.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(),
         load_state_dict=load_state_dict,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": adam.state_dict()},
         min_replica_size=1,
-        use_async_quorum=False,  # so that a replica which joins has its state before its forward
+        use_async_quorum=False,  # a joining replica needs its state before its forward
         rank=0,
         world_size=1,
         store_addr="localhost",
@@ -58,7 +59,7 @@ def train(replica: int, lighthouse: str, options: argparse.Namespace, killed_at:
     optimizer = OptimizerWrapper(manager, adam)
     handle = attach_to(manager, model, options.hook)
     while manager.current_step() < options.steps:
-        optimizer.zero_grad()  # forms the quorum
+        optimizer.zero_grad()  # starts the quorum
         step = manager.current_step()
         torch.manual_seed(1000 * replica + step)
         x = torch.randn(32, 16)
@@ -66,18 +67,18 @@ def train(replica: int, lighthouse: str, options: argparse.Namespace, killed_at:
         if step == killed_at:
             os._exit(9)
         loss.backward()
-        optimizer.step()  # where all went well
+        optimizer.step()  # only if the step succeeded on all replicas
         if manager.current_step() > step:
             total = sum(parameter.double().sum().item() for parameter in model.parameters())
             say(replica, step, manager.num_participants(), f"{total:.9f}")
         if manager.num_participants() == 1:
-            time.sleep(1.0)  # the other one is about to come
+            time.sleep(1.0)  # the other replica joins soon
     say(replica, "sent", handle.stats().bytes_sent, "bytes")
     manager.shutdown(wait=False)
 
 
 def say(*words: object) -> None:
-    """Print a line at once: two processes do."""
+    """Print a line in one write, because two processes print."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--hook", default="error_feedback(blockwise(bits=4))")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    # Waits for a replica that it knows of, and knows of one that sends heartbeats.
+    # The lighthouse waits for each replica that has sent heartbeats.
     server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
     lighthouse = f"http://localhost:{server.address().rpartition(':')[2]}"
     context = mp.get_context("spawn")
@@ -101,7 +102,7 @@ def main() -> None:
     try:
         second.join()
         say("replica 1 was killed; another takes its place")
-        time.sleep(6.0)  # in which the lighthouse misses its heartbeats
+        time.sleep(6.0)  # until the lighthouse notices the missing heartbeats
         second = start(1)
         for process in (first, second):
             process.join()

@@ -1,9 +1,9 @@
-"""Train a small Llama with torchtitan, with gradients that travel through a hook.
+"""Train a small Llama with torchtitan and a hook.
 
     torchrun --nproc-per-node 2 examples/torchtitan_training.py
 
-``--replicas 2`` keeps whole replicas in place of shards, and the hook averages across them. A
-second run goes on from the checkpoint of the first one, and so does its hook.
+``--replicas 2`` trains whole replicas instead of shards, and the hook averages across them. A
+second run resumes from the checkpoint of the first run, including the hook's state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_commhook.integrations.torchtitan import attach_to
 
 
 class Counting(BaseDataLoader):
-    """Sequences of numbers that go up by one, from a random start."""
+    """Sequences of consecutive numbers from a random start."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -42,7 +42,7 @@ class Counting(BaseDataLoader):
         self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **rest: Any
     ) -> None:
         self.shape = local_batch_size, seq_len
-        self.name = f"rank{dp_rank}"  # in a checkpoint, which has those of all ranks
+        self.name = f"rank{dp_rank}"  # the key in a checkpoint, which holds all ranks' states
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -98,7 +98,7 @@ def configured(replicas: int, steps: int, folder: str) -> Trainer.Config:
             local_batch_size=2,
             seq_len=64,
             steps=steps,
-            disable_cuda_graphs=True,  # a graph would replay what the hook did once
+            disable_cuda_graphs=True,  # a graph would replay the hook's first call
         ),
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=replicas, spmd_backend="partial_dtensor"

@@ -1,8 +1,8 @@
-"""Train a small model over a link of 200 Mbit/s that is not there, and look at what travels.
+"""Train a small model over a simulated link of 200 Mbit/s, and record its collectives.
 
-Two ranks train with DDP through Gloo. A ThrottledProcessGroup makes each collective as late as the
-link would, and a RecordingProcessGroup around it writes down what passes. Afterwards there is a
-table, a trace for https://ui.perfetto.dev, and a picture of it:
+Two ranks train with DDP over Gloo. A ThrottledProcessGroup delays each collective as the link
+would, and a RecordingProcessGroup around it records the operations. The script prints a table, and
+writes a trace for https://ui.perfetto.dev and a picture of it:
 
     python examples/trace_training.py trace.json --picture trace.png
 
@@ -54,7 +54,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(options.steps):
         if step == 1:
-            recording.clear()  # the first step is one bucket
+            recording.clear()  # the first step has only one bucket
         optimizer.zero_grad()
         model(torch.randn(256, 512)).square().mean().backward()
         optimizer.step()
@@ -66,7 +66,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def draw(trace: Path, picture: Path, title: str) -> None:
-    """A row for each lane of each rank, a bar for each operation."""
+    """Draw a row for each lane of each rank, and a bar for each operation."""
     from matplotlib.figure import Figure
 
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if "dur" in event]
@@ -85,7 +85,7 @@ def draw(trace: Path, picture: Path, title: str) -> None:
         left, width = (event["ts"] - start) / 1e3, event["dur"] / 1e3
         color = COLORS[event["pid"] % len(COLORS)]
         axes.barh(row, width, left=left, color=color, edgecolor="0.3", linewidth=0.6)
-        if width > whole / 8:  # wide enough for what is written
+        if width > whole / 8:  # wide enough for the text
             label = f"{event['name']}\n{event['args']['bytes'] / 1e6:.1f} MB"
             axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=9)
     names = [f"rank {rank}, under way: {lane + 1}" for rank, lane in rows]

@@ -62,7 +62,7 @@ linkcheck_timeout = 10
 def _resolve_short_name(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, contnode: nodes.Element
 ) -> nodes.Element | None:
-    """Let docstrings name public objects without their modules, where that is unique."""
+    """Let docstrings name public objects without their modules, if the name is unique."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].lstrip(".")
@@ -73,7 +73,7 @@ def _resolve_short_name(
         if name == target or name.endswith("." + target)
     }
     if len(found) != 1:
-        # An annotation may name classes that are not in the reference, a docstring's text not.
+        # Annotations may name classes that are not in the reference; docstrings may not.
         return None if isinstance(contnode, nodes.literal) else contnode
     ((name, entry),) = found.values()
     return nodes.reference(
@@ -96,7 +96,7 @@ def _link_documents(
 def _own_signature(
     app: Sphinx, what: str, name: str, value: Any, options: object, signature: str, returned: str
 ) -> tuple[str, str] | None:
-    """The signature of a class whose base class is one of a framework that is not there."""
+    """The signature of a class whose base class belongs to a framework that is not installed."""
     if what != "class" or not issubclass(value, _MockObject):
         return None
     own = inspect.signature(value.__init__, bound_method=True)

@@ -1,4 +1,4 @@
-"""Directives whose text the library gives: its operators, and the options of its commands."""
+"""Directives that show the library's operators and the options of its commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _METHODS = ("encode", "decode_sum", "decode", "reduce")
 
 
 class CommandHelp(Directive):
-    """``command-help:: train``: what ``python -m torch_commhook train --help`` prints."""
+    """``command-help:: train`` shows the output of ``python -m torch_commhook train --help``."""
 
     required_arguments = 1
 
@@ -53,14 +53,14 @@ def command_help(command: str) -> str:
 
 
 class Operators(SphinxDirective):
-    """``operators::``: all operators of ``torch.ops.commhook``."""
+    """``operators::`` lists all operators of ``torch.ops.commhook``."""
 
     def run(self) -> list[nodes.Node]:
         return self.parse_text_to_nodes(operators_page(), allow_section_headings=True)
 
 
 def operators_page() -> str:
-    """A section for each operator: what it does, its schema, and the devices with kernels."""
+    """A section for each operator: its description, its schema, and the devices with kernels."""
     sections = []
     for name, schemas in _schemas().items():
         lines = [f"## {name}", "", *filter(None, [description(name)]), ""]
@@ -72,8 +72,8 @@ def operators_page() -> str:
 
 
 def _schemas() -> dict[str, list[Any]]:
-    """The schemas by their operators' names, overloads together."""
-    for _ in _modules():  # some register operators
+    """The schemas by operators' names; overloads share a name."""
+    for _ in _modules():  # importing some modules registers operators
         pass
     found: dict[str, list[Any]] = {}
     for schema in sorted(torch._C._jit_get_all_schemas(), key=str):
@@ -90,14 +90,14 @@ def _modules() -> Iterator[Any]:
 
 
 def description(name: str) -> str:
-    """What an operator does, in a sentence or two.
+    """A sentence or two about an operator.
 
-    From the docstring of its function in Python, else of the codec's method, else from the comment
-    at its schema. Empty where that only compares it with the operator above.
+    They come from the docstring of its function in Python, else of the codec's method, else from
+    the comment at its schema. Empty if the comment only compares it with the operator above.
     """
     for module in _modules():
         value = vars(module).get(name)
-        function = getattr(value, "_init_fn", value)  # a torch.library.custom_op has it so
+        function = getattr(value, "_init_fn", value)  # of a torch.library.custom_op
         if inspect.isfunction(function) and function.__module__ == module.__name__:
             return _first_line(function)
     codec, _, method = name.rpartition("_")
@@ -122,7 +122,7 @@ def _comments() -> dict[str, str]:
 
 
 def kernels(name: str) -> str:
-    """For which devices an operator has kernels, such as ``CPU, CUDA, and one for all devices``."""
+    """The devices with kernels of an operator, such as ``CPU, CUDA, and one for all devices``."""
     found = []
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"commhook::{name}", "CPU"):
         found.append("CPU")
@@ -133,7 +133,7 @@ def kernels(name: str) -> str:
 
 @cache
 def _cuda_operators() -> frozenset[str]:
-    """Those that ``cuda/`` registers, whether this build has them or not."""
+    """The operators that ``cuda/`` registers, also if this build has no CUDA."""
     text = "".join(path.read_text() for path in sorted((ROOT / "cuda").glob("*.c*")))
     return frozenset(re.findall(r'm\.impl\("(\w+)', text))
 

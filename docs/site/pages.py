@@ -1,9 +1,9 @@
-"""Lays out the documents of the repository as the pages of one folder, which Sphinx reads.
+"""Copies the documents of the repository into one folder of pages, which Sphinx reads.
 
     python docs/site/pages.py build/docs-pages
 
-The documents stay where a code host shows them. Links between them become links between pages;
-links to sources and folders become their paths.
+The documents keep their places, where a code host shows them. Links between documents become links
+between pages. Links to sources and folders become their paths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Documents outside of docs/, and their pages.
+#: Documents outside docs/, and their pages.
 ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",

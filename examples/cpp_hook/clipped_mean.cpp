@@ -11,7 +11,7 @@ class ClippedMean : public commhook::CommHookInterface {
     const double ranks = bucket.getProcessGroup()->getSize();
     at::Tensor buffer = bucket.scaledBuffer(1.0 / ranks);  // gathered and scaled in one pass
     const at::Tensor norm = buffer.norm() * ranks;
-    buffer.mul_((max_norm_ / (norm + eps_)).clamp_max(1.0));  // stays on the device: nothing waits
+    buffer.mul_((max_norm_ / (norm + eps_)).clamp_max(1.0));  // on the device: nothing waits
     return commhook::allReduce(bucket, buffer);
   }
 

@@ -1,4 +1,4 @@
-"""Builds a library of hooks. Needs torch and torch_commhook:
+"""Builds a library of hooks. It needs torch and torch_commhook:
 
 python setup.py build_ext --inplace
 """
@@ -15,7 +15,7 @@ setup(
             "clipped_mean",
             ["clipped_mean.cpp"],
             include_dirs=include_paths(),
-            py_limited_api=True,  # the library uses no Python, and fits all versions of it
+            py_limited_api=True,  # the library uses no Python, so it serves all its versions
         )
     ],
     cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},

@@ -38,7 +38,6 @@ PAGES = sorted(
 
 #: Blocks that run elsewhere.
 ELSEWHERE = {"README.md 1": "tests/project/test_readme.py runs it"}
-ELSEWHERE["docs/sharded.md 2"] = "for torchtitan's trainer"
 ELSEWHERE |= {
     f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
     for number in range(1, 9)
