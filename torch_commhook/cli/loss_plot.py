@@ -15,6 +15,7 @@ from torch_commhook.cli.train_config import is_no_hook
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: What to say where there is nothing to draw with.
 HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
@@ -60,6 +61,12 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False
+    loss_figure(results, title).savefig(path, dpi=120)
+    return True
+
+
+def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
+    """The picture of :func:`draw_loss`: a panel for each of its axes, and a legend below them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,8 +97,7 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
         ncols=columns,
         frameon=False,
     )
-    figure.savefig(path, dpi=120)
-    return True
+    return figure
 
 
 def _styles(results: Sequence[RunResult]) -> list[dict[str, Any]]:

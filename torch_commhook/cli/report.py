@@ -66,6 +66,7 @@ class RunResult:
         bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
         fp32_bytes_per_step: of fp32 gradients in the same places, around a ring.
         records: the steps.
+        metrics: the file of its steps.
         is_interrupted: whether it was ended before its last step.
         checkpoint: the latest that was written, None where none was.
         scattered_per_step: sent by rank 0 in reduce-scatters within its replica.
@@ -81,6 +82,7 @@ class RunResult:
     bytes_per_step: float | None
     fp32_bytes_per_step: float
     records: tuple[StepRecord, ...]
+    metrics: str = ""
     is_interrupted: bool = False
     checkpoint: str | None = None
     scattered_per_step: float = 0.0
