@@ -204,6 +204,7 @@ class RichLine:
     """
 
     def __init__(self, title: str, first_step: int, last_step: int) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
@@ -215,6 +216,7 @@ class RichLine:
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}", markup=False),
             expand=True,
+            console=Console(),
         )
         self._task = self._progress.add_task(
             "", total=last_step, completed=first_step, numbers="starting"
@@ -237,7 +239,7 @@ class RichLine:
         left = self._progress.console.width - steps - _LEAST_BAR - _GAPS
         if left - len(numbers) < min(len(self._title), _LEAST_TITLE):
             numbers = short
-        title = _shortened(self._title, max(left - len(numbers), _LEAST_TITLE))
+        title = _shortened(self._title, left - len(numbers))
         self._progress.update(self._task, completed=step, numbers=numbers, description=title)
 
     def close(self) -> None:
@@ -245,6 +247,8 @@ class RichLine:
 
 
 def _shortened(text: str, characters: int) -> str:
+    if characters < _LEAST_TITLE // 2:
+        return ""
     return text if len(text) <= characters else f"{text[: characters - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
