@@ -28,7 +28,8 @@ _FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=
 
 @processes
 def test_a_run_reports_and_compares(tmp_path: Path) -> None:
-    arguments = ("--steps", "5", "--compare", "--log-every", "2", "--bucket-cap-mb", "0.02")
+    arguments = ("--steps", "5", "--log-every", "2", "--bucket-cap-mb", "0.02")
+    arguments += ("--hook", "cast(bfloat16)", "--compare", "blockwise(bits=4)")
     with start_train(*arguments, folder=tmp_path) as run:
         assert run.wait() == 0, run.stderr
         run.assert_all_end()
@@ -37,8 +38,11 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     numel = ByteTransformer(1, 32, 2).parameter_count()
 
     metrics = read_metrics(out / "metrics.jsonl")
+    other = read_metrics(out / "metrics-2.jsonl")
     plain = read_metrics(out / "metrics-none.jsonl")
     assert [line["step"] for line in metrics] == [line["step"] for line in plain] == [1, 2, 3, 4, 5]
+    assert 0 < other[-1]["bytes_sent"] < metrics[-1]["bytes_sent"] / 3
+    assert other[0]["loss"] == metrics[0]["loss"] and other[-1]["loss"] != metrics[-1]["loss"]
     for step, (cast_line, plain_line) in enumerate(zip(metrics, plain, strict=True), start=1):
         assert cast_line["bytes_sent"] == 2 * numel * step  # ring, W = 2: 2 bytes an element
         assert plain_line["bytes_sent"] == plain_line["fp32_bytes"] == 4 * numel * step
@@ -48,11 +52,15 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     assert metrics[-1]["loss"] != plain[-1]["loss"]  # and bfloat16 is not fp32
 
     summary = json.loads((out / "summary.json").read_text())
-    assert [entry["hook"] for entry in summary["runs"]] == ["cast(bfloat16)", "none"]
-    assert [entry["fp32_ratio"] for entry in summary["runs"]] == [2.0, 1.0]
+    hooks = ["cast(bfloat16)", "blockwise(bits=4)", "none"]
+    assert [entry["hook"] for entry in summary["runs"]] == hooks
+    assert [entry["fp32_ratio"] for entry in summary["runs"][::2]] == [2.0, 1.0]
+    files = ["metrics.jsonl", "metrics-2.jsonl", "metrics-none.jsonl"]
+    assert [entry["metrics"] for entry in summary["runs"]] == files
     assert summary["config"]["dim"] == 32
 
     lines = run.stdout.splitlines()
+    assert lines[1] == "to compare with: blockwise(bits=4), then none"
     live = [line for line in lines if line.startswith("cast(bfloat16)  step")]
     assert [line.split()[2] for line in live] == ["2/5", "4/5", "5/5"]
     assert live[-1].endswith("2.00x smaller than fp32")

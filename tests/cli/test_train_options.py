@@ -10,7 +10,7 @@ import pytest
 from train_errors import train_error
 
 from torch_commhook import hooks as library_hooks
-from torch_commhook.cli import train
+from torch_commhook.cli import step_log, train
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
 from torch_commhook.cli.place import Place, read_place
@@ -70,12 +70,27 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--hook missing.py:hook", "there is no file missing.py"),
         ("--hook cast(process_group=1)", "argument --hook: hook 'cast(process_group=1)' gives cas"),
         ("--hook none --compare", "argument --compare"),
+        ("--compare casst()", "argument --compare: hook 'casst()' names the unknown hook 'casst'"),
+        ("--compare cast() sgn()", "argument --compare: hook 'sgn()' names the unknown hook 'sgn'"),
+        ("--hook cast() --compare none cast()", "--compare: the hook cast() is there twice"),
+        ("--compare sign() fp8() fp8()", "argument --compare: the hook fp8() is there twice"),
+        (
+            "--parallel fsdp --hook cast() --compare topk(0.1)",
+            "argument --compare: topk(density=0.1): needs the gradients of all ranks in one place",
+        ),
+        ("--log csv", "argument --log: invalid choice: 'csv'"),
         ("--save-every 2", "argument --save-every: needs --save"),
         ("--steps 4 --stop-after 5", "argument --stop-after: must be at most --steps 4, got 5"),
         ("--backend nccl --device cpu", "argument --backend: nccl needs --device cuda"),
         ("--out ten.txt", "argument --out: ten.txt is not a directory"),
         ("--out ten.txt/new/out", "argument --out: ten.txt is not a directory"),
         ("--out taken", "argument --out: taken/metrics.jsonl is a directory"),
+        ("--out ten.txt --data missing.txt --hook casst()", "--out: ten.txt is not a directory"),
+        ("--out taken-2 --compare cast() sign()", "taken-2/metrics-2.jsonl is a directory"),
+        (
+            "--out new --save new/metrics-2.jsonl --compare cast() sign()",
+            "argument --save: new/metrics-2.jsonl collides with new/metrics-2.jsonl, which the run",
+        ),
         pytest.param(
             "--out /proc/out", "argument --out: /proc takes no new files", marks=needs_proc
         ),
@@ -119,6 +134,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     Path("empty.txt").touch()
     Path("ten.txt").write_bytes(b"0123456789")
     Path("taken", "metrics.jsonl").mkdir(parents=True)
+    Path("taken-2", "metrics-2.jsonl").mkdir(parents=True)
     Path("at-3").mkdir()
     Path("link").symlink_to("at-3")
     Path("link9").symlink_to("at-3")
@@ -154,6 +170,55 @@ def test_places_that_can_be_written_are_left_as_they_are(
     parse_options(["--out", "at-300", "--save", "at-{step}/loss.png", "--save-every", "2"])
     assert list(Path().iterdir()) == [Path("old.pt")]
     assert Path("old.pt").read_text() == "old"
+
+
+@pytest.mark.usefixtures("_no_launch")
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_log_needs_its_package(
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(step_log, "_is_installed", lambda name: False)
+    error = train_error(["--log", "jsonl", package], capsys)
+    assert f"argument --log: {package} needs the package {package}: pip install {package}" in error
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(step_log, "_is_installed", lambda name: True)
+    assert parse_options(["--log", package, package]).logs == (package,)
+    if package == "tensorboard":
+        Path("out").mkdir()
+        Path("out/tensorboard").touch()
+        error = train_error(["--log", package, "--out", "out"], capsys)
+        assert "argument --out: out/tensorboard is not a directory" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hooks"),
+    [
+        ("", ["cast(bfloat16)"]),
+        ("--compare", ["cast(bfloat16)", "none"]),
+        ("--compare none", ["cast(bfloat16)", "none"]),
+        ("--compare sign()", ["sign()", "none"]),
+        ("--compare sign() fp8()", ["sign()", "fp8()", "none"]),
+        ("--hook cast() --compare sign() fp8()", ["cast()", "sign()", "fp8()", "none"]),
+        ("--hook none --compare sign()", ["none", "sign()"]),
+    ],
+)
+def test_the_runs_of_a_comparison(arguments: str, hooks: list[str]) -> None:
+    options = parse_options(arguments.split())
+    assert [config.hook for config in (options.config, *options.compare)] == hooks
+
+
+def test_what_else_compresses_is_left_out_of_the_plain_run() -> None:
+    arguments = "--parallel fsdp --weights fp8() --compare sign() cast()".split()
+    options = parse_options(arguments)
+    assert [config.weights for config in (options.config, *options.compare)] == [
+        "fp8()",
+        "fp8()",
+        None,
+    ]
 
 
 def test_the_step_in_a_checkpoints_path() -> None:

@@ -7,15 +7,19 @@ import io
 import itertools
 import math
 import os
+import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from train_processes import read_metrics
 
-from torch_commhook.cli import report, text_data
+from torch_commhook.cli import loss_plot, report, step_log, text_data
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import learning_rate
 from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
@@ -210,24 +214,63 @@ def test_a_terminal_gets_a_line_in_place(monkeypatch: pytest.MonkeyPatch) -> Non
     line.update(_record(4), 2.5)
     line.close()
     text = terminal.getvalue()
-    assert "4/4" in text and "2.50 steps/s" in text and "2.00x smaller" in text
+    assert "4/4" in text and "400 ms/step" in text and "2.00x smaller" in text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert isinstance(report.make_live_line("x", 0, 4, 1), report.PlainLine)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_the_bar_of_a_terminal_stays(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    hook = "local_sgd(10, delay=8, mix=0.5, hook=error_feedback(blockwise(bits=4))), weights=fp8()"
+    line = report.RichLine(hook, 0, 1000)
+    line.update(report.StepRecord(500, 12.3456, 0.1, 100.0, 21_600_000, 43_200_000, 1), 4.7)
+    line.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    last = [shown for shown in text.splitlines() if shown.strip()][-1]
+    assert len(last) <= columns
+    assert last.startswith("local_s") == (columns > 60) and "500/1000" in last
+    assert "loss 12.346" in last and "213 ms/step" in last and "21.6 MB" in last
+    assert "1:47 left" in last
+    bar = re.search("[━╸╺]+", last)
+    assert bar is not None and len(bar[0]) >= (8 if columns > 60 else 1)
+    assert ("smaller than fp32" in last) == (columns == 200)
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [(4.65, "215 ms/step"), (0.5, "2 s/step"), (1.0001, "1 s/step"), (1e-4, "10000 s/step")],
+)
+def test_the_time_of_a_step_as_text(speed: float, text: str) -> None:
+    assert report.format_step_time(speed) == text
+    assert report.format_step_time(0.0) == "? s/step"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (0.2, "0:01"), (187, "3:07"), (3723, "1:02:03")]
+)
+def test_durations_as_text(seconds: float, text: str) -> None:
+    assert report.format_duration(seconds) == text
 
 
 def test_without_matplotlib_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_commhook.cli import loss_plot
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert loss_plot.draw_loss(tmp_path / "loss.png", []) is False
 
 
 def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from torch_commhook.cli import loss_plot
-
     records = tuple(
         report.StepRecord(step, 1.0 / step, 0.1, step, 10 * step, 20 * step, 30) for step in (1, 2)
     )
@@ -238,3 +281,162 @@ def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         assert loss_plot.draw_loss(tmp_path / "loss.png", [result])
     assert "pip install torch-commhook[train]" in loss_plot.HOW_TO_GET_MATPLOTLIB
+
+
+def _result(hook: str, bytes_a_step: int | None, steps: int = 50) -> report.RunResult:
+    records = tuple(
+        report.StepRecord(
+            step=step,
+            loss=2.0 + 3.0 / step + 0.2 * (step % 2),
+            lr=0.1,
+            seconds=0.1 * step,
+            bytes_sent=None if bytes_a_step is None else bytes_a_step * step,
+            fp32_bytes=4000 * step,
+            tokens=step,
+        )
+        for step in range(1, steps + 1)
+    )
+    return report.RunResult(hook, steps, 2.0, 5, None, 10.0, bytes_a_step, 4000, records)
+
+
+def _curves(axes: Any) -> dict[str, Any]:
+    return {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
+
+
+def test_the_picture_has_the_loss_by_step_bytes_and_time() -> None:
+    pytest.importorskip("matplotlib")
+    hooks = {"cast(bfloat16)": 2000, "blockwise(bits=4)": 500, "mine.py:hook": None, "none": 4000}
+    results = [_result(hook, sent) for hook, sent in hooks.items()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = loss_plot.loss_figure(results, "a model, 2 ranks")
+        figure.canvas.draw()
+    by_step, by_bytes, by_time = figure.axes
+    assert figure.get_suptitle() == "a model, 2 ranks"
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["loss by step", "loss by bytes sent", "loss by time"]
+    assert by_bytes.get_xscale() == "log" and by_time.get_xscale() == "linear"
+    ticks = [label.get_text() for label in by_bytes.get_xticklabels()]
+    assert "10 kB" in ticks and len(ticks) >= 2
+
+    curves = _curves(by_step)
+    assert {*curves} == {"cast(bfloat16)", "blockwise(bits=4)", "mine.py:hook", "no hook"}
+    colors = {label: line.get_color() for label, line in curves.items()}
+    assert len({*colors.values()}) == 4 and colors["no hook"] == "#7f7f7f"
+    assert len(by_step.lines) == 8  # a raw curve below each
+    assert by_bytes.lines[0].get_xdata()[-1] == 100_000
+    # Whose bytes nobody knows.
+    assert len(_curves(by_bytes)["mine.py:hook"].get_xdata()) == 0
+
+    renderer = figure.canvas.get_renderer()
+    (legend,) = figure.legends
+    box = legend.get_window_extent(renderer)
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
+    assert not any(box.overlaps(axes.get_tightbbox(renderer)) for axes in figure.axes)
+
+
+def test_without_bytes_there_is_no_panel_of_bytes() -> None:
+    pytest.importorskip("matplotlib")
+    figure = loss_plot.loss_figure([_result("none", 0, steps=1)], "")
+    assert [axes.get_title() for axes in figure.axes] == ["loss by step", "loss by time"]
+
+
+def test_many_hooks_are_told_apart() -> None:
+    pytest.importorskip("matplotlib")
+    results = [_result(f"topk(0.{number})", 100 + number, steps=3) for number in range(1, 20)]
+    figure = loss_plot.loss_figure(results, "")
+    lines = _curves(figure.axes[0]).values()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 19
+
+
+def test_a_short_span_of_bytes_has_ticks() -> None:
+    """Of a run that goes on from a checkpoint."""
+    pytest.importorskip("matplotlib")
+    whole = _result("cast(bfloat16)", 2_000_000, steps=500)
+    figure = loss_plot.loss_figure([replace(whole, records=whole.records[400:])], "")
+    figure.canvas.draw()
+    least, most = figure.axes[1].get_xlim()
+    assert sum(least <= tick <= most for tick in figure.axes[1].get_xticks()) >= 2
+
+
+def test_a_smoothed_curve() -> None:
+    assert loss_plot.smoothed([]) == []
+    assert loss_plot.smoothed([3.0]) == [3.0]
+    assert loss_plot.smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
+    noisy = [2.0 + (-1.0) ** step for step in range(1000)]
+    smooth = loss_plot.smoothed(noisy)
+    assert smooth[0] == noisy[0]
+    assert max(abs(value - 2.0) for value in smooth[25:]) < 0.05
+    falling = [float(1000 - step) for step in range(1000)]
+    # Not behind what it smooths.
+    assert loss_plot.smoothed(falling)[:970] == pytest.approx(falling[:970])
+
+
+# ---- other logs ----------------------------------------------------------------------------------
+
+
+def _report_two_steps(tmp_path: Path, logs: list[step_log.StepLog]) -> None:
+    line = report.PlainLine("x", 9, 1, stream=io.StringIO())
+    reporter = report.Reporter(tmp_path / "metrics.jsonl", line, logs=logs)
+    reporter.start(0.0)
+    for step in (1, 2):
+        reporter.step(_record(step))
+    reporter.close()
+
+
+def test_steps_go_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            said.append((folder, purge_step))
+
+        def add_text(self, tag: str, text: str) -> None:
+            said.append((tag, text))
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            said.append((tag, value, step))
+
+        def close(self) -> None:
+            said.append("closed")
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    logs = step_log.open_logs(["jsonl", "tensorboard"], tmp_path, "metrics-2", "cast()", {}, 4)
+    _report_two_steps(tmp_path, logs)
+    assert said[:2] == [(str(tmp_path / "tensorboard" / "metrics-2"), 5), ("hook", "cast()")]
+    assert ("train/loss", 1.0, 1) in said and ("train/bytes_sent", 20, 2) in said
+    assert ("train/fp32_ratio", 2.0, 2) in said and ("train/seconds_per_step", 1.0, 2) in said
+    assert said[-1] == "closed"
+
+
+def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        said.append(settings)
+        return SimpleNamespace(
+            log=lambda values, step: said.append((step, values)),
+            finish=lambda: said.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = TrainConfig().to_plain()
+    logs = step_log.open_logs(["wandb"], tmp_path, "metrics", "cast()", config, 0)
+    _report_two_steps(tmp_path, logs)
+    assert said[0]["name"] == "cast()" and said[0]["config"]["dim"] == 384
+    assert said[0]["dir"] == said[0]["group"] == str(tmp_path)
+    (first, values), (second, _), finished = said[1:]
+    assert (first, second, finished) == (1, 2, "finished")
+    assert (values["loss"], values["lr"], values["bytes_sent"]) == (1.0, 0.1, 10)
+
+
+def test_jsonl_is_always_written(tmp_path: Path) -> None:
+    assert step_log.open_logs(["jsonl"], tmp_path, "metrics", "cast()", {}, 0) == []
+    _report_two_steps(tmp_path, [])
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"], line["seconds"]) for line in lines] == [
+        (1, 1.0, 1.0),
+        (2, 1.0, 2.0),
+    ]
+    assert {"lr", "bytes_sent", "fp32_bytes", "tokens"} < {*lines[0]}

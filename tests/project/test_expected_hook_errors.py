@@ -69,7 +69,15 @@ class TestHooks(expecttest.TestCase):
 hooks.cast(torch.float32)
     TypeError: cast: dtype must be torch.float16 or torch.bfloat16, got torch.float32
 hooks.cast("float16")
-    TypeError: cast: dtype must be torch.float16 or torch.bfloat16, got float16
+    TypeError: cast: dtype must be torch.float16 or torch.bfloat16, got 'float16'; write torch.float16
+hooks.cast("bf16")
+    TypeError: cast: dtype must be torch.float16 or torch.bfloat16, got 'bf16'; write torch.bfloat16
+hooks.compressed(hooks.blockwise(bits=4))
+    TypeError: compressed: codec must be a Codec, got compressed; a hook is no codec; use codecs.blockwise(bits=4)
+hooks.compressed(hooks.blockwise)
+    TypeError: compressed: codec must be a Codec, got function; it makes a hook; use codecs.blockwise()
+hooks.compressed(codecs.topk)
+    TypeError: compressed: codec must be a Codec, got ABCMeta; it is a class of codecs; call it: topk(...)
 hooks.compressed(3)
     TypeError: compressed: codec must be a Codec, got int; see torch_commhook.codecs
 hooks.blockwise(bits=3)
@@ -114,6 +122,8 @@ hooks.policy(["dim <= 1"])
     TypeError: policy: rules[0] must be a pair of a condition and a hook, got 'dim <= 1'
 hooks.policy([("dim <= 1", 3)])
     TypeError: policy: rules[0] must have one of torch_commhook.hooks, got int
+hooks.policy([("dim <= 1", hooks.topk)])
+    TypeError: policy: rules[0] must have one of torch_commhook.hooks, got function; hooks.topk makes a hook; call it: hooks.topk()
 hooks.policy([("dim <= 1", hooks.clip(1.0))])
     ValueError: policy: rules[0] must not need all gradients together, got clip(1)
 hooks.policy([], hooks.after(1, hooks.adaptive(1000)))
@@ -122,6 +132,8 @@ hooks.adaptive(0)
     ValueError: adaptive: budget must be at least 1, got 0
 hooks.adaptive(1.5)
     TypeError: adaptive: budget must be an int, got float
+hooks.adaptive(1e6)
+    TypeError: adaptive: budget must be an int, got float; write 1000000
 hooks.cpp(3)
     TypeError: cpp: name must be a str, got int
 hooks.hierarchical(3, intra_group=0, inter_group=0)
@@ -159,6 +171,18 @@ hooks.error_feedback(hooks.allreduce())
     ValueError: error_feedback: hook must be one whose messages lose something, got allreduce()
 hooks.error_feedback(print)
     TypeError: error_feedback: hook must be one of torch_commhook.hooks, got builtin_function_or_method
+hooks.error_feedback(codecs.sign())
+    TypeError: error_feedback: hook must be one of torch_commhook.hooks, got sign; a codec is no hook; use hooks.sign()
+hooks.error_feedback(codecs.topk)
+    TypeError: error_feedback: hook must be one of torch_commhook.hooks, got ABCMeta; a codec is no hook; use hooks.topk(...)
+hooks.error_feedback(hooks.blockwise)
+    TypeError: error_feedback: hook must be one of torch_commhook.hooks, got function; hooks.blockwise makes a hook; call it: hooks.blockwise()
+hooks.error_feedback(hooks.cast)
+    TypeError: error_feedback: hook must be one of torch_commhook.hooks, got ABCMeta; cast is a class of hooks; call it: cast(...)
+hooks.error_feedback("sign()")
+    TypeError: error_feedback: hook must be one of torch_commhook.hooks, got str; torch_commhook.parse_hook reads a hook that is written as text
+hooks.local_sgd(2, hook=codecs.sign())
+    TypeError: local_sgd: hook must be one of torch_commhook.hooks, got sign; a codec is no hook; use hooks.sign()
 hooks.error_feedback(hooks.error_feedback(hooks.sign()))
     ValueError: error_feedback: hook must be one that does not remember its errors already, got error_feedback(sign())
 hooks.error_feedback(hooks.policy())
@@ -198,6 +222,26 @@ hooks.after(1, hooks.policy([], hooks.cast()), before=hooks.policy([], hooks.cas
         self.assertExpectedInline(
             refusals(calls, NAMES),
             """\
+simulate(hooks.blockwise, [[torch.ones(2)]])
+    TypeError: simulate: hooks.blockwise makes a hook; call it: hooks.blockwise()
+simulate(codecs.blockwise(bits=4), [[torch.ones(2)]])
+    TypeError: simulate: a codec is no hook; use hooks.blockwise(bits=4)
+simulate(hooks.cast, [[torch.ones(2)]])
+    TypeError: check_hook: hook 'torch_commhook.hooks.mean.cast' must be an instance or a function, got the class itself; call it first
+simulate(hooks.cast(), 3)
+    TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got int; write [[gradient_of_rank_0], [gradient_of_rank_1]]
+simulate(hooks.cast(), "ab")
+    TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got str; write [[gradient_of_rank_0], [gradient_of_rank_1]]
+simulate(hooks.cast(), [1.0, 2.0])
+    TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got float for a rank; write [[gradient_of_rank_0], [gradient_of_rank_1]]
+simulate(hooks.cast(), [[1.0, 2.0], [3.0, 4.0]])
+    TypeError: simulate: grads_per_rank must hold tensors, got float; write [[torch.tensor([...])], ...] for numbers
+simulate(hooks.cast(), [[None]])
+    TypeError: simulate: grads_per_rank must hold tensors, got None
+simulate(hooks.cast(), torch.ones(2, 2))
+    TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got a tensor for a rank; write [[gradient_of_rank_0], [gradient_of_rank_1]]
+simulate(hooks.cast(), [torch.ones(2), torch.ones(2)])
+    TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got a tensor for a rank; write [[gradient_of_rank_0], [gradient_of_rank_1]]
 """,
         )
 

@@ -83,7 +83,18 @@ def messages(codec: codecs.Codec, gradient: Tensor) -> int:
     codec.encode([gradient], message, scale=0.5)
     codec.decode(message, [gradient])
     parts: list[codecs.Shard] = codec.shards(gradient.numel(), 2)
-    return sum(part.nbytes for part in parts) + len(codecs.CODECS)
+    flat: Tensor = codecs.flatten([gradient], scale=0.5)
+    codecs.unflatten_into(flat, [gradient])
+    form = codecs.BlockForm(block_size=256, bits=4, parameters=1)
+    return sum(part.nbytes for part in parts) + form.nbytes(1024) + len(codecs.CODECS)
+
+
+class signs(codecs.BlockCodec):  # noqa: N801
+    """A codec by operators of one's own."""
+
+    def __init__(self, size: int = 64) -> None:
+        form = codecs.BlockForm(block_size=size, bits=1, parameters=1)
+        super().__init__("signs", form, {"block_size": size}, library="mine")
 
 
 @codecs.register_codec

@@ -6,7 +6,7 @@ import importlib.util
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch_commhook.cli.train_config import is_no_hook
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: What to say where there is nothing to draw with.
 HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
@@ -24,8 +25,8 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8
 _DASHES = ("-", "--", "-.", ":")
 #: Of the run without a hook, which lies below the others.
 _GREY = "#7f7f7f"
-#: A curve is smoothed over this share of its steps.
-_SMOOTHED_SHARE = 0.04
+#: A curve is smoothed over this share of its steps, before and after each.
+_SMOOTHED_SHARE = 0.025
 _INCHES = 4.2
 #: Of a row of the legend, for each panel.
 _LABEL_CHARACTERS = 44
@@ -60,6 +61,12 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False
+    loss_figure(results, title).savefig(path, dpi=120)
+    return True
+
+
+def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
+    """The picture of :func:`draw_loss`: a panel for each of its axes, and a legend below them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,8 +97,7 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
         ncols=columns,
         frameon=False,
     )
-    figure.savefig(path, dpi=120)
-    return True
+    return figure
 
 
 def _styles(results: Sequence[RunResult]) -> list[dict[str, Any]]:
@@ -117,16 +123,17 @@ def _draw_curve(axes: Axes, result: RunResult, panel: _Panel, style: dict[str, A
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, whose weights fade.
+    """The mean of each value and of those around it, fewer at both ends.
 
-    They fade over a twenty-fifth of the values, and add up to 1 from the first one on.
+    At the beginning, where losses fall fast, as many after a value count as there are before it.
     """
-    fade = 1 - 1 / max(1.0, _SMOOTHED_SHARE * len(values))
-    found, total, weight = [], 0.0, 0.0
-    for value in values:
-        total = fade * total + (1 - fade) * value
-        weight = fade * weight + (1 - fade)
-        found.append(total / weight)
+    most = round(_SMOOTHED_SHARE * len(values))
+    sums = [0.0, *accumulate(values)]
+    found = []
+    for i in range(len(values)):
+        before = min(most, i)
+        first, end = i - before, min(i + before + 1, len(values))
+        found.append((sums[end] - sums[first]) / (end - first))
     return found
 
 
@@ -138,8 +145,14 @@ def _count_bytes(axes: Axes) -> None:
     least, most = axes.get_xlim()
     is_short = most < _FEW_TICKS * least
     axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: format_bytes(count)))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _tick(count: float, place: int | None = None) -> str:
+    """Bytes without zeros at the end: ``10 MB``."""
+    number, unit = format_bytes(count).split()
+    return f"{float(number):g} {unit}"
 
 
 def _wrapped(hook: str, characters: int) -> str:

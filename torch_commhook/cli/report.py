@@ -66,6 +66,7 @@ class RunResult:
         bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
         fp32_bytes_per_step: of fp32 gradients in the same places, around a ring.
         records: the steps.
+        metrics: the file of its steps.
         is_interrupted: whether it was ended before its last step.
         checkpoint: the latest that was written, None where none was.
         scattered_per_step: sent by rank 0 in reduce-scatters within its replica.
@@ -81,6 +82,7 @@ class RunResult:
     bytes_per_step: float | None
     fp32_bytes_per_step: float
     records: tuple[StepRecord, ...]
+    metrics: str = ""
     is_interrupted: bool = False
     checkpoint: str | None = None
     scattered_per_step: float = 0.0
@@ -202,6 +204,7 @@ class RichLine:
     """
 
     def __init__(self, title: str, first_step: int, last_step: int) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
@@ -213,6 +216,7 @@ class RichLine:
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}", markup=False),
             expand=True,
+            console=Console(),
         )
         self._task = self._progress.add_task(
             "", total=last_step, completed=first_step, numbers="starting"
@@ -235,7 +239,7 @@ class RichLine:
         left = self._progress.console.width - steps - _LEAST_BAR - _GAPS
         if left - len(numbers) < min(len(self._title), _LEAST_TITLE):
             numbers = short
-        title = _shortened(self._title, max(left - len(numbers), _LEAST_TITLE))
+        title = _shortened(self._title, left - len(numbers))
         self._progress.update(self._task, completed=step, numbers=numbers, description=title)
 
     def close(self) -> None:
@@ -243,6 +247,8 @@ class RichLine:
 
 
 def _shortened(text: str, characters: int) -> str:
+    if characters < _LEAST_TITLE // 2:
+        return ""
     return text if len(text) <= characters else f"{text[: characters - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 

@@ -33,8 +33,12 @@ def check_logs(logs: Sequence[str]) -> None:
     """Raise LogError where the package that a log needs is not installed."""
     for name in logs:
         package = LOGS[name]
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and not _is_installed(package):
             raise LogError(f"{name} needs the package {package}: pip install {package}")
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def open_logs(

@@ -128,8 +128,9 @@ def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainO
         if name in given and is_no_hook(given[name]):
             given[name] = None
     others = [text.strip() for text in args.compare or () if not is_no_hook(text)]
+    hook_option = "--hook"
     if others and "hook" not in given and args.resume is None:
-        given["hook"] = others.pop(0)
+        given["hook"], hook_option = others.pop(0), "--compare"
     if place is not None:
         if given.get("ranks", place.size) != place.size:
             raise OptionError(
@@ -146,7 +147,7 @@ def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainO
     compare = () if args.compare is None else _compared(config, others)
     if place is None:
         notes += _check_ranks(config.ranks, chosen="ranks" in given, device=args.device)
-    _check_config(config)
+    _check_config(config, hook_option)
     for other in compare:
         _check_hooks(other, "--compare")
     last_step = config.steps if args.stop_after is None else args.stop_after
@@ -285,13 +286,13 @@ def _check_outputs(options: TrainOptions) -> None:
         raise OptionError(f"argument --save: {error}") from error
 
 
-def _check_config(config: TrainConfig) -> None:
+def _check_config(config: TrainConfig, hook_option: str) -> None:
     if config.dim % config.heads != 0 or (config.dim // config.heads) % 2 != 0:
         raise OptionError(
             f"argument --dim: must be a multiple of 2 * heads = {2 * config.heads}, "
             f"got {config.dim}"
         )
-    _check_hooks(config, "--hook")
+    _check_hooks(config, hook_option)
     cap = config.cap_bytes
     if config.data_cap_mb is not None and cap is not None and cap <= config.seq:
         raise OptionError(

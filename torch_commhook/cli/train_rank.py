@@ -222,6 +222,7 @@ def _train_once(
     return replace(
         result,
         held_out_loss=on_held_out,
+        metrics=metrics_name(number, is_plain=config.is_plain),
         is_interrupted=is_interrupted,
         checkpoint=None if saved is None else str(saved),
     )

@@ -151,7 +151,7 @@ class BlockCodec(Codec):
         ...         return f"signs(size={self.block_size})"
         >>> found = simulate(hooks.compressed(signs()), [[torch.ones(640)], [torch.ones(640)]])
         >>> found.result[0][:2], found.wire_bytes
-        (tensor([1., 1.]), 128)
+        (tensor([1., 1.]), 160)
     """
 
     error_dtypes = ERROR_DTYPES

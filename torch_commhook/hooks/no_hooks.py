@@ -57,5 +57,5 @@ def no_hook(value: object) -> str:
         value: what was given.
     """
     instead = instead_of(value)
-    more = "" if instead is None else f": {instead}"
+    more = "" if instead is None else f"; {instead}"
     return f"{type(value).__qualname__}{more}"

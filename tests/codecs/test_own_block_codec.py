@@ -1,0 +1,80 @@
+"""A codec of blocks by operators in a library of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_commhook import attach, codecs, hooks
+from torch_commhook.testing import run_ranks, simulate
+
+_METHODS = ("encode", "decode", "decode_sum", "reduce", "reduce_shards")
+_SETTINGS = {"format": "e5m2", "block_size": 64}
+
+
+class own(codecs.BlockCodec):  # noqa: N801
+    """Does what ``fp8("e5m2", 64)`` does."""
+
+    def __init__(self) -> None:
+        form = codecs.BlockForm(block_size=64, bits=8, parameters=1)
+        super().__init__("own", form, _SETTINGS, library="commhook_test_codecs")
+
+    def __repr__(self) -> str:
+        return "own()"
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[list[str]]:
+    """The operators, which note that they were called."""
+    library = torch.library.Library("commhook_test_codecs", "DEF")
+    called: list[str] = []
+
+    def define(method: str) -> None:
+        theirs = getattr(torch.ops.commhook, f"fp8_{method}").default
+
+        def operator(*arguments: Any, **more: Any) -> Any:
+            called.append(method)
+            return theirs(*arguments, **more)
+
+        _, _, rest = str(theirs._schema).partition("(")
+        library.define(f"own_{method}({rest}")
+        library.impl(f"own_{method}", operator, "CompositeExplicitAutograd")
+
+    for method in _METHODS:
+        define(method)
+    yield called
+    library._destroy()
+
+
+def test_its_hook_gives_the_bits_of_the_same_codec(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    gradients = [[torch.randn(1000), torch.randn(30, 7)] for _ in range(3)]
+    want = simulate(hooks.fp8("e5m2", 64), gradients, steps=2)
+    calls.clear()
+    got = simulate(hooks.compressed(own()), gradients, steps=2)
+    assert {"encode", "decode", "reduce"} <= {*calls}
+    assert got.wire_bytes == want.wire_bytes
+    for one, other in zip(got.result, want.result, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("calls")
+def test_it_trains_with_error_feedback() -> None:
+    def train(rank: int, hook: hooks.Hook) -> tuple[torch.Tensor, int | None]:
+        torch.manual_seed(0)
+        model = nn.Linear(40, 8)
+        handle = attach(model, hook)
+        for step in range(3):
+            model.zero_grad()
+            model(torch.full((2, 40), rank + 0.3 * step)).square().sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad, handle.stats().bytes_sent
+
+    (got, sent), _ = run_ranks(train, 2, hooks.error_feedback(hooks.compressed(own())))
+    same = hooks.error_feedback(hooks.fp8("e5m2", 64))
+    (want, wanted_bytes), _ = run_ranks(train, 2, same)
+    assert torch.equal(got, want) and sent == wanted_bytes
