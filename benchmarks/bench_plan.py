@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,8 +159,6 @@ def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> float:
     model = ByteTransformer(config.layers, config.dim, config.heads)
     optimizer = make_optimizer(model, config)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
-    import time
-
     barrier.wait()
     seconds = []
     for step in range(_WARM_UP + _STEPS):
