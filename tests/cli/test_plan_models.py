@@ -143,7 +143,7 @@ def test_a_place_without_a_factory(text: str, message: str) -> None:
 
 def test_a_step_that_fails(models: str) -> None:
     wrong = model_of_factory(f"{models}:linear", [parse_input("2x3")])
-    with pytest.raises(ModelError, match="a step of .*linear can't be measured: RuntimeError"):
+    with pytest.raises(ModelError, match=r"a step of .*linear can't be measured: RuntimeError"):
         wrong.compute_seconds("adamw")
 
 
