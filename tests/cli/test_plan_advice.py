@@ -16,6 +16,7 @@ from torch_commhook.cli.plan_numbers import (
     format_seconds,
     parse_count,
     parse_rate,
+    say_seconds,
 )
 from torch_commhook.hooks.expressions import parse_hook
 
@@ -26,6 +27,7 @@ UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={}, error_reset=True)"
 class Row:
     hook: str
     step_seconds: float
+    wire_seconds: float = 0.0
 
 
 @pytest.mark.parametrize(
@@ -89,19 +91,25 @@ def test_a_hook_that_hurts_is_not_taken() -> None:
 
 
 def test_what_is_said() -> None:
-    rows = [Row("allreduce()", 1.9), Row("cast()", 0.95), Row("error_feedback(sign())", 0.3)]
+    rows = [
+        Row("allreduce()", 1.9, 1.8),
+        Row("cast()", 0.95, 0.9),
+        Row("error_feedback(sign())", 0.3, 0.06),
+    ]
     found = advise(rows, [43e6, 21.5e6, 1e6], 0.225, "adamw")
     assert found.reason == (
-        "Take cast(): a step of 950.0 ms instead of 1.90 s with allreduce(), 2.0 times as fast. "
-        "A rank sends 21.5 MB in a step instead of 43.0 MB, and 225.0 ms of the step are computing."
+        "Take cast(): a step of 0.95 s instead of 1.9 s with a plain all-reduce, since a rank sends "
+        "21.5 MB in a step instead of 43.0 MB: 0.90 s on the link instead of 1.8 s. Without "
+        "communication a step takes 0.23 s."
     )
     (warning,) = found.warnings
     assert warning.startswith("error_feedback(sign()): error feedback on gradients hurts under")
     assert advise(rows, [43e6, 21.5e6, 1e6], 0.225, "sgd").warnings == []
     stays = advise(rows[:1] + rows[2:], [43e6, 1e6], 0.225, "adamw").reason
-    assert stays.startswith("Take allreduce(): a step takes 1.90 s with the plain all-reduce. Only")
+    assert stays.startswith("Take allreduce(), the plain all-reduce: a step takes 1.9 s. Only")
+    assert stays.endswith("error_feedback(sign()) takes 0.30 s.")
     alone = advise([rows[0], Row("cast()", 1.85)], [43e6, 2e7], 0.225, "adamw").reason
-    assert alone.endswith("and no hook makes it much shorter; 225.0 ms is computing.")
+    assert alone.endswith("0.23 s of it computing, and no hook makes it much shorter.")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -196,3 +204,7 @@ def test_numbers_as_people_read_them() -> None:
         *("56 kbit/s", "200 Mbit/s", "1 Gbit/s", "100 Gbit/s", "1.5 Tbit/s"),
     ]
     assert [format_seconds(each) for each in (1.9, 0.42)] == ["1.90 s", "420.0 ms"]
+    seconds = (123.4, 1.94, 0.999, 0.424, 0.0423, 0.00042, 0.0)
+    assert [say_seconds(each) for each in seconds] == [
+        *("123 s", "1.9 s", "1.0 s", "0.42 s", "42 ms", "0.4 ms", "0 ms"),
+    ]

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from torch_commhook import hooks
-from torch_commhook.cli.plan_numbers import format_seconds
+from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
 
@@ -94,6 +94,10 @@ class Row(Protocol):
     @property
     def step_seconds(self) -> float:
         """Of a step with it."""
+
+    @property
+    def wire_seconds(self) -> float:
+        """That its bytes take on the link."""
 
 
 # ---- what is known of hooks ----------------------------------------------------------------------
@@ -241,25 +245,26 @@ def _own_text(label: str) -> str:
 
 
 def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
-    step = format_seconds(plain.step_seconds)
     fastest = min(rows, key=lambda row: row.step_seconds)
-    text = f"Take {plain.hook}: a step takes {step} with the plain all-reduce"
+    text = (
+        f"Take {plain.hook}, the plain all-reduce: a step takes {say_seconds(plain.step_seconds)}"
+    )
     if fastest.step_seconds * _LEAST_GAIN > plain.step_seconds:
-        return f"{text}, and no hook makes it much shorter; {format_seconds(compute)} is computing."
+        return f"{text}, {say_seconds(compute)} of it computing, and no hook makes it much shorter."
     return (
-        f"{text}. Only hooks that hurt the loss, or that nothing is known of, are faster: "
-        f"{fastest.hook} {format_seconds(fastest.step_seconds)}."
+        f"{text}. Only hooks that hurt the loss, or of which nothing is known, are faster: "
+        f"{fastest.hook} takes {say_seconds(fastest.step_seconds)}."
     )
 
 
 def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
-    times = plain.step_seconds / chosen.step_seconds
     return (
-        f"Take {chosen.hook}: a step of {format_seconds(chosen.step_seconds)} instead of "
-        f"{format_seconds(plain.step_seconds)} with {plain.hook}, {times:.1f} times as fast. "
-        f"A rank sends {format_bytes(sent[chosen.hook])} in a step instead of "
-        f"{format_bytes(sent[plain.hook])}, and {format_seconds(compute)} of the step are "
-        "computing."
+        f"Take {chosen.hook}: a step of {say_seconds(chosen.step_seconds)} instead of "
+        f"{say_seconds(plain.step_seconds)} with a plain all-reduce, since a rank sends "
+        f"{format_bytes(sent[chosen.hook])} in a step instead of {format_bytes(sent[plain.hook])}: "
+        f"{say_seconds(chosen.wire_seconds)} on the link instead of "
+        f"{say_seconds(plain.wire_seconds)}. Without communication a step takes "
+        f"{say_seconds(compute)}."
     )
 
 
