@@ -98,8 +98,8 @@ def test_what_is_said() -> None:
     ]
     found = advise(rows, [43e6, 21.5e6, 1e6], 0.225, "adamw")
     assert found.reason == (
-        "Take cast(): a step of 0.95 s instead of 1.9 s with a plain all-reduce, since a rank sends "
-        "21.5 MB in a step instead of 43.0 MB: 0.90 s on the link instead of 1.8 s. Without "
+        "Take cast(): a step of 0.95 s instead of 1.9 s with a plain all-reduce, since a rank "
+        "sends 21.5 MB in a step instead of 43.0 MB: 0.90 s on the link instead of 1.8 s. Without "
         "communication a step takes 0.23 s."
     )
     (warning,) = found.warnings
