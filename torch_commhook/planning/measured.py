@@ -66,6 +66,7 @@ class Measured:
             ``policy``.
         fragments: parts of the model that travel one by one in those steps.
         delay: steps during which a fragment travels behind computing.
+        is_ddp: whether it is no hook, but DDP by itself, whose buckets wait for one another.
     """
 
     hook: str
@@ -80,6 +81,7 @@ class Measured:
     beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
+    is_ddp: bool = False
 
     @property
     def chains(self) -> tuple[tuple[Issued, ...], ...]:
@@ -111,7 +113,8 @@ def measure(
         known_seconds: that hooks compute in a step, by their text; others are measured.
 
     Returns:
-        One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
+        One for each hook, in the same order. ``none`` is DDP's own all-reduce of float32, which
+        computes as ``allreduce()`` does.
 
     Raises:
         HookExpressionError: a text that is no hook.
@@ -130,6 +133,9 @@ def measure(
     found = []
     for given in hooks:
         hook = _parsed(given)
+        is_ddp = hook is None
+        if hook is None:
+            hook = library_hooks.allreduce()
         text = given if isinstance(given, str) else _name(given)
         try:
             if not isinstance(given, str):
@@ -155,22 +161,22 @@ def measure(
                 not getattr(hook, "keeps_ranks_apart", False),
                 outer.every,
                 work.chains[0] if work.chains else (),
-                agreement,
-                added,
+                () if is_ddp else agreement,
+                0 if is_ddp else added,
                 work.members,
                 work.chains[1:],
                 outer.fragments,
                 outer.delay,
+                is_ddp,
             )
         )
     return found
 
 
 def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given one."""
+    """The hook of an expression, or the given one; None of ``none``."""
     if isinstance(given, str):
-        hook = parse_hook(given)
-        return library_hooks.allreduce() if hook is None else hook
+        return parse_hook(given)
     check_hook(given)
     return given
 
