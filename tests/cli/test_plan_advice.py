@@ -44,7 +44,7 @@ class Row:
         ("after(100, error_feedback(sign()))", Loss.HURTS, Loss.MILD),
         ("error_feedback(blockwise(bits=2))", Loss.HURTS, Loss.MILD),
         (UPDATES.format("error_feedback(topk(0.01))"), Loss.MILD, Loss.MILD),
-        ("local_sgd(30, hook=error_feedback(sign()))", Loss.LATER, Loss.LATER),
+        ("local_sgd(30, hook=error_feedback(sign()))", Loss.APART, Loss.APART),
         ("local_sgd(30, hook=sign())", Loss.HURTS, Loss.HURTS),
         ("policy([('dim <= 1', allreduce())], cast())", Loss.AS_PLAIN, Loss.AS_PLAIN),
         ("policy()", Loss.HURTS, Loss.MILD),  # error_feedback(topk()) of embeddings

@@ -64,7 +64,7 @@ class Loss(IntEnum):
 
     AS_PLAIN = 0  #: as an all-reduce in float32, or within what seeds differ by
     MILD = 1  #: a few percent more in the beginning
-    LATER = 2  #: ranks take steps apart, which changes the training
+    APART = 2  #: ranks take steps apart, which changes the training
     UNKNOWN = 3  #: a hook of the user's
     HURTS = 4
 
@@ -152,7 +152,7 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
     if isinstance(hook, hooks.local_sgd):
         # What it averages are distances, not gradients, whatever the optimizer is.
         inside = _judge(hook.hook, "sgd")
-        least = Loss.LATER if hook.H > 1 else Loss.MILD
+        least = Loss.APART if hook.H > 1 else Loss.MILD
         return Verdict(max(inside.loss, least), inside.coarse, inside.warning)
     if isinstance(hook, hooks.policy):
         return max(
@@ -232,7 +232,7 @@ def advise(
     else:
         reason = _take(chosen, plain, bytes_of, compute_seconds)
     said = verdicts[chosen.hook].loss
-    if said is Loss.LATER:
+    if said is Loss.APART:
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
     elif said is Loss.MILD:
         reason += " Compare the loss, which may suffer a little."
