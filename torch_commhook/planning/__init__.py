@@ -6,6 +6,7 @@ from torch_commhook.planning.hook_work import HookError
 from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.planning.link_file import LinkFile
 from torch_commhook.planning.measured import Measured, measure
+from torch_commhook.planning.model import Model, Parameter
 
 __all__ = [
     "BUCKET_CAPS_MB",
@@ -14,6 +15,8 @@ __all__ = [
     "LinkFile",
     "Measured",
     "MeasuredLink",
+    "Model",
+    "Parameter",
     "bucket_sizes",
     "measure",
     "measure_link",
