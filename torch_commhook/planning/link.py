@@ -26,6 +26,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_name,
     group_store,
     group_timeout,
+    has_more_connections,
     is_gloo,
     make_group,
     use_more_connections,
@@ -261,7 +262,8 @@ def _slowest(wire: Wire, *values: float) -> list[float]:
 
 def _can_connect(group: dist.ProcessGroup) -> bool:
     """Whether a group's messages can take more connections, which this module makes."""
-    return is_gloo(group) and exchanges(group) and group_store(group) is not None
+    has_one = is_gloo(group) and exchanges(group) and not has_more_connections(group)
+    return has_one and group_store(group) is not None
 
 
 @contextmanager
@@ -275,8 +277,10 @@ def _more_connections(group: dist.ProcessGroup) -> Iterator[None]:
             up = make()
             pairs.append((up, make() if has_few_ranks(group) else up))
         use_more_connections(group, pairs)
-        yield
-        use_more_connections(group, [])
+        try:
+            yield
+        finally:
+            use_more_connections(group, [])
         group.barrier().wait()  # a rank that still watches them would think they are lost
     finally:
         for each in made:
