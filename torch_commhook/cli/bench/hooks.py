@@ -143,13 +143,10 @@ def _step_seconds(steps: Steps, seconds: float) -> float:
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float]:
     """Seconds of a step, and bytes that this rank sends in one."""
     hook = parse_hook(text)
+    every = unwrap_hook(hook).every
     handle = attach(model, hook)
     try:
-        steps = Steps(
-            model,
-            unwrap_hook(hook).every,
-            is_apart=getattr(hook, "keeps_ranks_apart", False),
-        )
+        steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
         steps.turn()
         done, sent = steps.done, handle.stats().bytes_sent
         took = _step_seconds(steps, seconds)
