@@ -10,6 +10,7 @@ from typing import Any
 
 import bench_loss_local
 import bench_loss_sharded
+import bench_measured_link
 import bench_plan
 import bench_wan
 from bench_link import BASELINE, format_caps
@@ -104,6 +105,12 @@ def shards(setting: str) -> Iterator[str]:
         if row["target"] is not None
     ]
     yield f"Targets: {'; '.join(held)}."
+
+
+def measured_links() -> Iterator[str]:
+    header = ["hosts", "rate", "measured", "round trip", "measured", "within 10%"]
+    found = load(RESULTS / "bench_measured_link.json")["rows"]
+    yield from rows(header, [bench_measured_link.cells(row) for row in found])
 
 
 def plans() -> Iterator[str]:
@@ -330,6 +337,14 @@ def page() -> str:
         *shards("hsdp"),
         "",
         "![Steps of sharded models](images/sharded.png)",
+        "",
+        "## What `bench` measures of links",
+        "",
+        "`make bench-measured-link`: `commhook bench` between hosts that are joined by links of a",
+        "given rate and round trip. It measures each twice; in brackets, how far the worse",
+        "figure is off.",
+        "",
+        *measured_links(),
         "",
         "## What `plan` says of whole models",
         "",
