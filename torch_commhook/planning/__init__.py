@@ -1,7 +1,7 @@
 """What hooks would cost in a step over a link, before anybody trains with them."""
 
 from torch_commhook.planning.buckets import BUCKET_CAPS_MB, bucket_sizes
-from torch_commhook.planning.cost import Cost, plan
+from torch_commhook.planning.cost import Cost, plan, step_seconds
 from torch_commhook.planning.hook_work import HookError
 from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.planning.link_file import LinkFile
@@ -21,4 +21,5 @@ __all__ = [
     "measure",
     "measure_link",
     "plan",
+    "step_seconds",
 ]

@@ -63,7 +63,13 @@ def plan(
     costs: list[Cost] = []
     shares = [size / sum(buckets) for size in buckets]
     for each in measured:
-        step = _step_seconds(each, compute_seconds, bits_per_second, buckets, delay_seconds)
+        step = step_seconds(
+            each,
+            bits_per_second=bits_per_second,
+            compute_seconds=compute_seconds,
+            buckets=buckets,
+            delay_seconds=delay_seconds,
+        )
         first = costs[0].step_seconds if costs else step
         costs.append(
             Cost(
@@ -81,13 +87,15 @@ def plan(
 
 def _round_trips(measured: Measured, buckets: int) -> float:
     """That follow one another in a step, all that an exchange hides behind computing included."""
-    once = round_trips(measured.chains, measured.agreement, buckets)
+    once = round_trips(measured.chains, measured.agreement, buckets, is_ddp=measured.is_ddp)
     return once * measured.fragments / measured.every
 
 
 def _messages(measured: Measured, shares: Sequence[float]) -> float:
     shares = [share / measured.fragments for share in shares]
-    chains = [count_messages(issued, (), shares) for issued in measured.chains]
+    chains = [
+        count_messages(issued, (), shares, is_ddp=measured.is_ddp) for issued in measured.chains
+    ]
     once = sum(chains) + count_messages((), measured.agreement, shares)
     return once * measured.fragments / measured.every
 
@@ -99,14 +107,21 @@ def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
     return sum(chains) / measured.every
 
 
-def _step_seconds(
+def step_seconds(
     measured: Measured,
-    compute: float,
+    *,
     bits_per_second: float,
-    buckets: Sequence[int],
-    delay: float,
+    compute_seconds: float = 0.0,
+    buckets: Sequence[int] = (1,),
+    delay_seconds: float = 0.0,
 ) -> float:
-    """A step, in which buckets travel while the next ones are computed."""
+    """A step, in which buckets travel while the next ones are computed.
+
+    Args:
+        measured: what :func:`measure` gives.
+        bits_per_second, compute_seconds, buckets, delay_seconds: as :func:`plan` takes them.
+    """
+    compute = compute_seconds
     elements = sum(buckets)
     shares = [size / elements for size in buckets]
     ready, computed = [0.0] * len(buckets), 0.0
@@ -122,7 +137,8 @@ def _step_seconds(
         shares=[share / measured.fragments for share in shares],
         computed=computed,
         bits_per_second=bits_per_second * PAYLOAD,
-        latency=delay,
+        latency=delay_seconds,
+        is_ddp=measured.is_ddp,
     )
     if measured.overlaps:
         return through

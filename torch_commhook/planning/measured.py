@@ -12,7 +12,8 @@ ranks apart for some steps are means over these steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch_commhook.planning.buckets import BUCKET_CAPS_MB
 from torch_commhook.planning.formulas import (
     MODEL,
     MOST_SIMULATED,
-    Formula,
     count_connections,
     encoding_of,
     formula_of,
@@ -67,6 +67,7 @@ class Measured:
             ``policy``.
         fragments: parts of the model that travel one by one in those steps.
         delay: steps during which a fragment travels behind computing.
+        is_ddp: whether it is no hook, but DDP by itself, whose buckets wait for one another.
     """
 
     hook: str
@@ -81,6 +82,7 @@ class Measured:
     beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
+    is_ddp: bool = False
 
     @property
     def chains(self) -> tuple[tuple[Issued, ...], ...]:
@@ -97,6 +99,8 @@ def measure(
     bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
     nodes: int | None = None,
     connections: int = 1,
+    known_seconds: Mapping[str, float] | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -108,9 +112,12 @@ def measure(
         bucket_cap_mb: of the buckets, as :meth:`Model.bucket_sizes` takes them.
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
+        known_seconds: that hooks compute in a step, by their text; others are measured.
+        device: that hooks compute on.
 
     Returns:
-        One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
+        One for each hook, in the same order. ``none`` is DDP's own all-reduce of float32, which
+        computes as ``allreduce()`` does.
 
     Raises:
         HookExpressionError: a text that is no hook.
@@ -124,48 +131,60 @@ def measure(
         assert elements is not None
         model = Model(elements)
     bucket = -(-model.elements // len(model.bucket_sizes(bucket_cap_mb)))
+    known = known_seconds or {}
     agreement = tuple(agreement_of(world_size))
     found = []
     for given in hooks:
         hook = _parsed(given)
+        is_ddp = hook is None
+        if hook is None:
+            hook = library_hooks.allreduce()
         text = given if isinstance(given, str) else _name(given)
+        if getattr(hook, "chooses", False):
+            raise HookError(
+                f"the hook {text!r} can't be planned: it chooses one of several in the first steps "
+                "of a training; name these"
+            )
         try:
             if not isinstance(given, str):
                 hook = copy.deepcopy(given)
             outer = unwrap_hook(hook)
-            work = _work(outer.hook, model, bucket, world_size, nodes)
-            computed = work.compute_seconds
-            computed += sum(measure_pass(one, model.elements, bucket) for one in outer.around)
+            work = _work(outer.hook, model, world_size, nodes)
+            computed = known.get(text)
+            if computed is None:
+                whole = _compute_seconds(outer.hook, model, bucket, world_size, device)
+                passes = sum(measure_pass(one, model.elements, bucket) for one in outer.around)
+                computed = (whole + passes) / outer.every
             added = count_connections(work.hook, _all(work.chains), world_size, connections)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             if "attach(model, hook)" in said:
-                said = "it asks for the names of parameters, and only their number is known"
+                said = "it asks for the names of parameters, which nobody has given"
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         found.append(
             Measured(
                 text,
                 work.bytes_sent / outer.every,
-                computed / outer.every,
+                computed,
                 not getattr(hook, "keeps_ranks_apart", False),
                 outer.every,
                 work.chains[0] if work.chains else (),
-                agreement,
-                added,
+                () if is_ddp else agreement,
+                0 if is_ddp else added,
                 work.members,
                 work.chains[1:],
                 outer.fragments,
                 outer.delay,
+                is_ddp,
             )
         )
     return found
 
 
 def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given one."""
+    """The hook of an expression, or the given one; None of ``none``."""
     if isinstance(given, str):
-        hook = parse_hook(given)
-        return library_hooks.allreduce() if hook is None else hook
+        return parse_hook(given)
     check_hook(given)
     return given
 
@@ -181,42 +200,45 @@ class _Work:
     Attributes:
         bytes_sent: by the rank that sends most.
         chains: calls that it issues, those of a chain one after another.
-        members: as in :class:`Formula`.
+        members: as of :class:`Measured`.
         hook: what does the work.
-        compute_seconds: see :class:`Measured`.
     """
 
     bytes_sent: float
     chains: tuple[tuple[Issued, ...], ...]
     members: Members
     hook: Any
-    compute_seconds: float
 
 
-def _work(hook: Any, model: Model, bucket: int, world_size: int, nodes: int | None) -> _Work:
+def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
+    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
     if isinstance(hook, library_hooks.policy):
-        parts = [
-            _work(each, part, -(-bucket * part.elements // model.elements), world_size, nodes)
-            for each, part in _parts_of(hook, model)
-        ]
+        parts = [_work(each, part, world_size, nodes) for each, part in _parts_of(hook, model)]
         return _Work(
             sum(part.bytes_sent for part in parts),
             tuple(_on_model(chain) for part in parts for chain in part.chains),
             _members_of(parts),
             hook,
-            sum(part.compute_seconds for part in parts),
         )
-    sends = _sends(hook, model, world_size, nodes)
-    computed = _compute_seconds(hook, model, bucket, world_size)
-    return _Work(sends.bytes_sent, (sends.issued,), sends.members, sends.hook, computed)
+    if nodes is not None:
+        with_ranks_per_node(hook, world_size // nodes)
+    goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
+    if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
+        found = formula_of(hook, model, world_size, nodes or 1)
+        if found is not None:
+            members = {} if nodes is None else found.members
+            return _Work(found.bytes_sent, (found.issued,), members, found.hook)
+    sent, issued = record_traffic(hook, model.elements, world_size)
+    return _Work(sent, (issued,), {}, hook)
 
 
 def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
     """The hooks of a policy that have parameters, and these."""
     members: dict[int, tuple[Any, list[Parameter]]] = {}
     named = [(each, torch.empty(each.shape, device="meta")) for each in model.listed()]
-    if model.parameters is not None:
-        hook.check_parameters([(each.name or "", tensor) for each, tensor in named])
+    names = [(each.name, tensor) for each, tensor in named if each.name is not None]
+    if len(names) == len(named):
+        hook.check_parameters(names)
     for each, tensor in named:
         chosen = hook.hook_for(each.name, tensor)
         members.setdefault(id(chosen), (chosen, []))[1].append(each)
@@ -244,23 +266,27 @@ def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
     return [each for chain in chains for each in chain]
 
 
-def _sends(hook: Any, model: Model, world_size: int, nodes: int | None) -> Formula:
-    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
-    if nodes is not None:
-        with_ranks_per_node(hook, world_size // nodes)
-    goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
-    if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
-        found = formula_of(hook, model, world_size, nodes or 1)
-        if found is not None:
-            return found if nodes is not None else replace(found, members={})
-    return Formula(*record_traffic(hook, model.elements, world_size), {}, hook)
+def _compute_seconds(
+    hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
+) -> float:
+    """What a hook computes for all gradients. A hierarchical one adds up, and encodes a share.
 
-
-def _compute_seconds(hook: Any, model: Model, bucket: int, world_size: int) -> float:
-    """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
+    Args:
+        hook: as :func:`unwrap_hook` gives it.
+        model: whose gradients these are.
+        bucket: elements of one.
+        world_size: ranks.
+        device: that it computes on.
+    """
+    if isinstance(hook, library_hooks.policy):
+        share = bucket / model.elements
+        return sum(
+            _compute_seconds(each, part, math.ceil(share * part.elements), world_size, device)
+            for each, part in _parts_of(hook, model)
+        )
     parts, encoding = encoding_of(hook, world_size)
     shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
-    computed = measure_seconds(encoding, -(-model.elements // parts), shapes)
+    computed = measure_seconds(encoding, -(-model.elements // parts), shapes, device)
     return computed + (measure_pass(_add_up, model.elements, bucket) if parts > 1 else 0.0)
 
 

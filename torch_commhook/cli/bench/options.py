@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import math
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, positive_float, positive_int
 from torch_commhook.cli.outputs import OutputError, check_checkpoint
 from torch_commhook.cli.place import Place
+from torch_commhook.cli.plan_numbers import format_count, parse_count
 from torch_commhook.cli.train_config import MOST, MOST_RANKS
 from torch_commhook.cli.train_options import OptionError, available_cores, check_device
 from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
-
-if TYPE_CHECKING:
-    import torch
 
 #: The parts of a run, and their shares of its time.
 PARTS = {"link": 4, "collectives": 2, "codecs": 3, "hooks": 6}
@@ -39,12 +33,8 @@ DEFAULT_HOOKS = (
 #: What the others are compared with. It is measured, too, if it is not named.
 BASELINE = "allreduce()"
 _DEFAULT_ELEMENTS = 25_000_000
-_MOST_ELEMENTS = 10**11
 _DEFAULT_SECONDS = 60.0
 _MOST_SECONDS = 86_400
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-#: Of a model that is not named.
-_MATRICES = 48
 #: Of an element: parameter, gradient, bucket, error memory, and copies on the way.
 _BYTES_PER_ELEMENT = 24
 
@@ -120,15 +110,16 @@ def build_parser() -> argparse.ArgumentParser:
     size.add_argument(
         "--elements",
         type=_elements,
+        default=_DEFAULT_ELEMENTS,
         metavar="N",
-        help=f"of the gradients, such as 25M ({_DEFAULT_ELEMENTS // 10**6}M)",
+        help=f"of the gradients, such as 124M ({_DEFAULT_ELEMENTS // 10**6}M)",
     )
     size.add_argument(
         "--model",
         metavar="MODULE:FACTORY",
         help=(
-            "gradients as those of a model: a function without arguments that makes it, called "
-            "with the meta device as default, so that the model takes no memory"
+            "gradients as those of the model that a function makes, on the meta device, where it "
+            "takes no memory; or FILE.py:FACTORY"
         ),
     )
     add(
@@ -200,8 +191,8 @@ def _resolve(given: argparse.Namespace, place: Place | None) -> BenchOptions:
     check_device(given, local_ranks)
     if ranks == 1 and not set(given.parts) - set(_OF_SEVERAL):
         raise OptionError(
-            f"argument --parts: {' and '.join(given.parts)} need two or more ranks; give --ranks 2, "
-            "or start bench by torchrun"
+            f"argument --parts: {' and '.join(given.parts)} need two or more ranks; give "
+            "--ranks 2, or start bench by torchrun"
         )
     shapes, what = _shapes(given)
     return BenchOptions(
@@ -261,8 +252,8 @@ def _check_memory(options: BenchOptions, local_ranks: int) -> None:
         ranks = f"{local_ranks} rank{'s' * (local_ranks > 1)}"
         raise OptionError(
             f"argument --parts: hooks need about {needed / 1e9:.1f} GB for {options.what} on "
-            f"{ranks} of this machine, and {there / 1e9:.1f} GB are free; give fewer --elements, or "
-            "leave hooks out"
+            f"{ranks} of this machine, and {there / 1e9:.1f} GB are free; give fewer --elements, "
+            "or leave hooks out"
         )
 
 
@@ -287,67 +278,23 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def _elements(text: str) -> int:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmgb]?)", text.strip().lower())
-    count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
-    if not 1 <= count <= _MOST_ELEMENTS:
-        raise argparse.ArgumentTypeError(
-            f"must be a number from 1 to {_MOST_ELEMENTS:,} such as 25M, got {text!r}"
-        )
-    return count
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _shapes(given: argparse.Namespace) -> tuple[tuple[tuple[int, ...], ...], str]:
     """The shapes of all parameters, and what they are, in words."""
-    if given.model is not None:
-        parameters = _parameters(given.model)
-        shapes = tuple(tuple(each.shape) for each in parameters)
-        return shapes, f"{sum(map(math.prod, shapes)) / 1e6:.4g} M elements of {given.model}"
-    elements = given.elements or _DEFAULT_ELEMENTS
-    return matrix_shapes(elements), f"{elements / 1e6:.4g} M elements"
+    from torch_commhook.cli.plan_model import ModelError, model_of_factory, model_of_size
 
-
-def matrix_shapes(elements: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of so many elements: square matrices, as a model has them, and a vector for the rest.
-
-    What low-rank factors send depends on it.
-    """
-    side = max(1, math.isqrt(elements // _MATRICES))
-    count, rest = divmod(elements, side * side)
-    return ((side, side),) * count + ((rest,),) * (rest > 0)
-
-
-def _parameters(text: str) -> list[torch.Tensor]:
-    """Those of the model that a function makes, on the meta device."""
-    import torch
-
-    module_name, colon, name = text.partition(":")
-    if not (colon and module_name and name):
-        raise OptionError(
-            f"argument --model: must be MODULE:FACTORY such as my_package.models:make, got {text!r}"
-        )
-    if os.getcwd() not in sys.path:  # a script's own folder is there, not the one it is called in
-        sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # the module is a user's, and may raise anything
-        raise OptionError(f"argument --model: {text}: {_first_line(error)}") from error
-    try:
-        with torch.device("meta"):
-            model = found()
-    except Exception as error:
-        raise OptionError(f"argument --model: {text} failed: {_first_line(error)}") from error
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(
-            f"argument --model: {text} must give a torch.nn.Module, got {type(model).__name__}"
-        )
-    parameters = [each for each in model.parameters() if each.requires_grad and each.numel()]
-    if not parameters:
-        raise OptionError(f"argument --model: {text} gives a model without trainable parameters")
-    return list(parameters)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        if given.model is None:
+            subject = model_of_size(given.elements)
+        else:
+            subject = model_of_factory(given.model, None)
+    except ModelError as error:
+        raise OptionError(f"argument --model: {error}") from error
+    shapes = tuple(each.shape for each in subject.model.listed() if each.numel)
+    whose = "" if subject.name is None else f" of {subject.name}"
+    return shapes, f"{format_count(subject.model.elements)} elements{whose}"
