@@ -167,7 +167,7 @@ class MadeUpWire(Wire):
         return 0.01 + nbytes * self.others / 1e6
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
-        return [nbytes * self.others * (number + 1) / 1e6 for number in range(count)]
+        return [nbytes * (number + 1) / 1e6 for number in range(count * self.others)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)

@@ -94,9 +94,9 @@ class MadeUpWire(Wire):
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         self.flows += 1
-        rate = RATE / 2 if self.flows <= self.slow_flows else RATE
-        each = nbytes * self.others / rate
-        return [self.delay + each * (number + 1) for number in range(count)]
+        rate = RATE * min(1.0, (self.flows + 1) / (self.slow_flows + 1))
+        each = nbytes / rate
+        return [self.delay + each * (number + 1) for number in range(count * self.others)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)

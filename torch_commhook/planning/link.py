@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import exchanges, has_few_ranks
+from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.gloo_groups import (
     connect_group,
     destroy_group,
@@ -29,7 +29,6 @@ from torch_commhook.collectives.gloo_groups import (
     has_more_connections,
     is_gloo,
     make_group,
-    use_more_connections,
 )
 from torch_commhook.planning.schedule import PAYLOAD
 from torch_commhook.planning.wire import Wire
@@ -46,7 +45,6 @@ _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.3, 8
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
-#: Several connections share messages that are as large.
 _LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
 #: The part of a flow at its beginning that is left out.
@@ -167,7 +165,7 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
     share = seconds / (2 if is_far else 1)
     rates = {1: measure_rate(wire, round_trip, share)}
     if is_far:
-        with _more_connections(wire.group):
+        with _more_connections(wire):
             rates[MANY] = measure_rate(wire, round_trip, share)
     return LinkFigures(round_trip, rates)
 
@@ -221,8 +219,8 @@ class Flow:
     """Messages that were under way at once.
 
     Attributes:
-        nbytes: of each number of message, from all other ranks.
-        seconds: when each had come.
+        nbytes: of each message.
+        seconds: when each had come, in order.
     """
 
     nbytes: int
@@ -244,7 +242,7 @@ def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
         large = int(nbytes / wire.others) // _LARGE_MESSAGE
         count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
     of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
-    return Flow(of_message * wire.others, wire.arrivals(of_message, count))
+    return Flow(of_message, wire.arrivals(of_message, count))
 
 
 def is_steady(rates: Sequence[float]) -> bool:
@@ -274,46 +272,34 @@ def _can_connect(group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def _more_connections(group: dist.ProcessGroup) -> Iterator[None]:
-    """Have large messages of a group take :data:`MANY` connections in a ``with`` block."""
+def _more_connections(wire: Wire) -> Iterator[None]:
+    """Have the messages of flows take :data:`MANY` connections in a ``with`` block."""
+    group = wire.group
     made: list[dist.ProcessGroup] = []
-    make = _maker(group, made)
     try:
-        pairs = []
         for _ in range(MANY - 1):
-            up = make()
-            pairs.append((up, make() if has_few_ranks(group) else up))
-        use_more_connections(group, pairs)
-        try:
-            yield
-        finally:
-            use_more_connections(group, [])
+            made.append(_made_for(group))
+            connect_group(made[-1])
+        wire.groups = [group, *made]
+        yield
         group.barrier().wait()  # a rank that still watches them would think they are lost
     finally:
+        wire.groups = [group]
         for each in made:
             destroy_group(each)
 
 
-def _maker(
-    group: dist.ProcessGroup, made: list[dist.ProcessGroup]
-) -> Callable[[], dist.ProcessGroup]:
-    """A function that makes groups over the same ranks, and adds each to a list."""
-    store, ranks = group_store(group), dist.get_process_group_ranks(group)
+def _made_for(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over the same ranks, which is not connected yet."""
+    _counts[group] = number = _counts.get(group, 0) + 1
+    name = f"{group_name(group)}/commhook-link-{number}"
+    store = group_store(group)
     assert store is not None  # _can_connect has asked
-
-    def make() -> dist.ProcessGroup:
-        _counts[group] = number = _counts.get(group, 0) + 1
-        name = f"{group_name(group)}/commhook-link-{number}"
-        found = make_group(
-            dist.PrefixStore(name, store),
-            group.rank(),
-            ranks,
-            name,
-            group_timeout(group),
-            description="commhook: measures a link",
-        )
-        made.append(found)
-        connect_group(found)
-        return found
-
-    return make
+    return make_group(
+        dist.PrefixStore(name, store),
+        group.rank(),
+        dist.get_process_group_ranks(group),
+        name,
+        group_timeout(group),
+        description="commhook: measures a link",
+    )
