@@ -317,6 +317,7 @@ class DdpRoad:
             in_join=model is not None and model._join_config.enable,
             has_joined=torch._C._current_graph_task_id() == NO_BACKWARD,
         )
+        attached.choose()
         native = attached.cpp_hook
         if native is None or self._results.kept is not None or self._results.follow_a_failure:
             return None
@@ -479,7 +480,15 @@ class DdpRoad:
         if self._group.epoch != self._averaged_epoch:  # a failed step has left what differs
             used_before = [True] * len(named)
         self.successor = self._make_successor(model, named, self._group, used_before)
-        self.successor.attached, self.attached = self.attached, None
+        attached = self.successor.attached = self.attached
+        self.attached = None
+        try:
+            attached.choose_before_capture()
+        except BaseException as error:
+            raised = self._group.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
         return True
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, check_is_chosen
 from torch_commhook.hooks.fragments import fragments_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
@@ -191,6 +191,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 "local_sgd: hook must be one of torch_commhook.hooks, got "
                 f"{type(hook).__qualname__}"
             )
+        check_is_chosen("local_sgd: hook", hook)
         if hook.keeps_ranks_apart:
             raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")
         if not isinstance(error_reset, bool):

@@ -24,6 +24,7 @@ class HookTraits:
             parameters differ between ranks, and so does what an optimizer remembers of them.
         scales_steps: whether ``Hook.step_scale`` is to be asked, which has all results wait for the
             last.
+        chooses: whether the hook finds out in the first steps which of several hooks it is to be.
     """
 
     is_lossy: bool = False
@@ -34,6 +35,7 @@ class HookTraits:
     has_stages: bool = False
     keeps_ranks_apart: bool = False
     scales_steps: bool = False
+    chooses: bool = False
 
     @classmethod
     def of_any(cls, hooks: Iterable[Any]) -> HookTraits:

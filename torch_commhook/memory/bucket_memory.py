@@ -297,15 +297,20 @@ class BucketMemory:
         for parameter in self.parameters:
             self._store.set_choice(parameter, name, value)
 
-    def declare_choice(self, name: str, default: int, *, among: Sequence[int]) -> int:
+    def declare_choice(
+        self, name: str, default: int, *, among: Sequence[int], decides_memory: bool = False
+    ) -> int:
         """A number that is to be settled: what it was for the first of the parameters before.
 
         Args:
             name: of what is settled.
             default: where nothing was.
             among: all that may be settled.
+            decides_memory: whether the hook remembers other things where another number is settled.
         """
         self._store.allowed_choices[name] = tuple(among)
+        if decides_memory:
+            self._store.deciding_choices.add(name)
         if name not in self.choices:
             self.set_choice(name, self._store.choice(self.parameters[0], name, default))
         return self.choices[name]
@@ -315,6 +320,11 @@ class BucketMemory:
         self._parameters = [TensorWeakRef(placeholders[id(p)]) for p in self.parameters]
         for part in self.parts.values():
             part.replace_parameters(placeholders)
+
+    @property
+    def owner(self) -> ModelMemory:
+        """The memory of the whole model, which this is a part of."""
+        return self._owner
 
     def belongs_to(self, owner: ModelMemory) -> bool:
         """Whether this is part of a hook's memory."""

@@ -41,6 +41,7 @@ from torch_commhook.metrics import (
 )
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
 from torch_commhook.spans import active, bucket_label, spans_of
+from torch_commhook.step.choosing import Choosing
 from torch_commhook.step.hook_call import HookCall, run_average
 from torch_commhook.step.ranks_apart import RanksApart
 from torch_commhook.step.stages import BucketStages
@@ -53,6 +54,7 @@ class Attached:
 
     Attributes:
         local_steps: brings the ranks together, where the hook keeps them apart.
+        choosing: finds out which hook it is to be, where it chooses.
         second_stages: of collectives, which wait for the next bucket.
         connections: how many a large message takes between two ranks; None to keep them, or to
             find out.
@@ -69,6 +71,7 @@ class Attached:
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: RanksApart | None = None
+    choosing: Choosing | None = None
     second_stages: SecondStages = field(default_factory=SecondStages)
     connections: int | None = None
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
@@ -153,6 +156,7 @@ class Attached:
     def let_go(self) -> None:
         """Keep no parameter of the model, and no bucket; what is remembered of them stays."""
         self.second_stages.give_up(_left())  # of a backward that was left by an exception
+        self.choosing = None
         if self.local_steps is not None:
             self.local_steps.let_go()
         self.memory.release_parameters()
@@ -211,6 +215,26 @@ class Attached:
             scale = self.memory.agree_on_scale(scale)
         if scale is not None:
             self.memory.change_scale(scale)
+
+    def choose(self) -> None:
+        """Find out which hook it is to be, where that is due. All ranks come here in each step.
+
+        After :meth:`look_at_scale`, before the first bucket is sent.
+
+        Raises:
+            RuntimeError: a collective has failed.
+        """
+        if self.choosing is not None and not self.memory.replays.is_capturing:
+            self.choosing.before_step()
+
+    def choose_before_capture(self) -> None:
+        """:meth:`choose` now, before a compiler takes in a backward. No step is open.
+
+        Raises:
+            RuntimeError: a collective has failed.
+        """
+        if self.choosing is not None:
+            self.choosing.before_capture()
 
     @property
     def keeps_ranks_apart(self) -> bool:
