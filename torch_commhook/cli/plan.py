@@ -1,4 +1,4 @@
-"""``commhook plan``: what each hook would cost over a link, and whether it pays.
+"""``commhook plan``: what each hook would cost over a link, and which one to take.
 
 :mod:`torch_commhook.planning` measures the hooks and computes the steps.
 """
@@ -8,83 +8,187 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from torch_commhook.cli import plan_sharded
+from torch_commhook.cli.plan_advice import (
+    DEFAULT_HOOKS,
+    DEFAULT_REPLICA_HOOKS,
+    DEFAULT_SHARD_HOOKS,
+    Advice,
+    advise,
+)
+from torch_commhook.cli.plan_model import (
+    ModelError,
+    Subject,
+    model_of_factory,
+    model_of_shapes,
+    model_of_size,
+    train_transformer,
+)
+from torch_commhook.cli.plan_numbers import format_rate
 from torch_commhook.cli.plan_parser import build_parser
-from torch_commhook.cli.report import format_bytes
+from torch_commhook.cli.plan_plot import HOW_TO_GET_MATPLOTLIB, RATES, can_draw, draw_rates
+from torch_commhook.cli.plan_text import Question, sharded_table_of, spread_of, table_of, text_of
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.hooks.expressions import HookExpressionError
-from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, bucket_sizes, measure, plan
+from torch_commhook.hooks import allreduce
+from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
+from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan, step_seconds
 
-#: Those that take part in reduce-scatters.
-DEFAULT_SHARD_HOOKS = (
-    "allreduce()",
-    "cast()",
-    "blockwise()",
-    "fp8()",
-    "error_feedback(blockwise(bits=4))",
-    "error_feedback(sign())",
-)
-DEFAULT_HOOKS = (
-    "allreduce()",
-    "cast()",
-    "blockwise()",
-    "error_feedback(blockwise(bits=4))",
-    "error_feedback(sign())",
-    "error_feedback(topk(0.01))",
-    "error_feedback(powersgd(rank=2))",
-)
-_CALLS = ("issued", "agreement", "members")
+_PLAIN = "allreduce()"
+_CALLS = ("issued", "agreement", "members", "beside")
+_OPTIONS_OF_DDP = ("delay", "nodes")
+
+
+class PlanError(ValueError):
+    """A question that has no answer, in one sentence."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What was found.
+
+    Attributes:
+        costs: of each hook, the plain one first.
+        advice: which one to take.
+        said: the question in a sentence.
+        table: its lines.
+        seconds_at: the steps of all hooks over a link of another rate.
+    """
+
+    costs: Sequence[Cost] | Sequence[plan_sharded.Cost]
+    advice: Advice
+    said: str
+    table: list[str]
+    seconds_at: Callable[[float], list[float]]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand; see :func:`torch_commhook.cli.main.main`."""
     options = build_parser().parse_args(argv)
-    import torch
-
     torch.set_num_threads(options.threads)
     try:
-        layout = _layout(options)
-        costs: Sequence[Cost] | Sequence[plan_sharded.Cost]
+        if options.plot is not None and not can_draw():
+            raise PlanError(f"argument --plot: {HOW_TO_GET_MATPLOTLIB}")
+        subject = _subject(options)
+        layout = _layout(options, subject)
+        question = _question(options, subject)
         if layout is None:
-            costs, table = _of_ddp(options)
+            answer = _of_ddp(options, question)
         else:
-            costs, table = _of_shards(options, layout)
-    except (HookExpressionError, HookError, ShardedOptionError) as error:
+            answer = _of_shards(options, question, layout)
+        if options.plot is not None:
+            _draw(options, question, answer)
+    except (HookExpressionError, HookError, ShardedOptionError, ModelError, PlanError) as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps([_plain(cost) for cost in costs], indent=2) if options.json else table)
+    if options.json:
+        print(json.dumps(_plain(question, answer), indent=2))
+    else:
+        print(text_of(answer.advice, answer.said, answer.table))
     return 0
 
 
-def _plain(cost: Cost | plan_sharded.Cost) -> dict[str, Any]:
+def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
     """For JSON, without the single calls."""
-    return {name: value for name, value in asdict(cost).items() if name not in _CALLS}
+    asked = asdict(question)
+    del asked["model"]
+    return {
+        "take": answer.advice.hook,
+        "reason": answer.advice.reason,
+        "warnings": answer.advice.warnings,
+        "elements": question.model.elements,
+        **asked,
+        "hooks": [
+            {name: value for name, value in asdict(cost).items() if name not in _CALLS}
+            for cost in answer.costs
+        ],
+    }
 
 
-def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
+# ---- the question --------------------------------------------------------------------------------
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    """The model that is asked about.
+
+    Raises:
+        ModelError: there is none.
+        PlanError: inputs of no model.
+    """
+    if options.input is not None and options.model is None:
+        raise PlanError("argument --input: needs --model MODULE:FACTORY")
+    if options.model is not None:
+        return model_of_factory(options.model, options.input)
+    if options.shapes is not None:
+        return model_of_shapes(options.shapes)
+    if options.model_size is not None:
+        return model_of_size(options.model_size)
+    return train_transformer()
+
+
+def _question(options: argparse.Namespace, subject: Subject) -> Question:
+    """What is asked.
+
+    Raises:
+        ModelError: a step of the model can't be measured.
+        PlanError: it can't, and nobody has said how long it takes.
+    """
+    seconds = None if options.compute_ms is None else options.compute_ms / 1e3
+    if seconds is None:
+        seconds = subject.compute_seconds(options.optimizer)
+    if seconds is None:
+        raise PlanError(
+            "argument --compute-ms: how long does a step take without communication? Give it in "
+            "ms, or give --model with --input SHAPE to measure it on this machine; 0 compares the "
+            "communication alone"
+        )
+    link = options.link
+    return Question(
+        model=subject.model,
+        name=subject.name,
+        world=_world(options),
+        nodes=options.nodes,
+        connections=options.connections,
+        bits_per_second=link.bits_per_second,
+        delay_seconds=link.delay_seconds if options.delay is None else options.delay / 1e3,
+        link_file=link.path,
+        compute_seconds=seconds,
+        is_measured=options.compute_ms is None,
+        threads=options.threads,
+        optimizer=options.optimizer,
+    )
+
+
+def _world(options: argparse.Namespace) -> int:
+    """The ranks; those of the link's file where nobody has said."""
+    world: int = options.world or options.link.ranks or TrainConfig().ranks
+    return world
+
+
+def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layout | None:
     """Of the model; None where each rank has all of it.
 
     Raises:
         ShardedOptionError: options that are wrong together.
     """
+    world = _world(options)
     named = ("bucket_cap_mb", "shards", "shard_hook", "weights")
     given = {name: getattr(options, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None}
-    config = resolve_sharded(
-        TrainConfig(parallel=options.parallel, ranks=options.world, **given), given
-    )
+    config = resolve_sharded(TrainConfig(parallel=options.parallel, ranks=world, **given), given)
     if config.parallel == "ddp":
-        if options.nodes is not None and options.world % options.nodes:
+        if options.nodes is not None and world % options.nodes:
             raise ShardedOptionError(
-                f"argument --nodes: must divide the {options.world} ranks, got {options.nodes}"
+                f"argument --nodes: must divide the {world} ranks, got {options.nodes}"
             )
         return None
-    for name in ("delay", "nodes"):
+    for name in _OPTIONS_OF_DDP:
         if getattr(options, name):
             raise ShardedOptionError(f"argument --{name}: is for --parallel ddp alone")
     if options.connections > 1:
@@ -99,159 +203,111 @@ def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
                 f"{shards} shards, got {after}"
             )
     replicas = config.replicas if config.parallel == "hsdp" else None
-    return plan_sharded.Layout(options.model_size, shards, replicas, after)
+    return plan_sharded.Layout(subject.model.elements, shards, replicas, after)
 
 
-def _of_ddp(options: argparse.Namespace) -> tuple[list[Cost], str]:
+def _with_plain(hooks: Sequence[str]) -> list[str]:
+    """The hooks, the plain all-reduce first: the others are compared with it."""
+    plain = [text for text in hooks if _is_plain(text)] or [_PLAIN]
+    return [*plain, *(text for text in hooks if text not in plain)]
+
+
+def _is_plain(text: str) -> bool:
+    if is_file_reference(text):  # which would be run for nothing
+        return False
+    hook = parse_hook(text)
+    return hook is None or type(hook) is allreduce
+
+
+# ---- the answer ----------------------------------------------------------------------------------
+
+
+def _of_ddp(options: argparse.Namespace, question: Question) -> _Answer:
     caps = options.bucket_cap_mb or BUCKET_CAPS_MB
-    costs = plan(
-        measure(
-            options.hooks or DEFAULT_HOOKS,
-            elements=options.model_size,
-            world_size=options.world,
-            bucket_cap_mb=caps,
-            nodes=options.nodes,
-            connections=options.connections,
-        ),
-        bits_per_second=options.link,
-        compute_seconds=options.compute_ms / 1e3,
-        buckets=bucket_sizes(options.model_size, caps),
-        delay_seconds=options.delay / 1e3,
+    measured = measure(
+        _with_plain(options.hooks or DEFAULT_HOOKS[question.optimizer]),
+        model=question.model,
+        world_size=question.world,
+        bucket_cap_mb=caps,
+        nodes=question.nodes,
+        connections=question.connections,
     )
-    return costs, _table(costs, options, caps)
+    sizes = question.model.bucket_sizes(caps)
+    costs = plan(
+        measured,
+        bits_per_second=question.bits_per_second,
+        compute_seconds=question.compute_seconds,
+        buckets=sizes,
+        delay_seconds=question.delay_seconds,
+    )
+
+    def seconds_at(rate: float) -> list[float]:
+        return [
+            step_seconds(
+                each,
+                bits_per_second=rate,
+                compute_seconds=question.compute_seconds,
+                buckets=sizes,
+                delay_seconds=question.delay_seconds,
+            )
+            for each in measured
+        ]
+
+    advice = _advise(costs, [cost.bytes_sent for cost in costs], question)
+    said = question.said(beside=f", buckets of {' '.join(f'{cap:g}' for cap in caps)} MiB")
+    return _Answer(costs, advice, said, table_of(costs, question), seconds_at)
 
 
 def _of_shards(
-    options: argparse.Namespace, layout: plan_sharded.Layout
-) -> tuple[list[plan_sharded.Cost], str]:
-    default = DEFAULT_HOOKS if layout.replicas is not None else DEFAULT_SHARD_HOOKS
-    costs = plan_sharded.plan_sharded(
-        plan_sharded.measure_sharded(
-            options.hooks or default,
-            layout,
-            shard_hook=options.shard_hook,
-            weights=options.weights,
-        ),
-        layout=layout,
-        bits_per_second=options.link,
-        inner_bits_per_second=options.inner_link or options.link,
-        compute_seconds=options.compute_ms / 1e3,
+    options: argparse.Namespace, question: Question, layout: plan_sharded.Layout
+) -> _Answer:
+    default = DEFAULT_SHARD_HOOKS if layout.replicas is None else DEFAULT_REPLICA_HOOKS
+    measured = plan_sharded.measure_sharded(
+        _with_plain(options.hooks or default[question.optimizer]),
+        layout,
+        shard_hook=options.shard_hook,
+        weights=options.weights,
     )
-    return costs, _sharded_table(costs, options, layout)
 
-
-def _sharded_table(
-    costs: Sequence[plan_sharded.Cost], options: argparse.Namespace, layout: plan_sharded.Layout
-) -> str:
-    has_replicas = layout.replicas is not None
-    header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
-    header += ["between replicas"] * has_replicas
-    header += ["wire", "computing", "step", f"x {costs[0].hook}", "pays"]
-    rows = [
-        [
-            cost.hook,
-            format_bytes(cost.scattered_bytes),
-            format_bytes(cost.forward_bytes),
-            format_bytes(cost.backward_bytes),
-            *[format_bytes(cost.reduced_bytes)] * has_replicas,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost.ratio, is_first=cost is costs[0]),
-        ]
-        for cost in costs
-    ]
-    spread = f"parameters sharded over {layout.shards} ranks"
-    if has_replicas:
-        spread = f"{layout.replicas} replicas, {spread} each"
-    if layout.after_forward == layout.shards:
-        spread += " and freed after the forward"
-    elif layout.after_forward == 1:
-        spread += " and kept after the forward"
-    else:
-        spread += f", over {layout.after_forward} after the forward"
-    link = f"{options.link / 1e6:g} Mbit/s each way"
-    if options.inner_link is not None:
-        link += f" ({options.inner_link / 1e6:g} within)"
-    what = (
-        f"{options.model_size / 1e6:g} M elements, {options.world} ranks, {spread}, {link}, a step "
-        f"of {options.compute_ms:g} ms without communication, {_threads(options)}"
-    )
-    return "\n".join([what, *_aligned(header, rows), *_memory_notes(costs, layout)])
-
-
-def _memory_notes(costs: Sequence[plan_sharded.Cost], layout: plan_sharded.Layout) -> list[str]:
-    """What error feedback costs in memory, in words."""
-    of_all = "what it has lost of the gradients of all shards"
-    of_shard = "what it has lost of the gradients of the rank's own shard"
-    notes: dict[str, None] = {}  # once each, in order
-    for cost in costs:
-        if cost.error_bytes:
-            lost = of_all if layout.replicas is None else of_shard
-            hook = cost.hook.partition(", shard_hook=")[0].partition(", weights=")[0]
-            notes[f"{hook} remembers {format_bytes(cost.error_bytes)} on each rank: {lost}"] = None
-    shard_error = max(cost.shard_error_bytes for cost in costs)
-    if shard_error:
-        notes[f"shard_hook remembers {format_bytes(shard_error)} on each rank: {of_all}"] = None
-    return list(notes)
-
-
-def _table(
-    costs: Sequence[Cost], options: argparse.Namespace, bucket_cap_mb: Sequence[float]
-) -> str:
-    on_nodes = options.nodes is not None
-    has_delay = options.delay > 0
-    is_far = has_delay or on_nodes
-    has_connections = on_nodes or options.connections > 1
-    header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
-    header += [*["connections"] * has_connections, *["round trips"] * is_far]
-    header += ["wire", "computing", "step", f"x {costs[0].hook}", "pays"]
-    rows = [
-        (
-            cost.hook,
-            format_bytes(cost.bytes_sent),
-            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
-            *[str(cost.connections)] * has_connections,
-            *[f"{cost.round_trips:.3g}"] * is_far,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost.ratio, is_first=cost is costs[0]),
+    def costs_at(rate: float) -> list[plan_sharded.Cost]:
+        return plan_sharded.plan_sharded(
+            measured,
+            layout=layout,
+            bits_per_second=rate,
+            inner_bits_per_second=options.inner_link or rate,
+            compute_seconds=question.compute_seconds,
         )
+
+    costs = costs_at(question.bits_per_second)
+    sent = [
+        cost.scattered_bytes + cost.forward_bytes + cost.backward_bytes + cost.reduced_bytes
         for cost in costs
     ]
-    link = f"{options.link / 1e6:g} Mbit/s" + f" and {options.delay:g} ms" * has_delay
-    ranks = f"{options.world} ranks" + f" on {options.nodes} nodes" * on_nodes
-    what = (
-        f"{options.model_size / 1e6:g} M elements, {ranks}, "
-        f"{link} each way, a step of {options.compute_ms:g} ms without "
-        f"communication, buckets of {' '.join(f'{cap:g}' for cap in bucket_cap_mb)} MiB, "
-        f"{_threads(options)}"
+    within = "" if options.inner_link is None else f" ({format_rate(options.inner_link)} within)"
+    return _Answer(
+        costs,
+        _advise(costs, sent, question),
+        question.said(spread=spread_of(layout), link=within),
+        sharded_table_of(costs, layout),
+        lambda rate: [cost.step_seconds for cost in costs_at(rate)],
     )
-    return "\n".join([what, *_aligned(header, rows)])
 
 
-def _bytes_or_unknown(count: float | None) -> str:
-    return "?" if count is None else format_bytes(count)
+def _advise(
+    costs: Sequence[Cost] | Sequence[plan_sharded.Cost], sent: Sequence[float], question: Question
+) -> Advice:
+    return advise(costs, sent, question.compute_seconds, question.optimizer)
 
 
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
-        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
-    ]
-
-
-def _times(*seconds: float) -> list[str]:
-    return list(map(_seconds, seconds))
-
-
-def _pays(ratio: float, *, is_first: bool) -> str:
-    return "" if is_first else "yes" if ratio < 0.95 else "no"
-
-
-def _threads(options: argparse.Namespace) -> str:
-    return f"{options.threads} thread{'s' if options.threads > 1 else ''}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> None:
+    steps = zip(*map(answer.seconds_at, RATES), strict=True)
+    hooks = [cost.hook for cost in answer.costs]
+    try:
+        draw_rates(
+            options.plot,
+            dict(zip(hooks, map(list, steps), strict=True)),
+            asked=question.bits_per_second,
+            title=f"A step over links of other rates: {answer.said}",
+        )
+    except OSError as error:
+        raise PlanError(f"argument --plot: {options.plot} can't be written: {error}") from error

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch_commhook.cli.sharded_options import ShardedOptionError, check_hook_fits, check_weights
+from torch_commhook import hooks
+from torch_commhook.cli.sharded_options import check_hook_fits, check_weights
 from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.planning.hook_work import (
     MOST_MEASURED,
@@ -25,6 +26,7 @@ from torch_commhook.planning.hook_work import (
     median_seconds,
     unwrap_hook,
 )
+from torch_commhook.planning.model import square_shapes
 from torch_commhook.planning.schedule import PAYLOAD
 
 #: Parameters and gradients in float32.
@@ -104,7 +106,7 @@ class _Part:
 
 
 def measure_sharded(
-    hooks: Sequence[str],
+    texts: Sequence[str],
     layout: Layout,
     *,
     shard_hook: str | None = None,
@@ -113,7 +115,7 @@ def measure_sharded(
     """What each hook computes and sends.
 
     Args:
-        hooks: as ``train`` takes them.
+        texts: hooks, as ``train`` takes them; ``none`` is ``allreduce()``.
         layout: of the model.
         shard_hook: of the reduce-scatters, where the hooks average across replicas.
         weights: the codec of the all-gathers.
@@ -127,22 +129,20 @@ def measure_sharded(
         HookError: one that fails when it is run.
     """
     on_shards = layout.replicas is None
-    for text in hooks:
+    for text in texts:
         check_hook_fits(text, on_shards=on_shards)
-        if parse_hook(text) is None:
-            raise ShardedOptionError(f"the hook {text!r} is plain fully_shard: write allreduce()")
     if shard_hook is not None:
         check_hook_fits(shard_hook, on_shards=True)
     if weights is not None:
         check_weights(weights)
     plain = _Part(_NUMBER_BYTES * layout.shard_elements * (layout.shards - 1))
     beside = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
-    parts = [_tried(_scatter if on_shards else _reduce, text, layout) for text in hooks]
+    parts = [_tried(_scatter if on_shards else _reduce, text, layout) for text in texts]
     given = {"shard_hook": shard_hook, "weights": weights}
     compressed = [f"{name}={value}" for name, value in given.items() if value is not None]
     gathers = _gathers(weights, layout)
     found: list[Measured] = []
-    for text, part in zip(hooks, parts, strict=True):
+    for text, part in zip(texts, parts, strict=True):
         if compressed and not found:
             found.append(_measured(text, part, plain, _gathers(None, layout), layout))
         label = ", ".join([text, *compressed])
@@ -210,16 +210,22 @@ def plan_sharded(
 def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _Part:
     """A part of a hook, as it is in the long run."""
     try:
-        hook, steps, around = unwrap_hook(parse_hook(text))
-        found = part(hook, layout)
+        hook = unwrap_hook(_parsed(text))
+        found = part(hook.hook, layout)
         elements = layout.shard_elements
-        seconds = found.seconds + sum(measure_pass(each, elements, elements) for each in around)
-        return _Part(found.sent / steps, seconds / steps, found.error)
+        passes = sum(measure_pass(each, elements, elements) for each in hook.around)
+        return _Part(found.sent / hook.every, (found.seconds + passes) / hook.every, found.error)
     except Exception as error:  # a hook may be a user's, and raise anything
         said = " ".join(f"{type(error).__name__}: {error}".split())
         if "attach(model, hook)" in said:
             said = "it asks for more of a model than its size"
         raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+
+
+def _parsed(text: str) -> Any:
+    """The hook of an expression; plain ``fully_shard`` averages as ``allreduce()`` does."""
+    hook = parse_hook(text)
+    return hooks.allreduce() if hook is None else hook
 
 
 def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
@@ -342,7 +348,9 @@ def _reduce(hook: Any, layout: Layout) -> _Part:
     if layout.replicas == 1:
         return _Part(0.0)
     sent = count_bytes(hook, elements, layout.replicas, layout.shards)
-    seconds = measure_seconds(hook, elements, elements, layout.shards)
+    measured = min(elements, MOST_MEASURED)
+    shapes = square_shapes(measured, elements * layout.shards, layout.shards)
+    seconds = measure_seconds(hook, elements, shapes)
     return _Part(sent, seconds, _replica_error_bytes(hook, layout))
 
 

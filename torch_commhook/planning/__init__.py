@@ -1,8 +1,20 @@
 """What hooks would cost in a step over a link, before anybody trains with them."""
 
 from torch_commhook.planning.buckets import BUCKET_CAPS_MB, bucket_sizes
-from torch_commhook.planning.cost import Cost, plan
+from torch_commhook.planning.cost import Cost, plan, step_seconds
 from torch_commhook.planning.hook_work import HookError
 from torch_commhook.planning.measured import Measured, measure
+from torch_commhook.planning.model import Model, Parameter
 
-__all__ = ["BUCKET_CAPS_MB", "Cost", "HookError", "Measured", "bucket_sizes", "measure", "plan"]
+__all__ = [
+    "BUCKET_CAPS_MB",
+    "Cost",
+    "HookError",
+    "Measured",
+    "Model",
+    "Parameter",
+    "bucket_sizes",
+    "measure",
+    "plan",
+    "step_seconds",
+]

@@ -4,8 +4,9 @@ A third of the step's computing is the forward, and the rest is the backward, wh
 buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
 full, and wait for one another as Gloo's do.
 
-A hook that keeps ranks apart for some steps sends after the last of them, and hides nothing behind
-computing.
+A hook that keeps ranks apart for some steps sends after the last of them. It hides nothing behind
+computing, unless its exchange goes on in the background of the next steps, as with ``delay=`` of
+``local_sgd``. A step's time is then the mean over all steps.
 """
 
 from __future__ import annotations
@@ -62,14 +63,20 @@ def plan(
     costs: list[Cost] = []
     shares = [size / sum(buckets) for size in buckets]
     for each in measured:
-        step = _step_seconds(each, compute_seconds, bits_per_second, buckets, delay_seconds)
+        step = step_seconds(
+            each,
+            bits_per_second=bits_per_second,
+            compute_seconds=compute_seconds,
+            buckets=buckets,
+            delay_seconds=delay_seconds,
+        )
         first = costs[0].step_seconds if costs else step
         costs.append(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=round_trips(each.issued, each.agreement, len(buckets)) / each.every,
-                messages=count_messages(each.issued, each.agreement, shares) / each.every,
+                round_trips=_round_trips(each, len(buckets)),
+                messages=_messages(each, shares),
                 node_bytes=_node_bytes(each, shares),
                 step_seconds=step,
                 ratio=step / first if first else 1.0,
@@ -78,20 +85,41 @@ def plan(
     return costs
 
 
+def _round_trips(measured: Measured, buckets: int) -> float:
+    """That follow one another in a step, all that an exchange hides behind computing included."""
+    once = round_trips(measured.chains, measured.agreement, buckets)
+    return once * measured.fragments / measured.every
+
+
+def _messages(measured: Measured, shares: Sequence[float]) -> float:
+    shares = [share / measured.fragments for share in shares]
+    chains = [count_messages(issued, (), shares) for issued in measured.chains]
+    once = sum(chains) + count_messages((), measured.agreement, shares)
+    return once * measured.fragments / measured.every
+
+
 def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
     if not measured.members:
         return None
-    return bytes_out_of_node(measured.issued, measured.members, shares) / measured.every
+    chains = [bytes_out_of_node(each, measured.members, shares) for each in measured.chains]
+    return sum(chains) / measured.every
 
 
-def _step_seconds(
+def step_seconds(
     measured: Measured,
-    compute: float,
+    *,
     bits_per_second: float,
-    buckets: Sequence[int],
-    delay: float,
+    compute_seconds: float = 0.0,
+    buckets: Sequence[int] = (1,),
+    delay_seconds: float = 0.0,
 ) -> float:
-    """A step, in which buckets travel while the next ones are computed."""
+    """A step, in which buckets travel while the next ones are computed.
+
+    Args:
+        measured: what :func:`measure` gives.
+        bits_per_second, compute_seconds, buckets, delay_seconds: as :func:`plan` takes them.
+    """
+    compute = compute_seconds
     elements = sum(buckets)
     shares = [size / elements for size in buckets]
     ready, computed = [0.0] * len(buckets), 0.0
@@ -101,14 +129,16 @@ def _step_seconds(
             computed += (in_backward + measured.compute_seconds) * share
             ready[place] = computed
     through = through_seconds(
-        measured.issued,
+        measured.chains,
         measured.agreement,
         ready=ready,
-        shares=shares,
+        shares=[share / measured.fragments for share in shares],
         computed=computed,
         bits_per_second=bits_per_second * PAYLOAD,
-        latency=delay,
+        latency=delay_seconds,
     )
     if measured.overlaps:
         return through
-    return compute + measured.compute_seconds + through / measured.every
+    step = compute + measured.compute_seconds
+    waits = max(0.0, through - measured.delay * step)
+    return step + waits * measured.fragments / measured.every

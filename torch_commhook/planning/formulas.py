@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,16 @@ from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbour
 from torch_commhook.collectives.hosts import HOST, nest
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
 from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.planning.model import Model
 from torch_commhook.planning.schedule import with_exchanges
 from torch_commhook.process_group.gloo_messages import Traffic, messages_of
 from torch_commhook.process_group.simulated.link import Issued
 
 #: A simulated run of more ranks takes minutes; formulas are used instead.
 MOST_SIMULATED = 16
-_MODEL = "model"
+MODEL = "model"
 _EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
-#: Ranks with which a hook is simulated that only adds up.
-_FEW = 2
+_NUMBER_BYTES = 4  # gradients in float32
 
 
 @dataclass(frozen=True)
@@ -48,49 +48,62 @@ class Formula:
     hook: Any
 
 
-def formula_of(
-    hook: Any,
-    elements: int,
-    ranks: int,
-    nodes: int,
-    simulated: Callable[[int], tuple[float, tuple[Issued, ...]]],
-) -> Formula | None:
+def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
     """What a hook sends, by formulas; None where there are none for it.
 
     Args:
-        hook: after :func:`unwrap_hook`.
-        elements: of the gradients, in float32.
+        hook: after :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        model: whose gradients it averages, in float32.
         ranks: on all nodes.
         nodes: with equally many consecutive ranks each.
-        simulated: the bytes and calls of the hook among so many simulated ranks.
     """
-    inside = hook
-    while type(inside) in (hooks.error_feedback, hooks.momentum):
-        inside = inside.hook
+    inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
     if type(inside) is hooks.hierarchical and inside.levels is not None:
-        return _hierarchical(inside, elements, ranks, nodes, every)
+        return _hierarchical(inside, model.elements, ranks, nodes, every)
     if type(inside) is hooks.powersgd:
-        issued = tuple(_among(each, ranks) for each in simulated(_FEW)[1])
-        return Formula(sum(each.traffic.carried for each in issued), issued, {_MODEL: every}, hook)
-    flat = _flat(inside, elements, ranks)
-    return None if flat is None else Formula(*flat, {_MODEL: every}, hook)
+        return Formula(*low_rank_sum(inside, model, ranks), {MODEL: every}, hook)
+    flat = _flat(inside, model.elements, ranks)
+    return None if flat is None else Formula(*flat, {MODEL: every}, hook)
+
+
+def without_memory(hook: Any) -> Any:
+    """The hook inside of those that remember something, and send as it does."""
+    while type(hook) in (hooks.error_feedback, hooks.momentum):
+        hook = hook.hook
+    return hook
+
+
+def low_rank_sum(
+    hook: hooks.powersgd, model: Model, ranks: int
+) -> tuple[float, tuple[Issued, ...]]:
+    """The bytes and calls of thin factors: those of one side with all vectors, then the others."""
+    first = second = 0
+    for each in model.listed():
+        rows = each.shape[0] if len(each.shape) > 1 else 1
+        columns = each.numel // max(1, rows)
+        least = hook.rank * (rows + columns) * hook.min_compression_rate
+        if len(each.shape) < 2 or not 0 < least <= each.numel:
+            first += each.numel
+        else:
+            first += hook.rank * rows
+            second += hook.rank * columns
+    sums = [_all_reduce(MODEL, ranks, _NUMBER_BYTES * numel) for numel in (first, second) if numel]
+    return _added_up(*sums) if ranks > 1 else (0.0, ())
 
 
 def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ...]] | None:
     if type(hook) is hooks.compressed:
-        return encoded_sum(hook.codec, elements, ranks, _MODEL)
+        return encoded_sum(hook.codec, elements, ranks, MODEL)
     if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
         nbytes = 2 * padded_numel(elements, ranks)
         share = nbytes // ranks
         return _added_up(
-            _call(_MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
-            _call(_MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
+            _call(MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
+            _call(MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
         )
     if type(hook) in (hooks.allreduce, hooks.cast):
-        return _added_up(
-            _all_reduce(_MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast)))
-        )
+        return _added_up(_all_reduce(MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast))))
     return None
 
 
@@ -133,7 +146,7 @@ def _hierarchical(
     if units == 1 or not inner:
         plain = hooks.allreduce() if units == 1 else hooks.compressed(hook.codec)
         flat = _flat(plain, elements, ranks)
-        return None if flat is None else Formula(*flat, {_MODEL: every}, plain)
+        return None if flat is None else Formula(*flat, {MODEL: every}, plain)
     members: dict[str, list[Sequence[int]]] = {
         f"level {level}": [nesting.inner[rank][level] for rank in range(per_node)]
         for level in range(len(inner))
@@ -168,11 +181,6 @@ def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
 
 def _ring_bytes(nbytes: float, ranks: int) -> float:
     return ring_all_reduce_bytes(round(nbytes), ranks)
-
-
-def _among(issued: Issued, ranks: int) -> Issued:
-    """An all-reduce among more ranks."""
-    return _all_reduce(_MODEL, ranks, issued.traffic.nbytes)
 
 
 # ---- of any calls --------------------------------------------------------------------------------

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_commhook import hooks
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native.runtime import run_hook
+from torch_commhook.planning.model import Shape, square_shapes
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.testing.ranks import run_ranks
 from torch_commhook.testing.simulate import simulate
 
 #: Elements of the largest bucket that is measured: 25 MiB.
 MOST_MEASURED = 25 * (1 << 20) // 4
-#: Matrices of a model: a few in each of some layers. What low-rank factors send depends on it.
-_MATRICES = 48
 #: Elements that are sent between threads to count the bytes, for each rank.
 _MOST_COUNTED = 1 << 18
 _RUNS = 5
@@ -31,33 +33,70 @@ class HookError(RuntimeError):
     """A hook that could not be run, in one sentence."""
 
 
-def unwrap_hook(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
-    """A hook as it is in the long run: what it does with a bucket, and in how many steps once.
+@dataclass(frozen=True)
+class Unwrapped:
+    """A hook as it is in the long run.
 
-    And what else goes over all gradients then: functions of a tensor.
+    Attributes:
+        hook: what it does with a bucket.
+        every: steps in which it does so once.
+        around: functions of a tensor, that go over all gradients then.
+        fragments: parts of the model that are exchanged one by one in these steps.
+        delay: steps during which an exchange of one goes on.
     """
-    steps, around = 1, []
+
+    hook: Any
+    every: int = 1
+    around: tuple[Callable[[Tensor], object], ...] = ()
+    fragments: int = 1
+    delay: int = 0
+
+
+def unwrap_hook(hook: Any) -> Unwrapped:
+    """A hook without those around it that do not change what it does with a bucket."""
+    found = Unwrapped(hook)
     while True:
+        hook = found.hook
         if isinstance(hook, hooks.after):
-            hook = hook.hook
+            found = replace(found, hook=hook.hook)
         elif isinstance(hook, hooks.clip):
-            around.append(torch.linalg.vector_norm)
-            hook = hook.hook
+            around = (*found.around, torch.linalg.vector_norm)
+            found = replace(found, hook=hook.hook, around=around)
         elif isinstance(hook, hooks.local_sgd):
-            around.append(partial(_outer_step, hook.outer))
-            steps, hook = steps * hook.H, hook.hook
+            found = Unwrapped(
+                hook.hook,
+                found.every * hook.H,
+                (*found.around, _Exchange(hook)),
+                hook.fragments,
+                hook.delay,
+            )
         else:
-            return hook, steps, around
+            return found
 
 
-def _outer_step(outer: Any, gradient: Any) -> None:
-    """What :class:`local_sgd` does beside averaging: how far it is, the anchor's step, and back."""
-    distance = (gradient - gradient).to(gradient.dtype)
-    outer.step([gradient.clone()], [distance], [distance] if outer.momentum else [])
-    gradient.copy_(distance)
+class _Exchange:
+    """What a :class:`local_sgd` does beside averaging, with the parameters of a bucket.
+
+    It measures how far they have come, and moves the anchor and them. Fragments are measured as one
+    bucket; they do so with all of it in turn.
+    """
+
+    def __init__(self, hook: hooks.local_sgd) -> None:
+        self._hook = copy.copy(hook)
+        self._hook.fragments = 1
+        self._kept: HookMemory | None = None
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self._kept is None:
+            self._kept = HookMemory()
+            self._kept.set_parameters([("parameter", parameter)], rank=0, world_size=1)
+        memory = self._kept.memory_of_bucket([parameter], 0, self._hook.prepare)
+        self._hook.unsent(memory)
+        distance = self._hook.distance(memory)
+        self._hook.move(memory, self._hook.means(memory, distance), mix=self._hook.mix)
 
 
-def measure_pass(call: Callable[[Any], object], elements: int, bucket_elements: int) -> float:
+def measure_pass(call: Callable[[Tensor], object], elements: int, bucket_elements: int) -> float:
     """Of something that goes over all gradients."""
     gradient = torch.randn(min(bucket_elements, MOST_MEASURED), dtype=torch.float32, device="cpu")
     return median_seconds(partial(call, gradient)) * elements / gradient.numel()
@@ -73,7 +112,7 @@ def median_seconds(call: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
-def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Any]:
+def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Tensor]:
     """Random gradients of so many elements of a model.
 
     Args:
@@ -81,11 +120,11 @@ def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[An
         model_elements: of the whole model, which is mostly square matrices.
         shards: those of each matrix, of which the rank has one.
     """
-    side = max(1, math.isqrt(min(elements * shards, model_elements // _MATRICES)))
-    height = -(-side // shards)
-    rows, rest = divmod(elements, side)
-    heights = [height] * (rows // height) + [rows % height] * (rows % height > 0)
-    shapes = [(height, side) for height in heights] + [(rest,)] * (rest > 0)
+    return random_gradients(square_shapes(elements, model_elements, shards))
+
+
+def random_gradients(shapes: Sequence[Shape]) -> list[Tensor]:
+    """Random float32 tensors of these shapes, on the CPU."""
     return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
 
 
@@ -119,19 +158,16 @@ def counted_elements(elements: int, world_size: int) -> int:
     return min(elements, max(_MOST_COUNTED, (1 << 24) // world_size))
 
 
-def measure_seconds(
-    hook: Callable[..., Any], elements: int, bucket_elements: int, shards: int = 1
-) -> float:
+def measure_seconds(hook: Callable[..., Any], elements: int, shapes: Sequence[Shape]) -> float:
     """Of a step on this machine, with nothing to wait for.
 
     Args:
         hook: averages gradients.
         elements: that it averages.
-        bucket_elements: those of a bucket.
-        shards: as :func:`gradients_of` takes them.
+        shapes: of gradients that it is measured with, all in one bucket.
     """
-    measured = min(bucket_elements, MOST_MEASURED)
-    gradients = gradients_of(measured, elements * shards, shards)
+    gradients = random_gradients(shapes)
+    measured = sum(gradient.numel() for gradient in gradients)
 
     def of_bucket(rank: int) -> float:
         parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]

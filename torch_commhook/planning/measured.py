@@ -1,12 +1,12 @@
 """What hooks compute and send in a step, whatever the link.
 
-A hook's computing is measured on this machine, on a bucket of random gradients in square matrices.
-Its bytes are counted with ranks that are threads. Among more than 16 ranks, or on several nodes,
-the bytes of most hooks follow from formulas instead.
+A hook's computing is measured on this machine, on a bucket of random gradients: of the shapes of
+the model's parameters, or in square matrices where only the model's size is known. Its bytes are
+counted with ranks that are threads. Those of ``powersgd`` follow from the parameters' shapes by
+formulas. Among more than 16 ranks, or on several nodes, so do the bytes of most other hooks.
 
 A hook that changes after some steps is measured as it is then. The figures of a hook that keeps
-ranks apart for some steps are means over these steps. ``fragments=`` and ``delay=`` of
-``local_sgd`` change nothing, although they hide the exchange behind computing.
+ranks apart for some steps are means over these steps.
 """
 
 from __future__ import annotations
@@ -16,27 +16,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from torch_commhook import hooks as library_hooks
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.native.runtime import check_hook, hook_name
-from torch_commhook.planning.buckets import BUCKET_CAPS_MB, bucket_sizes
+from torch_commhook.planning.buckets import BUCKET_CAPS_MB
 from torch_commhook.planning.formulas import (
+    MODEL,
     MOST_SIMULATED,
     Formula,
     count_connections,
     encoding_of,
     formula_of,
     with_ranks_per_node,
+    without_memory,
 )
 from torch_commhook.planning.hook_work import (
+    MOST_MEASURED,
     HookError,
     measure_pass,
     measure_seconds,
     record_traffic,
     unwrap_hook,
 )
+from torch_commhook.planning.model import Model, Parameter
 from torch_commhook.planning.schedule import agreement_of
 from torch_commhook.process_group.simulated.link import Issued
+
+Hook = str | Callable[..., Any]
+Members = dict[str, list[Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class Measured:
         connections: of a rank, which the hook adds when it is attached.
         members: as in :class:`torch_commhook.planning.formulas.Formula`; empty where nobody has
             said how many nodes there are, or the hook has no formulas.
+        beside: what it issues at the same time, a chain of calls for each further hook of a
+            ``policy``.
+        fragments: parts of the model that travel one by one in those steps.
+        delay: steps during which a fragment travels behind computing.
     """
 
     hook: str
@@ -64,13 +77,22 @@ class Measured:
     issued: tuple[Issued, ...] = field(default=(), repr=False)
     agreement: tuple[Issued, ...] = field(default=(), repr=False)
     connections: int = 0
-    members: dict[str, list[Sequence[int]]] = field(default_factory=dict, repr=False)
+    members: Members = field(default_factory=dict, repr=False)
+    beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
+    fragments: int = 1
+    delay: int = 0
+
+    @property
+    def chains(self) -> tuple[tuple[Issued, ...], ...]:
+        """All that a rank issues: calls of a chain wait for those before."""
+        return (self.issued, *self.beside)
 
 
 def measure(
-    hooks: Sequence[str | Callable[..., Any]],
+    hooks: Sequence[Hook],
     *,
-    elements: int,
+    elements: int | None = None,
+    model: Model | None = None,
     world_size: int,
     bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
     nodes: int | None = None,
@@ -80,9 +102,10 @@ def measure(
 
     Args:
         hooks: expressions, as ``train`` takes them, or hooks, of which copies are used.
-        elements: of the model.
+        elements: of the model, where nothing else is known of it.
+        model: its parameters; either this or ``elements``.
         world_size: ranks.
-        bucket_cap_mb: of the buckets, as :func:`torch_commhook.planning.bucket_sizes` takes them.
+        bucket_cap_mb: of the buckets, as :meth:`Model.bucket_sizes` takes them.
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
 
@@ -91,10 +114,16 @@ def measure(
 
     Raises:
         HookExpressionError: a text that is no hook.
-        HookError: a hook that fails when it is run, or cannot be copied.
-        TypeError: an object that is no hook.
+        HookError: a hook that fails when it is run, cannot be copied, or asks for parameters' names
+            that nobody has given.
+        TypeError: an object that is no hook; both or neither of ``elements`` and ``model``.
     """
-    bucket = -(-elements // len(bucket_sizes(elements, bucket_cap_mb)))
+    if (elements is None) == (model is None):
+        raise TypeError("measure: give either elements or model")
+    if model is None:
+        assert elements is not None
+        model = Model(elements)
+    bucket = -(-model.elements // len(model.bucket_sizes(bucket_cap_mb)))
     agreement = tuple(agreement_of(world_size))
     found = []
     for given in hooks:
@@ -103,33 +132,36 @@ def measure(
         try:
             if not isinstance(given, str):
                 hook = copy.deepcopy(given)
-            inner, steps, around = unwrap_hook(hook)
-            sends = _sends(inner, elements, world_size, nodes)
-            computed = _compute_seconds(inner, elements, bucket, world_size)
-            computed += sum(measure_pass(one, elements, bucket) for one in around)
+            outer = unwrap_hook(hook)
+            work = _work(outer.hook, model, bucket, world_size, nodes)
+            computed = work.compute_seconds
+            computed += sum(measure_pass(one, model.elements, bucket) for one in outer.around)
+            added = count_connections(work.hook, _all(work.chains), world_size, connections)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             if "attach(model, hook)" in said:
-                said = "it asks for more of a model than its size"
+                said = "it asks for the names of parameters, and only their number is known"
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
-        overlaps = not getattr(hook, "keeps_ranks_apart", False)
         found.append(
             Measured(
                 text,
-                sends.bytes_sent / steps,
-                computed / steps,
-                overlaps,
-                steps,
-                sends.issued,
+                work.bytes_sent / outer.every,
+                computed / outer.every,
+                not getattr(hook, "keeps_ranks_apart", False),
+                outer.every,
+                work.chains[0] if work.chains else (),
                 agreement,
-                count_connections(sends.hook, sends.issued, world_size, connections),
-                sends.members,
+                added,
+                work.members,
+                work.chains[1:],
+                outer.fragments,
+                outer.delay,
             )
         )
     return found
 
 
-def _parsed(given: str | Callable[..., Any]) -> Any:
+def _parsed(given: Hook) -> Any:
     """The hook of an expression, or the given one."""
     if isinstance(given, str):
         hook = parse_hook(given)
@@ -142,27 +174,94 @@ def _name(hook: Callable[..., Any]) -> str:
     return str(hook) if isinstance(hook, library_hooks.Hook) else hook_name(hook)
 
 
-def _sends(hook: Any, elements: int, world_size: int, nodes: int | None) -> Formula:
-    """What a hook sends: by formulas among many ranks or on nodes, else by simulation."""
+@dataclass(frozen=True)
+class _Work:
+    """What a hook does with all gradients.
 
-    def simulated(ranks: int) -> tuple[float, tuple[Issued, ...]]:
-        return record_traffic(hook, elements, ranks)
+    Attributes:
+        bytes_sent: by the rank that sends most.
+        chains: calls that it issues, those of a chain one after another.
+        members: as in :class:`Formula`.
+        hook: what does the work.
+        compute_seconds: see :class:`Measured`.
+    """
 
-    found = None
+    bytes_sent: float
+    chains: tuple[tuple[Issued, ...], ...]
+    members: Members
+    hook: Any
+    compute_seconds: float
+
+
+def _work(hook: Any, model: Model, bucket: int, world_size: int, nodes: int | None) -> _Work:
+    if isinstance(hook, library_hooks.policy):
+        parts = [
+            _work(each, part, -(-bucket * part.elements // model.elements), world_size, nodes)
+            for each, part in _parts_of(hook, model)
+        ]
+        return _Work(
+            sum(part.bytes_sent for part in parts),
+            tuple(_on_model(chain) for part in parts for chain in part.chains),
+            _members_of(parts),
+            hook,
+            sum(part.compute_seconds for part in parts),
+        )
+    sends = _sends(hook, model, world_size, nodes)
+    computed = _compute_seconds(hook, model, bucket, world_size)
+    return _Work(sends.bytes_sent, (sends.issued,), sends.members, sends.hook, computed)
+
+
+def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
+    """The hooks of a policy that have parameters, and these."""
+    members: dict[int, tuple[Any, list[Parameter]]] = {}
+    named = [(each, torch.empty(each.shape, device="meta")) for each in model.listed()]
+    if model.parameters is not None:
+        hook.check_parameters([(each.name or "", tensor) for each, tensor in named])
+    for each, tensor in named:
+        chosen = hook.hook_for(each.name, tensor)
+        members.setdefault(id(chosen), (chosen, []))[1].append(each)
+    return [
+        (chosen, Model.of_parameters(parameters))
+        for chosen, parameters in members.values()
+        if any(each.numel for each in parameters)
+    ]
+
+
+def _on_model(chain: Sequence[Issued]) -> tuple[Issued, ...]:
+    """Calls on one group of all ranks, which each simulation names in its own way."""
+    groups = {each.group for each in chain}
+    return tuple(replace(each, group=MODEL) if len(groups) == 1 else each for each in chain)
+
+
+def _members_of(parts: Sequence[_Work]) -> Members:
+    """Those of all parts; none where a part has no formulas."""
+    if not all(part.members for part in parts):
+        return {}
+    return {name: members for part in parts for name, members in part.members.items()}
+
+
+def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
+    return [each for chain in chains for each in chain]
+
+
+def _sends(hook: Any, model: Model, world_size: int, nodes: int | None) -> Formula:
+    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
     if nodes is not None:
         with_ranks_per_node(hook, world_size // nodes)
-    if nodes is not None or world_size > MOST_SIMULATED:
-        found = formula_of(hook, elements, world_size, nodes or 1, simulated)
-    if found is None:
-        return Formula(*simulated(world_size), {}, hook)
-    return found if nodes is not None else replace(found, members={})
+    goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
+    if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
+        found = formula_of(hook, model, world_size, nodes or 1)
+        if found is not None:
+            return found if nodes is not None else replace(found, members={})
+    return Formula(*record_traffic(hook, model.elements, world_size), {}, hook)
 
 
-def _compute_seconds(hook: Any, elements: int, bucket: int, world_size: int) -> float:
+def _compute_seconds(hook: Any, model: Model, bucket: int, world_size: int) -> float:
     """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
     parts, encoding = encoding_of(hook, world_size)
-    computed = measure_seconds(encoding, -(-elements // parts), -(-bucket // parts))
-    return computed + (measure_pass(_add_up, elements, bucket) if parts > 1 else 0.0)
+    shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
+    computed = measure_seconds(encoding, -(-model.elements // parts), shapes)
+    return computed + (measure_pass(_add_up, model.elements, bucket) if parts > 1 else 0.0)
 
 
 def _add_up(gradient: Any) -> None:

@@ -32,7 +32,7 @@ _LEAST_FOLLOWED = 4
 
 
 def through_seconds(
-    issued: Sequence[Issued],
+    chains: Sequence[Sequence[Issued]],
     agreement: Sequence[Issued],
     *,
     ready: Sequence[float],
@@ -43,11 +43,12 @@ def through_seconds(
 ) -> float:
     """When a step's last collective has ended.
 
-    Each collective of a bucket waits for the one before it. The first collective on a group uses
-    that group; later ones use its group for second stages. At the end the ranks agree.
+    A bucket's chains begin at once. Each collective of a chain waits for the one before it. The
+    first one on a group uses that group; later ones use its group for second stages. At the end
+    the ranks agree.
 
     Args:
-        issued: what a rank issues for all gradients, as if they were one bucket.
+        chains: what a rank issues for all gradients, as if they were one bucket.
         agreement: what it issues at the end of a step.
         ready: when each bucket is full, in seconds.
         shares: of each bucket in the gradients.
@@ -75,8 +76,9 @@ def through_seconds(
         issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
-        chain = with_exchanges([each.scaled(share) for each in issued])
-        link.at(when, partial(go_on, chain, frozenset()))
+        for issued in chains:
+            chain = with_exchanges([each.scaled(share) for each in issued])
+            link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
     link.at(end, partial(go_on, list(agreement), frozenset()))
     link.finish()
@@ -111,15 +113,17 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
     return found
 
 
-def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: int) -> float:
+def round_trips(
+    chains: Sequence[Sequence[Issued]], agreement: Sequence[Issued], buckets: int
+) -> float:
     """How many round trips follow one another in a step whose buckets are full at once.
 
     Args:
-        issued, agreement: as :func:`through_seconds` takes them.
+        chains, agreement: as :func:`through_seconds` takes them.
         buckets: equal parts of the gradients.
     """
     return through_seconds(
-        issued,
+        chains,
         agreement,
         ready=[0.0] * buckets,
         shares=[1 / buckets] * buckets,

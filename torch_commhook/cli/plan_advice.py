@@ -1,0 +1,272 @@
+"""Which hook to take: the mildest of those that are clearly faster than the ones before.
+
+A hook's loss is that of its kind. The figures are those of ``train``'s transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+from torch_commhook import hooks
+from torch_commhook.cli.plan_numbers import format_seconds
+from torch_commhook.cli.report import format_bytes
+from torch_commhook.hooks.expressions import is_file_reference, parse_hook
+
+#: Of AdamW's updates, which error feedback does not hurt.
+OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
+_STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
+
+#: By the optimizer.
+DEFAULT_HOOKS = {
+    "adamw": (
+        "allreduce()",
+        "cast()",
+        "blockwise()",
+        "blockwise(bits=4)",
+        "powersgd(rank=2)",
+        OF_UPDATES.format(hook="error_feedback(topk(0.01))"),
+        _STREAMED,
+    ),
+    "sgd": (
+        "allreduce()",
+        "cast()",
+        "blockwise()",
+        "error_feedback(blockwise(bits=4))",
+        "error_feedback(powersgd(rank=2))",
+        "error_feedback(topk(0.01))",
+        "error_feedback(sign())",
+        _STREAMED,
+    ),
+}
+#: Those that average across replicas of a model in shards.
+DEFAULT_REPLICA_HOOKS = {name: found[:5] for name, found in DEFAULT_HOOKS.items()}
+#: Those that take part in reduce-scatters.
+DEFAULT_SHARD_HOOKS = {
+    "adamw": ("allreduce()", "cast()", "blockwise()", "fp8()", "blockwise(bits=4)"),
+    "sgd": (
+        "allreduce()",
+        "cast()",
+        "blockwise()",
+        "fp8()",
+        "error_feedback(blockwise(bits=4))",
+        "error_feedback(sign())",
+    ),
+}
+#: A hook that does more to gradients must be so many times as fast as the one chosen so far.
+_LEAST_GAIN = 1.15
+
+
+class Loss(IntEnum):
+    """What a hook does to the loss, from nothing on."""
+
+    AS_PLAIN = 0  #: as an all-reduce in float32, or within what seeds differ by
+    MILD = 1  #: a few percent more in the beginning
+    LATER = 2  #: ranks take steps apart, which changes the training
+    UNKNOWN = 3  #: a hook of the user's
+    HURTS = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a hook's loss.
+
+    Attributes:
+        loss: how much it suffers.
+        coarse: how little of a gradient travels, for the order among hooks of one ``loss``.
+        warning: why it suffers, in a sentence or two; None where it does not.
+    """
+
+    loss: Loss
+    coarse: int = 0
+    warning: str | None = None
+
+
+class Row(Protocol):
+    """A row of the table."""
+
+    @property
+    def hook(self) -> str:
+        """As it is written."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step with it."""
+
+
+# ---- what is known of hooks ----------------------------------------------------------------------
+
+_EXACT, _CAST, _EIGHT_BITS, _FOUR_BITS, _LOW_RANK, _FEW, _BIT = range(7)
+_KINDS: dict[type, int] = {
+    hooks.allreduce: _EXACT,
+    hooks.cast: _CAST,
+    hooks.adaptive: _FOUR_BITS,
+    hooks.powersgd: _LOW_RANK,
+}
+_CODECS = {
+    "fp8": _EIGHT_BITS,
+    "topk": _FEW,
+    "chunk_topk": _FEW,
+    "randomk": _FEW,
+    "sign": _BIT,
+}
+_BITS = {8: _EIGHT_BITS, 4: _FOUR_BITS, 2: _BIT}
+
+_UNDER_ADAMW = (
+    "error feedback on gradients hurts under AdamW, which takes the error that a step sends late "
+    "for a large gradient. train's transformer, after 61 steps: loss 3.33 with allreduce(), 4.01 "
+    "with topk(0.01), 5.00 with error_feedback(topk(0.01)), 6.90 with error_feedback(sign())."
+)
+_UPDATES_INSTEAD = f"{OF_UPDATES.format(hook='HOOK')} compresses the updates instead: 3.35."
+_COARSE = (
+    "most of each gradient is lost. train's transformer under AdamW, after 61 steps: loss 3.33 "
+    "with allreduce(), 4.01 with topk(0.01)."
+)
+_FORGETS = "most of each gradient is lost, and nothing of it is sent later: use error_feedback."
+
+
+def judge(text: str, optimizer: str) -> Verdict:
+    """What is known of the loss with a hook.
+
+    Args:
+        text: the hook, as ``train`` takes it.
+        optimizer: ``adamw`` or ``sgd``.
+    """
+    if is_file_reference(text):  # a file of the user's has run once already
+        return Verdict(Loss.UNKNOWN)
+    hook = parse_hook(text)
+    return Verdict(Loss.AS_PLAIN) if hook is None else _judge(hook, optimizer)
+
+
+def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
+    if isinstance(hook, hooks.error_feedback):
+        return _judge(hook.hook, optimizer, has_feedback=True)
+    if isinstance(hook, (hooks.after, hooks.clip, hooks.momentum)):
+        return _judge(hook.hook, optimizer, has_feedback=has_feedback)
+    if isinstance(hook, hooks.local_sgd):
+        # What it averages are distances, not gradients, whatever the optimizer is.
+        inside = _judge(hook.hook, "sgd")
+        least = Loss.LATER if hook.H > 1 else Loss.MILD
+        return Verdict(max(inside.loss, least), inside.coarse, inside.warning)
+    if isinstance(hook, hooks.policy):
+        return max(
+            (_judge(each, optimizer) for each in hook.hooks_inside()),
+            key=lambda each: (each.loss, each.coarse),
+        )
+    kind = _kind_of(hook)
+    if kind is None:
+        return Verdict(Loss.UNKNOWN)
+    return _of_kind(kind, optimizer, has_feedback)
+
+
+def _kind_of(hook: Any) -> int | None:
+    if isinstance(hook, (hooks.compressed, hooks.hierarchical)):
+        name = type(hook.codec).__name__
+        return _BITS.get(hook.codec.bits) if name == "blockwise" else _CODECS.get(name)
+    return _KINDS.get(type(hook))
+
+
+def _of_kind(kind: int, optimizer: str, has_feedback: bool) -> Verdict:
+    if kind <= _EIGHT_BITS:
+        return Verdict(Loss.AS_PLAIN, kind)
+    if kind == _FOUR_BITS:  # 3.38 after 61 steps; 1.566 after 1,000 with feedback, 1.573 without
+        return Verdict(Loss.AS_PLAIN if has_feedback else Loss.MILD, kind)
+    if has_feedback:
+        if optimizer == "adamw":
+            return Verdict(Loss.HURTS, kind, f"{_UNDER_ADAMW} {_UPDATES_INSTEAD}")
+        return Verdict(Loss.MILD, kind)
+    if kind == _LOW_RANK and optimizer == "adamw":  # 3.47
+        return Verdict(Loss.MILD, kind)
+    warning = f"{_COARSE} {_UPDATES_INSTEAD}" if optimizer == "adamw" else _FORGETS
+    return Verdict(Loss.HURTS, kind, warning)
+
+
+# ---- what to say ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take.
+
+    Attributes:
+        hook: as it is written.
+        reason: what to take and why, in sentences.
+        warnings: of hooks whose loss suffers, in sentences.
+    """
+
+    hook: str
+    reason: str
+    warnings: list[str]
+
+
+def advise(
+    rows: Sequence[Row], sent: Sequence[float], compute_seconds: float, optimizer: str
+) -> Advice:
+    """Choose among hooks.
+
+    Args:
+        rows: the first is the plain one.
+        sent: bytes of each in a step.
+        compute_seconds: of a step without communication.
+        optimizer: ``adamw`` or ``sgd``.
+    """
+    verdicts = {row.hook: judge(_own_text(row.hook), optimizer) for row in rows}
+    plain = rows[0]
+    by_mildness = sorted(
+        rows, key=lambda row: (verdicts[row.hook].loss, verdicts[row.hook].coarse, row.step_seconds)
+    )
+    chosen = plain
+    for row in by_mildness:
+        is_sound = verdicts[row.hook].loss < Loss.UNKNOWN
+        if is_sound and row.step_seconds * _LEAST_GAIN <= chosen.step_seconds:
+            chosen = row
+    bytes_of = {row.hook: count for row, count in zip(rows, sent, strict=True)}
+    if chosen is plain:
+        reason = _stay(plain, rows, compute_seconds)
+    else:
+        reason = _take(chosen, plain, bytes_of, compute_seconds)
+    said = verdicts[chosen.hook].loss
+    if said is Loss.LATER:
+        reason += " Ranks then take steps apart, which changes the training: compare the loss."
+    elif said is Loss.MILD:
+        reason += " Compare the loss, which may suffer a little."
+    return Advice(chosen.hook, reason, _warnings(verdicts))
+
+
+def _own_text(label: str) -> str:
+    """The hook of a row, without what else compresses there."""
+    return label.partition(", shard_hook=")[0].partition(", weights=")[0]
+
+
+def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
+    step = format_seconds(plain.step_seconds)
+    fastest = min(rows, key=lambda row: row.step_seconds)
+    text = f"Take {plain.hook}: a step takes {step} with the plain all-reduce"
+    if fastest.step_seconds * _LEAST_GAIN > plain.step_seconds:
+        return f"{text}, and no hook makes it much shorter; {format_seconds(compute)} is computing."
+    return (
+        f"{text}. Only hooks that hurt the loss, or that nothing is known of, are faster: "
+        f"{fastest.hook} {format_seconds(fastest.step_seconds)}."
+    )
+
+
+def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
+    times = plain.step_seconds / chosen.step_seconds
+    return (
+        f"Take {chosen.hook}: a step of {format_seconds(chosen.step_seconds)} instead of "
+        f"{format_seconds(plain.step_seconds)} with {plain.hook}, {times:.1f} times as fast. "
+        f"A rank sends {format_bytes(sent[chosen.hook])} in a step instead of "
+        f"{format_bytes(sent[plain.hook])}, and {format_seconds(compute)} of the step are "
+        "computing."
+    )
+
+
+def _warnings(verdicts: dict[str, Verdict]) -> list[str]:
+    """Each reason once, with the hooks that it is of."""
+    of_reason: dict[str, list[str]] = {}
+    for hook, verdict in verdicts.items():
+        if verdict.warning is not None:
+            of_reason.setdefault(verdict.warning, []).append(hook)
+    return [f"{', '.join(found)}: {reason}" for reason, found in of_reason.items()]

@@ -1,0 +1,185 @@
+"""What ``plan`` prints: the advice, the question, a table, and what to mind."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_commhook.cli.plan_advice import Advice
+from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
+from torch_commhook.cli.plan_sharded import Cost as ShardedCost
+from torch_commhook.cli.plan_sharded import Layout
+from torch_commhook.cli.report import format_bytes
+from torch_commhook.planning import Cost, Model
+
+_WIDTH = 100
+#: A hook that takes more of the plain step does not pay.
+_LEAST_RATIO = 0.95
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned for.
+
+    Attributes:
+        model: its parameters.
+        name: of the model; None where it has none.
+        world: ranks.
+        nodes: that they are on; None where nobody asks.
+        connections: as ``attach`` takes them.
+        bits_per_second: of the link.
+        delay_seconds: of a message, one way.
+        link_file: that both are from; None where they were given.
+        compute_seconds: of a step without communication.
+        is_measured: whether that was measured here.
+        threads: that a rank computes with.
+        optimizer: ``adamw`` or ``sgd``.
+    """
+
+    model: Model
+    name: str | None
+    world: int
+    nodes: int | None
+    connections: int
+    bits_per_second: float
+    delay_seconds: float
+    link_file: str | None
+    compute_seconds: float
+    is_measured: bool
+    threads: int
+    optimizer: str
+
+    def said(self, spread: str = "", link: str = "", beside: str = "") -> str:
+        """The question in a sentence.
+
+        Args:
+            spread: how the model lies on the ranks.
+            link: more of the link.
+            beside: more that matters.
+        """
+        ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes else "")
+        name = f" ({self.name})" if self.name else ""
+        wire = format_rate(self.bits_per_second)
+        if self.delay_seconds:
+            wire += f" and {self.delay_seconds * 1e3:g} ms"
+        source = f" ({self.link_file})" if self.link_file else ""
+        measured = ", measured here" if self.is_measured else ""
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return (
+            f"{format_count(self.model.elements)} parameters{name}, {ranks}{spread}, "
+            f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
+            f"without communication{measured}{beside}, {self.optimizer_name}, {threads}"
+        )
+
+    @property
+    def optimizer_name(self) -> str:
+        """As PyTorch writes it."""
+        return {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
+
+
+def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
+    """All that is printed."""
+    warnings = [_wrapped(f"Warning: {each}") for each in advice.warnings]
+    return "\n".join([_wrapped(advice.reason), "", question, *table, *warnings])
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
+    """The lines of the table for a model that each rank has all of."""
+    on_nodes = question.nodes is not None
+    is_far = question.delay_seconds > 0 or on_nodes
+    has_connections = on_nodes or question.connections > 1
+    header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
+    header += [*["connections"] * has_connections, *["round trips"] * is_far]
+    header += ["wire", "computing", "step", "x plain", "pays"]
+    rows = [
+        (
+            cost.hook,
+            format_bytes(cost.bytes_sent),
+            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
+            *[str(cost.connections)] * has_connections,
+            *[f"{cost.round_trips:.3g}"] * is_far,
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
+            f"{cost.ratio:.2f}",
+            _pays(cost.ratio, is_first=cost is costs[0]),
+        )
+        for cost in costs
+    ]
+    return _aligned(header, rows)
+
+
+def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
+    """The lines of the table for a model in shards, and what error feedback takes in memory."""
+    has_replicas = layout.replicas is not None
+    header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
+    header += ["between replicas"] * has_replicas
+    header += ["wire", "computing", "step", "x plain", "pays"]
+    rows = [
+        [
+            cost.hook,
+            format_bytes(cost.scattered_bytes),
+            format_bytes(cost.forward_bytes),
+            format_bytes(cost.backward_bytes),
+            *[format_bytes(cost.reduced_bytes)] * has_replicas,
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
+            f"{cost.ratio:.2f}",
+            _pays(cost.ratio, is_first=cost is costs[0]),
+        ]
+        for cost in costs
+    ]
+    return [*_aligned(header, rows), *_memory_notes(costs, layout)]
+
+
+def spread_of(layout: Layout) -> str:
+    """How a model in shards lies on the ranks."""
+    spread = f"parameters sharded over {layout.shards} ranks"
+    if layout.replicas is not None:
+        spread = f"{layout.replicas} replicas, {spread} each"
+    if layout.after_forward == layout.shards:
+        return f", {spread} and freed after the forward"
+    if layout.after_forward == 1:
+        return f", {spread} and kept after the forward"
+    return f", {spread}, over {layout.after_forward} after the forward"
+
+
+def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
+    """What error feedback costs in memory, in words."""
+    of_all = "what it has lost of the gradients of all shards"
+    of_shard = "what it has lost of the gradients of the rank's own shard"
+    notes: dict[str, None] = {}  # once each, in order
+    for cost in costs:
+        if cost.error_bytes:
+            lost = of_all if layout.replicas is None else of_shard
+            hook = cost.hook.partition(", shard_hook=")[0].partition(", weights=")[0]
+            notes[f"{hook} remembers {format_bytes(cost.error_bytes)} on each rank: {lost}"] = None
+    shard_error = max(cost.shard_error_bytes for cost in costs)
+    if shard_error:
+        notes[f"shard_hook remembers {format_bytes(shard_error)} on each rank: {of_all}"] = None
+    return list(notes)
+
+
+def _bytes_or_unknown(count: float | None) -> str:
+    return "?" if count is None else format_bytes(count)
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
+        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
+    ]
+
+
+def _times(*seconds: float) -> list[str]:
+    return list(map(format_seconds, seconds))
+
+
+def _pays(ratio: float, *, is_first: bool) -> str:
+    return "" if is_first else "yes" if ratio < _LEAST_RATIO else "no"

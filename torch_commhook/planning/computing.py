@@ -1,0 +1,69 @@
+"""How long a model's step computes on this machine, without communication."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: The optimizers that a step may be measured with.
+OPTIMIZERS = ("adamw", "sgd")
+_RUNS = 3
+
+
+def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "adamw") -> float:
+    """Seconds of a forward, a backward and a step of the optimizer: the median of three.
+
+    The first step, which makes buffers, is not counted. Parameters keep their values.
+
+    Args:
+        module: whose parameters lie on this machine.
+        inputs: what the module is called with.
+        optimizer: ``adamw`` or ``sgd``.
+
+    Raises:
+        ValueError: another optimizer, or the module returns nothing that has a gradient.
+        Exception: what the module raises.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"measure_step: optimizer must be adamw or sgd, got {optimizer!r}")
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    # A learning rate of 0 leaves the parameters as they are.
+    stepping: torch.optim.Optimizer
+    if optimizer == "adamw":
+        stepping = torch.optim.AdamW(parameters, lr=0.0)
+    else:
+        stepping = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+    seconds = []
+    for _ in range(_RUNS + 1):
+        begun = time.perf_counter()
+        _loss(module(*inputs)).backward()
+        stepping.step()
+        stepping.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
+def _loss(outputs: Any) -> Tensor:
+    """A scalar that depends on all outputs which have a gradient."""
+    found = [each.float().sum() for each in _tensors(outputs) if each.requires_grad]
+    if not found:
+        raise ValueError(
+            "measure_step: the module must return a tensor with a gradient, or several in a "
+            f"tuple, a list or a dict, got {type(outputs).__qualname__}"
+        )
+    return torch.stack(found).sum()
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        return [tensor for each in outputs for tensor in _tensors(each)]
+    return []
