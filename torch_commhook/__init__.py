@@ -27,6 +27,7 @@ from torch_commhook.metrics import BucketStats, HookStats, MembershipEvent
 from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.native.libraries import NativeLibraryError
 from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
+from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step.step_group import PeerError
 
@@ -39,6 +40,7 @@ __all__ = [
     "HookHandle",
     "HookStats",
     "LeftOutError",
+    "MeasuredLink",
     "MembershipEvent",
     "NativeLibraryError",
     "PeerError",
@@ -54,6 +56,7 @@ __all__ = [
     "hooks",
     "include_paths",
     "load_cpp_hooks",
+    "measure_link",
     "parse_hook",
     "parse_hook_result",
     "process_group",

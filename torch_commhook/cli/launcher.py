@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch_commhook.cli.interrupt import add_no_line
@@ -60,6 +61,7 @@ def launch(
     threads: int,
     *,
     timeout: float = _STOP_SECONDS,
+    name: str = "train",
 ) -> int:
     """Run ``command`` in ``ranks`` processes of this machine, to their end.
 
@@ -73,13 +75,15 @@ def launch(
         out: the folder of the results; the stderr of a rank that wrote any is kept there.
         threads: of each rank.
         timeout: of the ranks' collectives, in seconds; they are not waited for longer.
+        name: of the subcommand, which messages begin with.
 
     Returns:
         The exit code: 0 where every rank's is 0, 128 + n after signal n, else 1. What went wrong
         is one message on stderr.
     """
-    with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as name:
-        folder = Path(name)
+    say = partial(_say, name)
+    with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as path:
+        folder = Path(path)
         started: list[Rank] = []
         try:
             for number in range(ranks):
@@ -90,18 +94,18 @@ def launch(
                     started.append(_start(number, command, environment, folder))
                 except OSError as error:  # the machine takes no more processes
                     _end_all(started)
-                    _say(f"rank {number} of {ranks} can't be started: {error}; the others ended")
+                    say(f"rank {number} of {ranks} can't be started: {error}; the others ended")
                     return 1
             ended = _wait(started, received)
             if received and told_first_step(folder):
                 ask_to_stop(folder)
-                _say(
+                say(
                     f"{_what_came(received)}: the ranks end their step and save what they have; "
                     "once more ends them at once"
                 )
                 ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
             _end_all(started)
-            return _report(started, ended, received, folder, out)
+            return _report(started, ended, received, folder, out, say)
         finally:
             _end_all(started)
 
@@ -216,7 +220,12 @@ def _end_all(ranks: Sequence[Rank]) -> None:
 
 
 def _report(
-    ranks: Sequence[Rank], ended: dict[int, int], received: list[int], folder: Path, out: Path
+    ranks: Sequence[Rank],
+    ended: dict[int, int],
+    received: list[int],
+    folder: Path,
+    out: Path,
+    say: Callable[[str], object],
 ) -> int:
     failed = {number: code for number, code in ended.items() if code != 0}
     if received:
@@ -229,7 +238,7 @@ def _report(
             _keep_logs(ranks, out)
             number = _first_cause(failed, folder)
             kept += f"; rank {number} {_how_it_ended(failed[number], read_failure(folder, number))}"
-        _say(f"{what}, {which} ended{kept}")
+        say(f"{what}, {which} ended{kept}")
         add_no_line()  # more of the same signal may be on their way
         return 128 + received[0]
     logs = _keep_logs(ranks, out)
@@ -247,7 +256,7 @@ def _report(
         if failure is None and code != -signal.SIGKILL:  # else the log says nothing more
             message += "".join(f"\n  {line}" for line in _last_lines(logs[number]))
         message += f"\n  full output: {logs[number]}"
-    _say(message)
+    say(message)
     return 1
 
 
@@ -306,6 +315,6 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _say(message: str) -> None:
+def _say(name: str, message: str) -> None:
     show_cursor()
-    print(f"commhook train: {message}", file=sys.stderr, flush=True)
+    print(f"commhook {name}: {message}", file=sys.stderr, flush=True)

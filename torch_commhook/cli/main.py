@@ -14,6 +14,10 @@ from torch_commhook.cli.version import version_text
 
 #: name: (module with ``main(argv) -> exit code``, what it does). A new subcommand is a line here.
 COMMANDS = {
+    "bench": (
+        "torch_commhook.cli.bench",
+        "measure the link between ranks, and what hooks take over it",
+    ),
     "doctor": (
         "torch_commhook.cli.doctor",
         "whether hooks can run here, and what to do where they cannot",

@@ -82,10 +82,14 @@ def watch_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def end_on_signals(rank: int) -> None:
+def end_on_signals(rank: int, command: str = "train") -> None:
     """On SIGINT or SIGTERM end this process at once, also within a collective.
 
     Local rank 0 says so in one line; the others get the same signal and are silent.
+
+    Args:
+        rank: of this process.
+        command: the subcommand, which the line begins with.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -101,7 +105,8 @@ def end_on_signals(rank: int) -> None:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 show_cursor()
                 name = signal.Signals(number).name
-                print(f"commhook train: rank {rank} stopped by {name}", file=sys.stderr, flush=True)
+                line = f"commhook {command}: rank {rank} stopped by {name}"
+                print(line, file=sys.stderr, flush=True)
             os._exit(128 + number)
 
     threading.Thread(target=wait_for_signal, daemon=True).start()
@@ -149,8 +154,14 @@ def finish() -> NoReturn:
     os._exit(0)
 
 
-def fail(error: BaseException, rank: int) -> NoReturn:
-    """End this process with exit code 1: tell the launcher of ``error``, or else say it here."""
+def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
+    """End this process with exit code 1: tell the launcher of ``error``, or else say it here.
+
+    Args:
+        error: that ended the rank's work.
+        rank: of this process.
+        command: the subcommand, which the line begins with.
+    """
     failure = describe(error)
     folder = os.environ.get(LAUNCHER_FOLDER)
     if folder is not None:
@@ -158,12 +169,12 @@ def fail(error: BaseException, rank: int) -> NoReturn:
         _write_failure(Path(folder), rank, failure)
     elif failure.peer:
         show_cursor()
-        line = f"commhook train: rank {rank} lost another rank: {failure.summary}"
+        line = f"commhook {command}: rank {rank} lost another rank: {failure.summary}"
         print(line, file=sys.stderr)
     else:
         show_cursor()
         traceback.print_exception(error)
-        print(f"commhook train: rank {rank} failed: {failure.summary}", file=sys.stderr)
+        print(f"commhook {command}: rank {rank} failed: {failure.summary}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

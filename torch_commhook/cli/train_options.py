@@ -116,7 +116,7 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
         raise OptionError(f"argument --compare: compares --hook with {NO_HOOK}: give another hook")
     if args.save_every is not None and args.save is None:
         raise OptionError("argument --save-every: needs --save PATH")
-    _check_device(args, config.ranks if place is None else place.local_size)
+    check_device(args, config.ranks if place is None else place.local_size)
     out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
     return TrainOptions(
         config=config,
@@ -254,7 +254,8 @@ def _check_steps(
         )
 
 
-def _check_device(args: argparse.Namespace, local_ranks: int) -> None:
+def check_device(args: argparse.Namespace, local_ranks: int) -> None:
+    """Raise OptionError where ranks of this machine cannot have ``--device`` and ``--backend``."""
     if args.device == "cpu" and args.backend == "nccl":
         raise OptionError("argument --backend: nccl needs --device cuda, got cpu")
     if args.device != "cuda" and args.backend != "nccl":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.option_types import at_most, number, positive_float, positive_int
 from torch_commhook.cli.outputs import METRICS, PLOT, SUMMARY
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig
 from torch_commhook.hooks.expressions import NO_HOOK
-
-_Number = TypeVar("_Number", int, float)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,21 +58,21 @@ def _option_groups() -> dict[str, _Options]:
 
 def _model_options(default: TrainConfig) -> _Options:
     return {
-        "--layers": _option(_positive_int, f"blocks ({default.layers})"),
-        "--dim": _option(_positive_int, f"width ({default.dim})"),
-        "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
-        "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
+        "--layers": _option(positive_int, f"blocks ({default.layers})"),
+        "--dim": _option(positive_int, f"width ({default.dim})"),
+        "--heads": _option(positive_int, f"attention heads ({default.heads})"),
+        "--seq": _option(positive_int, f"bytes a sequence ({default.seq})"),
     }
 
 
 def _training_options(default: TrainConfig) -> _Options:
     return {
-        "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
-        "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
-        "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
+        "--batch": _option(positive_int, f"sequences a step and rank ({default.batch})"),
+        "--steps": _option(positive_int, f"steps in all ({default.steps})"),
+        "--lr": _option(positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
         "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
         "--stop-after": _option(
-            _positive_int,
+            positive_int,
             "end after this step; the learning rate's schedule still spans --steps",
             metavar="STEP",
         ),
@@ -94,7 +93,7 @@ def _communication_options(default: TrainConfig) -> _Options:
             f"averages across these ({default.parallel})",
             choices=PARALLEL,
         ),
-        "--shards": _option(_positive_int, "of hsdp: ranks of a replica (half of the ranks)"),
+        "--shards": _option(positive_int, "of hsdp: ranks of a replica (half of the ranks)"),
         "--shard-hook": _option(
             str,
             f"of hsdp: a hook for the reduce-scatters of each replica, or {NO_HOOK} ({NO_HOOK})",
@@ -107,17 +106,17 @@ def _communication_options(default: TrainConfig) -> _Options:
             metavar="CODEC",
         ),
         "--bucket-cap-mb": _option(
-            _at_most(MOST["bucket_cap_mb"], _positive_float),
+            at_most(MOST["bucket_cap_mb"], positive_float),
             "of ddp: the buckets, from the first to be full on; the last is for all that follow "
             f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
             metavar="MIB",
             nargs="+",
         ),
         "--ranks": _option(
-            _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
+            positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
         ),
         "--timeout": _option(
-            _at_most(MOST["timeout"], _positive_float),
+            at_most(MOST["timeout"], positive_float),
             "of a collective, seconds (300)",
             default=300.0,
         ),
@@ -134,7 +133,7 @@ def _communication_options(default: TrainConfig) -> _Options:
             default="auto",
         ),
         "--threads": _option(
-            _at_most(MOST["threads"], _positive_int),
+            at_most(MOST["threads"], positive_int),
             "threads a rank on the CPU (cores // ranks)",
         ),
     }
@@ -149,7 +148,7 @@ def _data_options() -> _Options:
             metavar="FILE",
         ),
         "--data-cap-mb": _option(
-            _at_most(MOST["data_cap_mb"], _positive_float),
+            at_most(MOST["data_cap_mb"], positive_float),
             "the most text to use (16 of the standard library, all of --data)",
             metavar="MB",
         ),
@@ -172,10 +171,10 @@ def _results_options() -> _Options:
             "write a checkpoint at the end; {step} in the path is the step",
             metavar="PATH",
         ),
-        "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
+        "--save-every": _option(positive_int, "and after every N steps", metavar="N"),
         "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
         "--log-every": _option(
-            _positive_int,
+            positive_int,
             "steps between lines where stdout is no terminal (a line for each 5 %%)",
             metavar="N",
         ),
@@ -190,39 +189,8 @@ def _option(kind: Callable[[str], Any], text: str, **more: Any) -> dict[str, Any
 # ---- types of single options ---------------------------------------------------------------------
 
 
-def _positive_int(text: str) -> int:
-    value = _number(text, int, "a whole number")
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = _number(text, float, "a number")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0 and finite, got {text}")
-    return value
-
-
-def _at_most(most: int, kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    def read(text: str) -> _Number:
-        value = kind(text)
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}")
-        return value
-
-    return read
-
-
 def _seed(text: str) -> int:
-    value = _number(text, int, "a whole number")
+    value = number(text, int, "a whole number")
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
     return value
-
-
-def _number(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None

@@ -7,14 +7,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
-from torch_commhook.cli.train_options import TrainOptions
+
+
+class WorldOptions(Protocol):
+    """The options of a command whose ranks form a world."""
+
+    @property
+    def device(self) -> str:
+        """``auto``, ``cpu`` or ``cuda``."""
+
+    @property
+    def backend(self) -> str:
+        """``auto``, ``gloo`` or ``nccl``."""
+
+    @property
+    def threads(self) -> int:
+        """Of a rank on the CPU."""
+
+    @property
+    def timeout(self) -> float:
+        """Of a collective, in seconds."""
 
 
 class Mean(NamedTuple):
@@ -65,7 +84,7 @@ class World:
         self.start_mean(torch.zeros((), dtype=torch.float32, device="cpu"))()
 
 
-def join_world(options: TrainOptions, place: Place) -> World:
+def join_world(options: WorldOptions, place: Place) -> World:
     """Join the process group of the launcher, ours or torchrun, at ``place``.
 
     Raises:
@@ -89,7 +108,7 @@ def join_world(options: TrainOptions, place: Place) -> World:
     return World(place.rank, place.size, device, backend)
 
 
-def _choose_device(options: TrainOptions, place: Place) -> tuple[torch.device, str]:
+def _choose_device(options: WorldOptions, place: Place) -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count()
     use_cuda = options.device == "cuda" or options.backend == "nccl"
     if options.device == "auto" and not use_cuda:

@@ -1,0 +1,62 @@
+"""The part of ``bench`` that measures the codecs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from torch_commhook.cli.bench.timing import timed
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.planning.hook_work import MOST_MEASURED
+from torch_commhook.planning.link_file import CodecSpeed
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
+
+
+def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[CodecSpeed]:
+    """The speed of each codec in all its ``examples()``, on this rank.
+
+    Args:
+        device: of the gradients.
+        elements: of these, of which a bucket of 25 MiB at most is encoded.
+        seconds: about how long it may take.
+    """
+    examples = [codec for kind in CODECS.values() for codec in kind.examples()]
+    gradients = torch.randn(min(elements, MOST_MEASURED), device=device)
+    share = seconds / len(examples)
+    return [_speed(codec, gradients, share) for codec in examples]
+
+
+def _speed(codec: Codec, gradients: torch.Tensor, seconds: float) -> CodecSpeed:
+    """Encoding, decoding and copying take turns, so that all meet the same machine."""
+    device, nbytes = gradients.device, gradients.nbytes
+    message = torch.zeros(codec.nbytes(gradients.numel()), dtype=torch.uint8, device=device)
+    into = torch.zeros_like(gradients)
+    rounding = torch.tensor([1, 2], device=device) if codec.is_random else None
+    calls: dict[str, Callable[[], object]] = {
+        "copy": partial(into.copy_, gradients),
+        "encode": partial(codec.encode, [gradients], message, rounding=rounding),
+        "decode": partial(codec.decode, message, [into], rounding=rounding),
+    }
+    begun = time.perf_counter()
+    for call in calls.values():
+        call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > seconds:
+            break
+        for name, call in calls.items():
+            found[name].append(timed(call, device))
+    copy, encode, decode = (statistics.median(times) for times in found.values())
+    return CodecSpeed(
+        repr(codec),
+        nbytes / len(message),
+        nbytes / encode,
+        nbytes / decode,
+        encode / copy,
+        decode / copy,
+    )

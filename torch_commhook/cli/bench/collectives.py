@@ -1,0 +1,57 @@
+"""The part of ``bench`` that measures the backend's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_commhook.cli.bench.timing import median_on_all
+from torch_commhook.planning.link_file import CollectiveTime
+
+SIZES = tuple(1 << power for power in (16, 20, 24))
+_ELEMENT_BYTES = 4
+#: A collective of the next size may take so much more of the time that is left.
+_GROWTH = 16
+
+# Their names change with torch; the old ones warn.
+_distributed: Any = dist
+_all_gather = getattr(dist, "all_gather_single", None) or _distributed.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.reduce_scatter_tensor
+
+
+def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
+    """The time of each collective at some sizes, in the order of the table.
+
+    Args:
+        device: of the tensors.
+        seconds: about how long it may take. Sizes that would take longer are left out.
+    """
+    names = list(_calls(torch.zeros(dist.get_world_size(), device=device)))
+    share = seconds / len(names) / len(SIZES)
+    found = []
+    last: dict[str, float] = {}
+    for size in SIZES:
+        elements = size // _ELEMENT_BYTES // dist.get_world_size() * dist.get_world_size()
+        whole = torch.zeros(max(elements, dist.get_world_size()), device=device)
+        for name, call in _calls(whole).items():
+            if last.get(name, 0.0) * _GROWTH > seconds:
+                continue
+            last[name] = median_on_all(call, device, share)
+            found.append(CollectiveTime(name, whole.nbytes, last[name]))
+    return found
+
+
+def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The collectives on tensors of float32, by name."""
+    part = whole[: whole.numel() // dist.get_world_size()].clone()
+    other = torch.empty_like(whole)
+    return {
+        "all_reduce": partial(dist.all_reduce, whole),
+        "all_gather": partial(_all_gather, other, part),
+        "reduce_scatter": partial(_reduce_scatter, part, whole),
+        "all_to_all": partial(dist.all_to_all_single, other, whole),
+    }

@@ -1,0 +1,152 @@
+"""The part of ``bench`` that measures a step with each hook."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.cli.bench.timing import slowest, timed
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.planning.hook_work import unwrap_hook
+from torch_commhook.planning.link_file import HookTime
+
+#: The row of a step without a hook.
+ALONE = "no communication"
+#: Steps in a turn, before those that are timed, too: buckets are formed anew, TCP learns the link.
+_STEPS = 3
+_LEAST_TURNS, _MOST_TURNS = 2, 30
+
+
+class _Given(torch.autograd.Function):
+    """A loss whose gradients are given, so that a backward computes next to nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: Any) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return None, *ctx.gradients
+
+
+class StandIn(nn.Module):
+    """Parameters of given shapes, with random gradients that are the same in each step.
+
+    Args:
+        shapes: of the parameters, in the order of the forward.
+        device: theirs.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        super().__init__()
+        self.given = [torch.randn(tuple(shape), device=device) for shape in shapes]
+        self.weights = nn.ParameterList(torch.zeros_like(each) for each in self.given)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        found: torch.Tensor = _Given.apply(self.given, *self.weights)
+        return found
+
+
+def measure_hooks(
+    hooks: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    seconds: float,
+) -> list[HookTime]:
+    """A step with each hook, after one with none; ratios are to the first hook.
+
+    Args:
+        hooks: as ``train`` takes them.
+        shapes: of the parameters.
+        device: theirs.
+        seconds: about how long it may take; a hook has a few steps in any case.
+
+    Raises:
+        RuntimeError: a hook fails, which the error names.
+    """
+    share = seconds / (len(hooks) + 1)
+    model = StandIn(shapes, device)
+    found = [(ALONE, _step_seconds(Steps(model), share / 4), 0.0)]
+    for text in hooks:
+        try:
+            found.append((text, *_with_hook(model, text, share)))
+        except Exception as error:  # a hook may be a user's, and raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RuntimeError(f"the hook {text!r} can't be measured: {said}") from error
+    baseline = found[1][1]
+    return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
+
+
+class Steps:
+    """Steps of a model, some in a turn.
+
+    Args:
+        model: whose hook is attached, if any.
+        every: steps in which its ranks come together once: a turn has a multiple of these.
+        is_apart: whether the hook counts the steps of an optimizer.
+
+    Attributes:
+        device: of the model.
+        count: steps in a turn.
+        done: steps so far.
+    """
+
+    def __init__(self, model: StandIn, every: int = 1, *, is_apart: bool = False) -> None:
+        self._model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
+        self.device = model.given[0].device
+        self.count = every * math.ceil(_STEPS / every)
+        self.done = 0
+
+    def turn(self) -> list[float]:
+        """Do some steps; the seconds of each."""
+        self.done += self.count
+        return [timed(self._step, self.device) for _ in range(self.count)]
+
+    def _step(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._model().backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+
+def _step_seconds(steps: Steps, seconds: float) -> float:
+    """The median of the turns' mean steps, on the slowest rank."""
+    begun = time.perf_counter()
+    found: list[float] = []
+    while len(found) < _MOST_TURNS:
+        dist.barrier()
+        own = steps.turn()
+        *took, elapsed = slowest([*own, time.perf_counter() - begun], steps.device)
+        found.append(statistics.fmean(took))
+        if len(found) >= _LEAST_TURNS and elapsed > seconds:
+            break
+    return statistics.median(found)
+
+
+def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float]:
+    """Seconds of a step, and bytes that this rank sends in one."""
+    hook = parse_hook(text)
+    _, every, _ = unwrap_hook(hook)
+    handle = attach(model, hook)
+    try:
+        steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
+        steps.turn()
+        done, sent = steps.done, handle.stats().bytes_sent
+        took = _step_seconds(steps, seconds)
+        return took, (handle.stats().bytes_sent - sent) / (steps.done - done)
+    finally:
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+        gc.collect()

@@ -1,0 +1,71 @@
+"""The part of ``bench`` that measures the link between the ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from torch_commhook.planning.link import MOST_BYTES, LinkFigures, measure_figures
+from torch_commhook.planning.link_file import Message
+from torch_commhook.planning.wire import Wire
+
+SIZES = tuple(1 << power for power in range(10, 27, 2))
+#: Of the part's time, for the rate and the round trip.
+_FIGURES = 0.5
+_LEAST_TRIES, _MOST_TRIES = 3, 30
+
+
+@dataclass(frozen=True)
+class LinkPart:
+    """What was measured.
+
+    Attributes:
+        figures: rates and round trip.
+        messages: by size.
+        left_out: sizes that would have taken too long, or too much memory, and why.
+    """
+
+    figures: LinkFigures
+    messages: list[Message]
+    left_out: dict[int, str]
+
+
+def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
+    """Measure the link, and messages of 1 KiB to 64 MiB, both ways at once.
+
+    Args:
+        wire: the ranks.
+        seconds: about how long it may take.
+    """
+    figures = measure_figures(wire, seconds * _FIGURES)
+    messages, left_out = [], {}
+    left = seconds * (1 - _FIGURES)
+    for number, size in enumerate(SIZES):
+        sent = size * wire.others
+        bits_per_second = min(figures.rates.values())
+        wanted = figures.round_trip + sent * 8 / bits_per_second
+        if sent > MOST_BYTES:
+            left_out[size] = f"{wire.ranks} ranks would need too much memory"
+        elif number and wanted * (1 + _LEAST_TRIES) > left:
+            left_out[size] = f"one takes about {wanted:.1f} s; give more --seconds"
+        else:
+            begun = time.perf_counter()
+            share = left / (len(SIZES) - number)
+            messages.append(Message(size, _median(wire, size, share)))
+            left -= float(wire.shared(time.perf_counter() - begun).max())
+    return LinkPart(figures, messages, left_out)
+
+
+def _median(wire: Wire, nbytes: int, seconds: float) -> float:
+    """Seconds of a message of each rank, on the slowest rank."""
+    begun = time.perf_counter()
+    wire.seconds(nbytes)  # makes memory, and lets TCP learn
+    found: list[float] = []
+    while len(found) < _MOST_TRIES:
+        values = wire.shared(wire.seconds(nbytes), time.perf_counter() - begun)
+        took, elapsed = values.amax(0).tolist()
+        found.append(took)
+        if len(found) >= _LEAST_TRIES and elapsed > seconds:
+            break
+    return statistics.median(found)

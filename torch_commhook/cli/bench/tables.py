@@ -1,0 +1,142 @@
+"""What ``bench`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_commhook.cli.bench.link import LinkPart
+from torch_commhook.cli.report import format_bytes
+from torch_commhook.planning.link import MANY
+from torch_commhook.planning.link_file import (
+    CodecSpeed,
+    CollectiveTime,
+    HookTime,
+    LinkFile,
+    Message,
+)
+
+#: What is said of a part that only several ranks have.
+NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures one"
+
+
+def heading(found: LinkFile, threads: int, torch_version: str) -> str:
+    """The ranks, their group and their device."""
+    ranks = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
+    where = "CUDA" if found.device == "cuda" else _threads(threads)
+    return f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def link_text(part: LinkPart, ranks: int) -> str:
+    """The link, what more connections carry, and the messages."""
+    figures = part.figures
+    lines = [
+        f"link: {_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
+        f"round trip {_milliseconds(figures.round_trip)} ms"
+    ]
+    if MANY in figures.rates:
+        one, many = (_rate(figures.rates[count]) for count in (1, MANY))
+        taken = "takes" if figures.connections == MANY else "would not take"
+        lines.append(
+            f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} these"
+        )
+    others = ranks - 1
+    to_each = "" if others == 1 else f" to each of {others} ranks"
+    header = [f"message{to_each}", "ms", "Mbit/s each way"]
+    rows = [
+        [
+            format_size(each.bytes),
+            _milliseconds(each.seconds),
+            _rate(message_rate(each, ranks)),
+        ]
+        for each in part.messages
+    ]
+    lines += ["", *aligned(header, rows)]
+    lines += [f"{format_size(size)}: left out, {why}" for size, why in part.left_out.items()]
+    return "\n".join(lines)
+
+
+def message_rate(message: Message, ranks: int) -> float:
+    """Bits per second that each rank sends in messages, with the round trip, without headers."""
+    return message.bytes * (ranks - 1) * 8 / message.seconds
+
+
+def collectives_text(found: Sequence[CollectiveTime]) -> str:
+    """A row for each collective, a column for each size."""
+    sizes = list(dict.fromkeys(each.bytes for each in found))
+    names = list(dict.fromkeys(each.name for each in found))
+    times = {(each.name, each.bytes): f"{_milliseconds(each.seconds)} ms" for each in found}
+    header = ["collective", *map(format_size, sizes)]
+    return "\n".join(
+        aligned(
+            header, [[name, *(times.get((name, size), "") for size in sizes)] for name in names]
+        )
+    )
+
+
+def codecs_text(found: Sequence[CodecSpeed]) -> str:
+    """A row for each codec."""
+    header = ["codec", "smaller by", "encode GB/s", "x copy", "decode GB/s", "x copy"]
+    rows = [
+        [
+            each.codec,
+            f"{each.ratio:.1f}",
+            f"{each.encode_bytes_per_second / 1e9:.2f}",
+            f"{each.encode_to_copy:.2f}",
+            f"{each.decode_bytes_per_second / 1e9:.2f}",
+            f"{each.decode_to_copy:.2f}",
+        ]
+        for each in found
+    ]
+    return "\n".join(aligned(header, rows))
+
+
+def hooks_text(found: Sequence[HookTime], what: str) -> str:
+    """A row for each hook."""
+    header = ["hook", "step ms", "x allreduce()", "sent per step"]
+    rows = [
+        [
+            each.hook,
+            _milliseconds(each.seconds),
+            f"{each.to_allreduce:.2f}",
+            format_bytes(each.bytes) if each.bytes else "",
+        ]
+        for each in found
+    ]
+    return "\n".join(
+        [f"steps that average {what}, and compute next to nothing", *aligned(header, rows)]
+    )
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first column is text, and the others numbers."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes in binary units: ``64 KiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024 or unit == "MiB":
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024  # type: ignore[assignment]
+    raise AssertionError
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _rate(bits_per_second: float) -> str:
+    value = bits_per_second / 1e6
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

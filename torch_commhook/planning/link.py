@@ -1,0 +1,307 @@
+"""The link between the ranks of a group: what it carries, and how long a message takes.
+
+The rate is that of a steady flow. Many messages are under way at once, and what counts are the
+times at which they come. So neither the delay, nor TCP's slow start, nor what a token bucket lets
+through after a pause is in it. The flow goes on until its rate no longer grows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_commhook import _C
+from torch_commhook.collectives.exchange import exchanges, has_few_ranks
+from torch_commhook.collectives.gloo_groups import (
+    connect_group,
+    destroy_group,
+    group_name,
+    group_store,
+    group_timeout,
+    is_gloo,
+    make_group,
+    use_more_connections,
+)
+from torch_commhook.planning.schedule import PAYLOAD
+from torch_commhook.planning.wire import Wire
+from torch_commhook.step.link import MANY, Link
+
+#: That :func:`measure_link` takes.
+SECONDS = 5.0
+#: What all messages of a rank that are under way at once have.
+MOST_BYTES = 1 << 26
+#: Of the measurement of a round trip: the least tries, and the most, and seconds for those between.
+_LEAST_TRIES, _MOST_TRIES, _TRY_SECONDS = 5, 50, 0.25
+#: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
+_FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
+#: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
+_FLOW_SECONDS, _FLOW_ROUND_TRIPS, _MESSAGES = 0.3, 8, 40
+_LEAST_MESSAGE = 1 << 10
+#: The part of a flow at its beginning that is left out.
+_BEGINNING = 0.25
+#: Flows, until the best of so many is no better than those before by more than a share.
+_LEAST_FLOWS, _STEADY_FLOWS, _STEADY = 4, 3, 0.02
+#: Flows that are slower than the best one by more were disturbed, or TCP was still slow.
+_DISTURBED = 0.1
+#: No more connections are tried on a link with a shorter round trip.
+_FAR_SECONDS = 5e-3
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """A rank's link to the other ranks of a group.
+
+    Args:
+        bits_per_second: that it carries each way, with the headers of packets. Ranks that share a
+            network card have their shares of it.
+        delay_seconds: of a message, one way: half of a round trip.
+
+    Raises:
+        TypeError: a number that is none.
+        ValueError: a rate that is not positive and finite, a delay that is negative or not finite.
+
+    Example:
+        >>> MeasuredLink(bits_per_second=200e6, delay_seconds=0.025)
+        MeasuredLink(bits_per_second=200000000.0, delay_seconds=0.025)
+    """
+
+    bits_per_second: float
+    delay_seconds: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"MeasuredLink: {name} must be a number, got {_C.type_name(value)}")
+        if not 0 < self.bits_per_second < math.inf:
+            raise ValueError(
+                f"MeasuredLink: bits_per_second must be positive and finite, got "
+                f"{self.bits_per_second}"
+            )
+        if not 0 <= self.delay_seconds < math.inf:
+            raise ValueError(
+                f"MeasuredLink: delay_seconds must be at least 0 and finite, got "
+                f"{self.delay_seconds}"
+            )
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What was measured of a link; the same on all ranks.
+
+    Attributes:
+        round_trip: in seconds.
+        rates: bits per second each way, with headers, by the number of connections.
+    """
+
+    round_trip: float
+    rates: dict[int, float]
+
+    @property
+    def connections(self) -> int:
+        """How many :func:`torch_commhook.attach` would take for large messages."""
+        return Link(self.round_trip, self.rates[1], self.rates.get(MANY)).connections
+
+    @property
+    def link(self) -> MeasuredLink:
+        """The link over as many connections as that."""
+        return MeasuredLink(self.rates[self.connections], self.round_trip / 2)
+
+
+def measure_link(
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | None = None,
+    seconds: float = SECONDS,
+) -> MeasuredLink:
+    """Measure the link between the ranks of a group: its rate each way and its delay.
+
+    All ranks call it at the same point, and get the same result, that of the slowest rank. They
+    send to all other ranks at once, in both directions. If a round trip takes 5 ms or more,
+    messages of Gloo also take four connections, as :func:`torch_commhook.attach` tries them, and
+    the result is the link over as many as ``attach`` would take.
+
+    Args:
+        group: two or more ranks; None for the default group.
+        device: of the messages; None for the CPU if the group has a backend for it, else CUDA.
+        seconds: about how long it may take. A flow that is too short for TCP to reach the rate of
+            the link gives a lower one.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`torch_commhook.collectives.resolve_group`.
+        ValueError: as there; one rank; ``seconds`` is not positive and finite.
+
+    Example:
+        >>> link = run_ranks(lambda rank: measure_link(seconds=0.1), 2)[0]
+        >>> link.bits_per_second > 0
+        True
+    """
+    return measure_figures(Wire(group, device), seconds).link
+
+
+def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
+    """What :func:`measure_link` measures.
+
+    Args:
+        wire: the ranks.
+        seconds: as :func:`measure_link`.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"measure_link: seconds must be positive and finite, got {seconds}")
+    round_trip = measure_round_trip(wire)
+    is_far = round_trip >= _FAR_SECONDS and _can_connect(wire.group)
+    share = seconds / (2 if is_far else 1)
+    rates = {1: measure_rate(wire, round_trip, share)}
+    if is_far:
+        with _more_connections(wire.group):
+            rates[MANY] = measure_rate(wire, round_trip, share)
+    return LinkFigures(round_trip, rates)
+
+
+def measure_round_trip(wire: Wire) -> float:
+    """The least of some round trips, each between the slowest two ranks, in seconds.
+
+    Where no receiver asks for its messages, it is twice the time of one message.
+    """
+    least, begun = math.inf, time.perf_counter()
+    for tries in range(_MOST_TRIES):
+        trip, elapsed = _slowest(wire, wire.seconds(1), time.perf_counter() - begun)
+        least = min(least, trip if wire.is_asked else 2 * trip)
+        if tries + 1 >= _LEAST_TRIES and elapsed > _TRY_SECONDS:
+            break
+    return least
+
+
+def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
+    """Bits per second that a rank's link carries each way, with headers, on the slowest rank.
+
+    Args:
+        wire: the ranks.
+        round_trip: in seconds.
+        seconds: after which no flow begins, once there was one.
+    """
+    begun = time.perf_counter()
+    nbytes = _FIRST_BYTES
+    while True:
+        came = _flow(wire, nbytes, min(_MESSAGES, max(1, nbytes // _FIRST_BYTES)))
+        took, elapsed = _slowest(wire, came.seconds[-1], time.perf_counter() - begun)
+        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
+        if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
+            break
+        nbytes *= 2
+    bytes_per_second = nbytes / max(took - round_trip, took / 4)
+    rates: list[float] = []
+    while True:
+        wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
+        came = _flow(wire, min(wanted, MOST_BYTES), _MESSAGES)
+        of_ranks = wire.shared(came.rate(), time.perf_counter() - begun)
+        rates.append(float(of_ranks[:, 0].min()))
+        bytes_per_second = max(rates)
+        if is_steady(rates) or float(of_ranks[:, 1].max()) > seconds:
+            break
+    return steady_rate(rates) * 8 / PAYLOAD
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Messages that were under way at once.
+
+    Attributes:
+        nbytes: of each number of message, from all other ranks.
+        seconds: when each had come.
+    """
+
+    nbytes: int
+    seconds: Sequence[float]
+
+    def rate(self) -> float:
+        """Bytes per second: the slope of a line through what has come, over the time."""
+        first, last = self.seconds[0], self.seconds[-1]
+        times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
+        if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
+            return self.nbytes * len(self.seconds) / max(last, 1e-9)
+        came = [float(self.nbytes * number) for number in range(len(times))]
+        return statistics.linear_regression(times, came).slope
+
+
+def _flow(wire: Wire, nbytes: float, count: int) -> Flow:
+    """Send about ``nbytes`` in so many messages to each other rank."""
+    of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
+    return Flow(of_message * wire.others, wire.arrivals(of_message, count))
+
+
+def is_steady(rates: Sequence[float]) -> bool:
+    """Whether the last flows are no faster than those before."""
+    if len(rates) < _LEAST_FLOWS:
+        return False
+    return max(rates[-_STEADY_FLOWS:]) <= (1 + _STEADY) * max(rates[:-_STEADY_FLOWS])
+
+
+def steady_rate(rates: Sequence[float]) -> float:
+    """The median of the flows that were neither disturbed nor slow at their beginning."""
+    return statistics.median(rate for rate in rates if rate >= (1 - _DISTURBED) * max(rates))
+
+
+def _slowest(wire: Wire, *values: float) -> list[float]:
+    found: list[float] = wire.shared(*values).amax(0).tolist()
+    return found
+
+
+# ---- more connections ----------------------------------------------------------------------------
+
+
+def _can_connect(group: dist.ProcessGroup) -> bool:
+    """Whether a group's messages can take more connections, which this module makes."""
+    return is_gloo(group) and exchanges(group) and group_store(group) is not None
+
+
+@contextmanager
+def _more_connections(group: dist.ProcessGroup) -> Iterator[None]:
+    """Have large messages of a group take :data:`MANY` connections in a ``with`` block."""
+    made: list[dist.ProcessGroup] = []
+    make = _maker(group, made)
+    try:
+        pairs = []
+        for _ in range(MANY - 1):
+            up = make()
+            pairs.append((up, make() if has_few_ranks(group) else up))
+        use_more_connections(group, pairs)
+        yield
+        use_more_connections(group, [])
+        group.barrier().wait()  # a rank that still watches them would think they are lost
+    finally:
+        for each in made:
+            destroy_group(each)
+
+
+def _maker(
+    group: dist.ProcessGroup, made: list[dist.ProcessGroup]
+) -> Callable[[], dist.ProcessGroup]:
+    """A function that makes groups over the same ranks, and adds each to a list."""
+    store, ranks = group_store(group), dist.get_process_group_ranks(group)
+    assert store is not None  # _can_connect has asked
+
+    def make() -> dist.ProcessGroup:
+        name = f"{group_name(group)}/commhook-link-{next(_numbers)}"
+        found = make_group(
+            dist.PrefixStore(name, store),
+            group.rank(),
+            ranks,
+            name,
+            group_timeout(group),
+            description="commhook: measures a link",
+        )
+        made.append(found)
+        connect_group(found)
+        return found
+
+    return make
