@@ -480,8 +480,8 @@ class DdpRoad:
         if self._group.epoch != self._averaged_epoch:  # a failed step has left what differs
             used_before = [True] * len(named)
         self.successor = self._make_successor(model, named, self._group, used_before)
-        attached = self.successor.attached = self.attached
-        self.attached = None
+        attached, self.attached = self.attached, None
+        self.successor.attached = attached
         try:
             attached.choose_before_capture()
         except BaseException as error:

@@ -20,7 +20,7 @@ TIMED = 3
 #: After so many steps there is all that is to be seen.
 STEPS = WARM_UP + TIMED
 #: Elements of a sample of the gradients, and the buckets that they are taken from.
-_MOST_SAMPLED, _SAMPLED_BUCKETS = 1 << 20, 2
+_MOST_SAMPLED, _SAMPLED_BUCKETS = 1 << 19, 2
 
 
 class FirstSteps:

@@ -158,15 +158,21 @@ def counted_elements(elements: int, world_size: int) -> int:
     return min(elements, max(_MOST_COUNTED, (1 << 24) // world_size))
 
 
-def measure_seconds(hook: Callable[..., Any], elements: int, shapes: Sequence[Shape]) -> float:
+def measure_seconds(
+    hook: Callable[..., Any],
+    elements: int,
+    shapes: Sequence[Shape],
+    device: torch.device | str = "cpu",
+) -> float:
     """Of a step on this machine, with nothing to wait for.
 
     Args:
         hook: averages gradients.
         elements: that it averages.
         shapes: of gradients that it is measured with, all in one bucket.
+        device: of these.
     """
-    gradients = random_gradients(shapes)
+    gradients = [gradient.to(device) for gradient in random_gradients(shapes)]
     measured = sum(gradient.numel() for gradient in gradients)
 
     def of_bucket(rank: int) -> float:
@@ -177,6 +183,8 @@ def measure_seconds(hook: Callable[..., Any], elements: int, shapes: Sequence[Sh
             result = run_hook(hook, None, bucket).wait()
             for gradient, piece in zip(gradients, bucket.layout().views(result), strict=True):
                 gradient.copy_(piece)
+            if gradients[0].device.type == "cuda":
+                torch.cuda.current_stream(gradients[0].device).synchronize()
 
         return median_seconds(average)
 

@@ -97,6 +97,7 @@ def measure(
     bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
     nodes: int | None = None,
     connections: int = 1,
+    device: torch.device | str = "cpu",
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -108,6 +109,7 @@ def measure(
         bucket_cap_mb: of the buckets, as :meth:`Model.bucket_sizes` takes them.
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
+        device: that hooks compute on.
 
     Returns:
         One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
@@ -129,11 +131,16 @@ def measure(
     for given in hooks:
         hook = _parsed(given)
         text = given if isinstance(given, str) else _name(given)
+        if getattr(hook, "chooses", False):
+            raise HookError(
+                f"the hook {text!r} can't be planned: it chooses one of several in the first steps "
+                "of a training; name these"
+            )
         try:
             if not isinstance(given, str):
                 hook = copy.deepcopy(given)
             outer = unwrap_hook(hook)
-            work = _work(outer.hook, model, bucket, world_size, nodes)
+            work = _work(outer.hook, model, bucket, world_size, nodes, device)
             computed = work.compute_seconds
             computed += sum(measure_pass(one, model.elements, bucket) for one in outer.around)
             added = count_connections(work.hook, _all(work.chains), world_size, connections)
@@ -193,12 +200,19 @@ class _Work:
     compute_seconds: float
 
 
-def _work(hook: Any, model: Model, bucket: int, world_size: int, nodes: int | None) -> _Work:
+def _work(
+    hook: Any,
+    model: Model,
+    bucket: int,
+    world_size: int,
+    nodes: int | None,
+    device: torch.device | str,
+) -> _Work:
     if isinstance(hook, library_hooks.policy):
-        parts = [
-            _work(each, part, -(-bucket * part.elements // model.elements), world_size, nodes)
-            for each, part in _parts_of(hook, model)
-        ]
+        parts = []
+        for each, part in _parts_of(hook, model):
+            share = -(-bucket * part.elements // model.elements)
+            parts.append(_work(each, part, share, world_size, nodes, device))
         return _Work(
             sum(part.bytes_sent for part in parts),
             tuple(_on_model(chain) for part in parts for chain in part.chains),
@@ -207,7 +221,7 @@ def _work(hook: Any, model: Model, bucket: int, world_size: int, nodes: int | No
             sum(part.compute_seconds for part in parts),
         )
     sends = _sends(hook, model, world_size, nodes)
-    computed = _compute_seconds(hook, model, bucket, world_size)
+    computed = _compute_seconds(hook, model, bucket, world_size, device)
     return _Work(sends.bytes_sent, (sends.issued,), sends.members, sends.hook, computed)
 
 
@@ -256,11 +270,13 @@ def _sends(hook: Any, model: Model, world_size: int, nodes: int | None) -> Formu
     return Formula(*record_traffic(hook, model.elements, world_size), {}, hook)
 
 
-def _compute_seconds(hook: Any, model: Model, bucket: int, world_size: int) -> float:
+def _compute_seconds(
+    hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
+) -> float:
     """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
     parts, encoding = encoding_of(hook, world_size)
     shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
-    computed = measure_seconds(encoding, -(-model.elements // parts), shapes)
+    computed = measure_seconds(encoding, -(-model.elements // parts), shapes, device)
     return computed + (measure_pass(_add_up, model.elements, bucket) if parts > 1 else 0.0)
 
 
