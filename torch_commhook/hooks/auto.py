@@ -39,8 +39,8 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     sample of the model's own gradients. From these and from the times at which buckets were full
     rank 0 foretells how long a step takes with each hook. All ranks take the fastest whose error
     is at most ``max_error``, from the end of that step on. Where none saves at least 5 % of a step,
-    that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log has
-    all figures.
+    that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log
+    (``torch_commhook.auto``, level INFO) has all figures.
 
     Where compiled autograd takes in a backward before that, the ranks choose then. The time that
     the step computes is not known yet, and counts as none.
@@ -60,8 +60,8 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     Raises:
         TypeError: ``max_error`` is no number, or ``hooks`` has something else than hooks of the
             library.
-        ValueError: ``max_error`` is not positive and finite; no hooks; a hook that keeps ranks apart, scales
-            steps or chooses itself.
+        ValueError: ``max_error`` is not positive, or above all errors; no hooks; one of them twice,
+            or one that keeps ranks apart, scales steps or chooses itself.
 
     Example:
         >>> def train(rank):

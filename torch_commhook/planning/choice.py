@@ -1,8 +1,8 @@
 """Which of several hooks makes a model's step shortest, as its ranks measure it.
 
-What a hook computes and sends is measured as :func:`torch_commhook.planning.measure` does. Its error
-is that of its result on gradients of the ranks, over their own process group. The time of a step
-follows from these, from the link, and from the times at which the model's buckets were full.
+What a hook computes and sends is measured as :func:`torch_commhook.planning.measure` does. Its
+error is that of its result on gradients of the ranks, over their own process group. The time of a
+step follows from these, from the link, and from the times at which the model's buckets were full.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def choose_hook(
 def _told(choice: Choice, candidates: Sequence[Candidate]) -> Choice:
     """The choice, once the log has it."""
     for each in candidates:
-        step = "not foretold" if each.step_seconds == math.inf else format_seconds(each.step_seconds)
+        foretold = each.step_seconds < math.inf
+        step = format_seconds(each.step_seconds) if foretold else "not foretold"
         _log.info("%s: error %.2g, step %s", each.hook, each.error, step)
     _log.info("auto chose %s: %s", candidates[choice.number].hook, choice.reason)
     return choice
