@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from mode_cases import module as mode_module
 from modes import Mode
 from rank_pool import RankPool
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
 from torch_commhook.attachment import choosing
@@ -111,22 +113,112 @@ def test_three_ranks_choose_alike(three_ranks: RankPool) -> None:
     assert choice in {"blockwise()", "fp8()"}, reason
 
 
+# ---- steps that fail, and ranks without inputs ---------------------------------------------------
+
+
+class _Found:
+    """Has the ranks of a process choose ``blockwise()``, in a ``with`` block; counts the calls.
+
+    Attributes:
+        fails: whether choosing raises.
+    """
+
+    def __init__(self, number: int = 2) -> None:
+        self.calls = 0
+        self.fails = False
+        self._number = number
+        self._before = choosing.choose_hook
+
+    def __call__(self, candidates: Any, max_error: float, **others: Any) -> Choice:
+        self.calls += 1
+        if self.fails:
+            raise ValueError("measured nothing")
+        return Choice(self._number, "because")
+
+    def __enter__(self) -> _Found:
+        choosing.choose_hook = self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        choosing.choose_hook = self._before
+
+
+def _small_step(rank: int, number: int, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    model.zero_grad()
+    model(torch.randn(4, 24, generator=generator)).square().sum().backward()
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+
+
+def _choices_around_a_failure(rank: int, where: str, on_ddp: bool) -> tuple[list[str], int]:
+    model = _small_model()
+    if on_ddp:
+        model = DDP(model)
+    with _Found() as found, attach(model, "auto(max_error=0.05)") as handle:
+        for number in range(STEPS):
+            _small_step(rank, number, model)
+        if where == "choosing":
+            found.fails = rank == 1
+        else:
+            fails = handle.register_posthook(_fail if rank == 1 else _pass)
+        with pytest.raises((RuntimeError, ValueError), match="measured nothing"):
+            _small_step(rank, STEPS, model)
+        if where == "later":
+            fails.remove()
+        found.fails = False
+        choices = [handle.stats().choice]
+        for number in range(2):
+            _small_step(rank, STEPS + 1 + number, model)
+            choices.append(handle.stats().choice)
+        return choices, found.calls
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("measured nothing")
+
+
+def _pass(*_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
+@pytest.mark.parametrize("where", ["choosing", "later"])
+def test_a_step_that_fails_on_a_rank_chooses_nothing(
+    two_ranks: RankPool, where: str, on_ddp: bool
+) -> None:
+    """On any rank; the next step does."""
+    ranks = two_ranks.run(_choices_around_a_failure, where, on_ddp)
+    assert ranks == [(["allreduce()", "blockwise()", "blockwise()"], 2)] * 2
+
+
+def _choice_in_join(rank: int, on_ddp: bool) -> tuple[str, int]:
+    model = _small_model()
+    if on_ddp:
+        model = DDP(model)
+    with _Found() as found, attach(model, "auto(max_error=0.05)") as handle:
+        with handle.join():
+            for number in range(STEPS + 3 if rank else 2):
+                _small_step(rank, number, model)
+        return handle.stats().choice, found.calls
+
+
+@pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
+def test_ranks_that_have_run_out_of_inputs_choose_too(two_ranks: RankPool, on_ddp: bool) -> None:
+    assert two_ranks.run(_choice_in_join, on_ddp) == [("blockwise()", 1)] * 2
+
+
 # ---- modes ---------------------------------------------------------------------------------------
 
 
 def _in_mode(rank: int, mode: Mode, hook: str, number: int | None) -> dict[str, Any]:
     """Steps in a mode, in which ``auto`` finds that the hook of a number is the best."""
     torch._dynamo.reset()
-    calls = []
-    before = choosing.choose_hook
-    if number is not None:
-
-        def choose_hook(candidates: Any, max_error: float, **others: Any) -> Choice:
-            calls.append(len(others["buckets"]))
-            return Choice(number, "because")
-
-        choosing.choose_hook = choose_hook
-    try:
+    found = _Found(number or 0)
+    with found if number is not None else contextlib.nullcontext():
         model = mode.wrap(mode_module())
         handle = attach(model, hook, **mode.attach_options)
         gradients, choices = [], []
@@ -138,12 +230,10 @@ def _in_mode(rank: int, mode: Mode, hook: str, number: int | None) -> dict[str, 
                 choices.append(handle.stats().choice)
         stats = handle.stats()
         handle.remove()
-    finally:
-        choosing.choose_hook = before
     return {
         "gradients": gradients,
         "choices": choices,
-        "calls": calls,
+        "calls": found.calls,
         "reason": stats.reason,
         "steps": stats.steps,
     }
@@ -170,7 +260,7 @@ def test_a_compiler_takes_in_the_chosen_hook(two_ranks: RankPool, mode: Mode, nu
             for got, bits in zip(found["gradients"], want["gradients"], strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True))
     for found in ranks:
-        assert len(found["calls"]) == 1
+        assert found["calls"] == 1
         assert found["choices"][-1] == hook
         assert found["steps"] == len(found["gradients"])
 

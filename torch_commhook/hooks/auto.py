@@ -74,8 +74,6 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         ('allreduce()', 'the ranks are threads of one process, which no link joins')
     """
 
-    _lets_stages_wait = True
-
     def __init__(self, max_error: float, hooks: Sequence[Hook] | None = None) -> None:
         super().__init__()
         if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):

@@ -95,10 +95,9 @@ class FirstSteps:
         Returns:
             None where they were not seen.
         """
-        found = [self._samples.get(buckets[i].index) for i in _sampled_buckets(len(buckets))]
-        shapes = sample_shapes(buckets)
-        seen = [[gradient.shape for gradient in sample or ()] for sample in found]
-        return [sample for sample in found if sample] if seen == shapes else None
+        found = [self._samples.get(buckets[i].index, []) for i in _sampled_buckets(len(buckets))]
+        seen = [[gradient.shape for gradient in sample] for sample in found]
+        return [sample for sample in found if sample] if seen == sample_shapes(buckets) else None
 
 
 def sample_shapes(buckets: Sequence[BucketMemory]) -> list[list[torch.Size]]:
@@ -114,7 +113,7 @@ def random_sample(buckets: Sequence[BucketMemory], seed: int) -> list[list[Tenso
     for i, shapes in zip(_sampled_buckets(len(buckets)), sample_shapes(buckets), strict=True):
         to = buckets[i].device, buckets[i].dtype
         found.append([_normal(shape, generator).to(*to) for shape in shapes])
-    return found
+    return [sample for sample in found if sample]
 
 
 def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -134,9 +133,10 @@ def _sampled(sizes: Sequence[torch.Size]) -> list[tuple[int, torch.Size]]:
     """
     left = _MOST_SAMPLED // _SAMPLED_BUCKETS
     shapes = [size or torch.Size([1]) for size in sizes]
-    order = sorted(range(len(shapes)), key=lambda place: shapes[place].numel(), reverse=True)
+    order = [place for place in range(len(shapes)) if shapes[place].numel()]
+    order.sort(key=lambda place: shapes[place].numel(), reverse=True)
     found: dict[int, torch.Size] = {}
-    if all(len(shape) < 2 or shape.numel() > left for shape in shapes):
+    if order and all(len(shape) < 2 or shape.numel() > left for shape in shapes):
         rows, *rest = shapes[order[0]]
         rows = min(rows, max(1, left // max(1, math.prod(rest))))
         found[order.pop(0)] = taken = torch.Size([rows, *rest])

@@ -233,11 +233,12 @@ def _largest(wire: Wire, values: Sequence[float]) -> list[float]:
 
 def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measured | None:
     """What :func:`measure` gives for float32; None where a hook cannot be measured."""
-    parameters = [
-        Parameter(tuple(size), None if bucket.names is None else bucket.names[i])
-        for bucket in reversed(buckets)  # the last layers come first in a backward
-        for i, size in reversed(list(enumerate(bucket.layout.sizes)))
-    ]
+    parameters = []
+    for bucket in buckets:
+        names = bucket.names or [None] * len(bucket.layout.sizes)
+        sizes = zip(bucket.layout.sizes, names, strict=True)
+        parameters += [Parameter(tuple(size), name) for size, name in sizes]
+    parameters.reverse()  # the last layers come first in a backward
     try:
         (found,) = measure(
             [hook],
