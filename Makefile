@@ -22,6 +22,7 @@
 #   make bench-joining    what a new rank costs the others; root, iproute2, five minutes
 #   make bench-elastic    ranks that are killed, stopped or cut off; root, iproute2, 45 minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
+#   make bench-measured-link   links as bench measures them, beside the truth; root, iproute2, ten minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, ten minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
@@ -58,7 +59,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -164,6 +165,9 @@ bench-elastic: $(VENV)/built
 
 bench-sharded: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_sharded.py $(ARGS)
+
+bench-measured-link: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_measured_link.py $(ARGS)
 
 bench-plan: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_plan.py $(ARGS)

@@ -1,101 +1,339 @@
-"""What ``commhook plan`` foretells of a step, beside what ``bench_link`` has measured.
+"""What ``commhook plan`` foretells of a step, beside what was measured over links.
 
-``python benchmarks/bench_plan.py`` plans for the models, buckets and links of bench_link's stored
-results, on the machine that they are of; see benchmarks/README.md.
+``python benchmarks/bench_plan.py`` plans for the models, buckets and links of the stored results of
+bench_link and bench_wan, on the machine that they are of; see benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from bench_link import BASELINE, format_caps
-from lab_bench import parse_link
+from lab_bench import format_link, parse_link
 from link_rank import ALONE, PYTORCH
 from machine import FOLDER, environment
+from netlab import Lab, LabError
+from wan_rank import TORCHFT
 
+from torch_commhook.cli.text_data import read_text, split_text, training_batch
 from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
-from torch_commhook.planning import bucket_sizes, measure, plan
+from torch_commhook.hooks.expressions import NO_HOOK
+from torch_commhook.planning import LinkFile, Measured, Model, measure, plan
+from torch_commhook.planning.bench_times import with_bench_times
 
 RESULTS = FOLDER / "results"
-#: Of the measured time.
-AT_MOST = 0.20
+LINKS = RESULTS / "links"
+#: Of the measured time, and the share of rows that are to be as near.
+NEAR, AT_LEAST = 0.15, 1.0
+_WARM_UP, _STEPS = 3, 15
+_CLIPPED = 1.0  # train's
+_BENCH_SECONDS = 20.0
 
 
-def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measured and the foretold step time for each link and hook of bench_link's results."""
-    config = TrainConfig()
-    elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
+@dataclass(frozen=True)
+class Row:
+    """A step that was measured.
+
+    Attributes:
+        source: of which benchmark.
+        link: as :func:`lab_bench.format_link` writes it.
+        hook: as ``train`` takes it.
+        seconds: of the step.
+        compute_seconds: of one without communication.
+    """
+
+    source: str
+    link: str
+    hook: str
+    seconds: float
+    compute_seconds: float
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+
+
+def link_rows(results: dict[str, Any]) -> list[Row]:
+    """The rows of results of bench_link, of its first buckets; without PyTorch's own hooks."""
     caps = results["options"]["bucket_cap_mb"][0]
     groups: dict[str, dict[str, float]] = {}
     for row in results["rows"]:
-        groups.setdefault(row["group"], {})[row["job"]] = row["seconds"]
-    groups = {
-        group: times for group, times in groups.items() if f" {format_caps(caps)} MiB" in group
-    }
-    hooks = [job for job in next(iter(groups.values())) if job not in (ALONE, BASELINE, *PYTORCH)]
-    measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=caps)
-    rows = []
-    for group, times in groups.items():
-        link = group.split(",")[0]
-        rate, delay = parse_link(link)
-        costs = plan(
-            measured,
-            bits_per_second=rate,
-            delay_seconds=delay or 0.0,
-            compute_seconds=times[ALONE],
-            buckets=bucket_sizes(elements, caps),
+        if f" {format_caps(caps)} MiB" in row["group"]:
+            groups.setdefault(row["group"], {})[row["job"]] = row["seconds"]
+    return [
+        Row(
+            results["name"],
+            group.split(",")[0],
+            NO_HOOK if job == BASELINE else job,
+            seconds,
+            times[ALONE],
         )
-        for cost in costs:
-            seconds = times[cost.hook]
-            rows.append(
-                {
-                    "link": link,
-                    "hook": cost.hook,
-                    "measured_seconds": seconds,
-                    "planned_seconds": cost.step_seconds,
-                    "off": cost.step_seconds / seconds - 1,
-                }
-            )
-    return rows
+        for group, times in groups.items()
+        for job, seconds in times.items()
+        if job not in (ALONE, *PYTORCH)
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--link-results", type=Path, default=RESULTS / "bench_link.json", metavar="FILE")
-    add("--out", type=Path, default=RESULTS / "bench_plan.json", metavar="FILE")
-    options = parser.parse_args(arguments)
+def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row]:
+    """A row for each way of bench_wan that is a hook or none: the median step of its seeds."""
+    steps: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if run["way"] not in PYTORCH and run["way"] not in TORCHFT:
+            link = format_link(run["rate"], run["delay"])
+            took = run["seconds"][-1] / run["steps"][-1]
+            steps.setdefault((link, run["way"]), []).append(took)
+    return [
+        Row("bench_wan", link, way, statistics.median(took), compute_seconds)
+        for (link, way), took in steps.items()
+    ]
+
+
+# ---- on as many processes as there were ranks ----------------------------------------------------
+
+
+def on_all_ranks(ranks: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function gives on each of so many processes, which run it at the same time.
+
+    The ranks of a lab share this machine's processors and memory.
+
+    Args:
+        ranks: how many.
+        run: called with a barrier of all processes, and ``arguments``; gives what JSON can hold.
+        arguments: passed on.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        context = mp.get_context("spawn")
+        barrier = context.Barrier(ranks)
+        shared = (barrier, Path(name), run, arguments)
+        mp.spawn(_on_rank, shared, nprocs=ranks)  # type: ignore[no-untyped-call]
+        return [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _on_rank(
+    rank: int, barrier: Any, folder: Path, run: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
     torch.set_num_threads(1)
+    (folder / f"{rank}.json").write_text(json.dumps(run(barrier, *arguments)))
+
+
+def _computing_of_hooks(
+    barrier: Any, hooks: Sequence[str], shape: dict[str, int], caps: Sequence[float]
+) -> list[float]:
+    model = model_of(shape)
+    found = []
+    for hook in hooks:
+        barrier.wait()
+        (each,) = measure([hook], model=model, world_size=2, bucket_cap_mb=caps)
+        found.append(each.compute_seconds)
+    return found
+
+
+def measure_hooks(
+    hooks: Sequence[str], shape: dict[str, int], config: TrainConfig
+) -> list[Measured]:
+    """What hooks compute and send, with the mean computing of all ranks."""
+    caps = config.bucket_cap_mb
+    every = on_all_ranks(config.ranks, _computing_of_hooks, list(hooks), shape, caps)
+    measured = measure(hooks, model=model_of(shape), world_size=config.ranks, bucket_cap_mb=caps)
+    return [
+        replace(each, compute_seconds=statistics.fmean(own))
+        for each, own in zip(measured, zip(*every, strict=True), strict=True)
+    ]
+
+
+def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> float:
+    """The median step of training with no communication, as link_rank's."""
+    config = TrainConfig(**shape, batch=batch)
+    model = ByteTransformer(config.layers, config.dim, config.heads)
+    optimizer = make_optimizer(model, config)
+    data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
+    barrier.wait()
+    seconds = []
+    for step in range(_WARM_UP + _STEPS):
+        begun = time.perf_counter()
+        windows = training_batch(data, seed=0, step=step + 1, rank=0, batch=batch, seq=config.seq)
+        model(windows[:, :-1], windows[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIPPED)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[_WARM_UP:])
+
+
+def step_alone(shape: dict[str, int], batch: int) -> float:
+    """Seconds of a step of training without communication, while the other rank trains, too."""
+    return statistics.fmean(on_all_ranks(TrainConfig().ranks, _step_alone, shape, batch))
+
+
+def model_of(shape: dict[str, int]) -> Model:
+    """The transformer of ``train`` with these fields of its configuration."""
+    config = TrainConfig(**shape)
+    with torch.device("meta"):
+        return Model.of(ByteTransformer(config.layers, config.dim, config.heads))
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def bench_link_file(link: str, folder: Path) -> LinkFile | None:
+    """What ``commhook bench`` says of a lab's link: stored, or measured now and stored.
+
+    Returns:
+        None where no lab can be made here.
+    """
+    path = folder / f"{link.replace(' ', '_')}.json"
+    if path.exists():
+        return LinkFile.read(path)
+    rate, delay = parse_link(link)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch_commhook", "bench", "--parts", "link,hooks"]
+    command += ["--threads", "1", "--seconds", f"{_BENCH_SECONDS:g}", "--out", str(path)]
     try:
-        link = json.loads(options.link_results.read_text())
-    except OSError as error:
-        print(f"bench_plan: {error}", file=sys.stderr)
-        return 1
-    here, there = environment("cpu"), link["environment"]
-    differ = [key for key in ("processor", "processors", "torch") if here[key] != there[key]]
-    if differ:
-        said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
-        print(f"bench_plan: {options.link_results} is of another machine: {said}", file=sys.stderr)
-        return 1
-    rows = compare(link)
+        with Lab(TrainConfig().ranks, rate, delay=delay) as lab:
+            if lab.run(command, timeout=600.0) != 0:
+                return None
+    except LabError as error:
+        print(f"bench_plan: no link of {link}: {error}", file=sys.stderr)
+        return None
+    return LinkFile.read(path)
+
+
+# ---- the comparison ------------------------------------------------------------------------------
+
+
+def compare(
+    rows: Sequence[Row], measured: Sequence[Measured], model: Model, folder: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Each row beside what plan foretells of it.
+
+    Args:
+        rows: of one model.
+        measured: its hooks.
+        model: see there.
+        folder: of files of ``commhook bench``; None: links are what they were set to.
+    """
+    config = TrainConfig()
+    sizes = model.bucket_sizes(config.bucket_cap_mb)
+    by_hook = {each.hook: each for each in measured}
+    for row in rows:
+        rate, delay = parse_link(row.link)
+        found, bits, seconds = [by_hook[row.hook]], float(rate), delay or 0.0
+        file = None if folder is None else bench_link_file(row.link, folder)
+        if file is not None and file.link is not None:
+            bits, seconds = file.link.bits_per_second, file.link.delay_seconds
+            found = with_bench_times(found, file, elements=model.elements, world_size=config.ranks)
+        (cost,) = plan(
+            found,
+            bits_per_second=bits,
+            delay_seconds=seconds,
+            compute_seconds=row.compute_seconds,
+            buckets=sizes,
+        )
+        yield {
+            "source": row.source,
+            "link": row.link,
+            "hook": row.hook,
+            "compute_seconds": row.compute_seconds,
+            "hook_seconds": cost.compute_seconds,
+            "measured_seconds": row.seconds,
+            "planned_seconds": cost.step_seconds,
+            "off": cost.step_seconds / row.seconds - 1,
+        }
+
+
+def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All stored steps beside what plan foretells."""
+    config, found = TrainConfig(), []
+    folder = options.links if options.from_bench else None
+    of_links = [row for path in options.link_results for row in link_rows(_read(path))]
+    runs = _read(options.wan_results)["runs"]
+    shapes = [{name: run["plan"][name] for name in ("layers", "dim", "seq")} for run in runs]
+    (batch,) = {run["plan"]["batch"] for run in runs}
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{options.wan_results} has runs of several models")
+    of_wan = wan_rows(runs, step_alone(shapes[0], batch))
+    for shape, rows in (({}, of_links), (shapes[0], of_wan)):
+        hooks = list(dict.fromkeys(row.hook for row in rows))
+        measured = measure_hooks(hooks, shape, config)
+        found += compare(rows, measured, model_of(shape), folder)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print the table; whether enough rows are near."""
     print("| link | hook | measured | planned | off |")
     print("|---|---|---|---|---|")
     for row in rows:
         measured, planned = row["measured_seconds"] * 1e3, row["planned_seconds"] * 1e3
         name = f"{row['link']} | `{row['hook']}`"
         print(f"| {name} | {measured:.0f} ms | {planned:.0f} ms | {row['off']:+.0%} |")
-    missed = [row for row in rows if abs(row["off"]) > AT_MOST]
-    print(f"{len(rows) - len(missed)} of {len(rows)} within {AT_MOST:.0%}.")
-    document = {"name": "bench_plan", "environment": here, "rows": rows}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if missed else 0
+    for source in dict.fromkeys(row["source"] for row in rows):
+        own = [row for row in rows if row["source"] == source]
+        near = sum(abs(row["off"]) <= NEAR for row in own)
+        print(f"{source}: {near} of {len(own)} within {NEAR:.0%}.")
+    near = sum(abs(row["off"]) <= NEAR for row in rows)
+    print(f"{near} of {len(rows)} ({near / len(rows):.0%}) within {NEAR:.0%}.")
+    return near >= AT_LEAST * len(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    stored = [RESULTS / f"bench_link{part}.json" for part in ("", "_far", "_far_streamed")]
+    add("--link-results", type=Path, nargs="+", default=stored, metavar="FILE")
+    add("--wan-results", type=Path, default=RESULTS / "bench_wan.json", metavar="FILE")
+    add(
+        "--from-bench",
+        action="store_true",
+        help="take links and hooks' times from commhook bench, which runs on them in a lab",
+    )
+    add(
+        "--links",
+        type=Path,
+        default=LINKS,
+        metavar="FOLDER",
+        help="of files of commhook bench; those that are not there are measured",
+    )
+    add("--out", type=Path, default=RESULTS / "bench_plan.json", metavar="FILE")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    here = environment("cpu")
+    try:
+        stored_environments = [
+            *(_read(path)["environment"] for path in options.link_results),
+            *(run["environment"] for run in _read(options.wan_results)["runs"]),
+        ]
+    except OSError as error:
+        print(f"bench_plan: {error}", file=sys.stderr)
+        return 1
+    for there in stored_environments:
+        differ = [key for key in ("processor", "processors", "torch") if here[key] != there[key]]
+        if differ:
+            said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
+            print(f"bench_plan: results are of another machine: {said}", file=sys.stderr)
+            return 1
+    rows = compare_all(options)
+    held = print_rows(rows)
+    document = {"name": "bench_plan", "environment": here, "from_bench": options.from_bench}
+    options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

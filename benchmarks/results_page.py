@@ -10,6 +10,8 @@ from typing import Any
 
 import bench_loss_local
 import bench_loss_sharded
+import bench_measured_link
+import bench_plan
 import bench_wan
 from bench_auto import AT_MOST
 from bench_link import BASELINE, format_caps
@@ -125,15 +127,33 @@ def shards(setting: str) -> Iterator[str]:
     yield f"Targets: {'; '.join(held)}."
 
 
+def measured_links() -> Iterator[str]:
+    header = ["hosts", "rate", "measured", "round trip", "measured", "within 10%"]
+    found = load(RESULTS / "bench_measured_link.json")["rows"]
+    yield from rows(header, [bench_measured_link.cells(row) for row in found])
+
+
 def plans() -> Iterator[str]:
     found = load(RESULTS / "bench_plan.json")["rows"]
-    rates = list(dict.fromkeys(row["link"] for row in found))
-    body: dict[str, list[str]] = {}
+    columns = list(dict.fromkeys(map(_plan_column, found)))
+    body: dict[str, dict[str, str]] = {}
     for row in found:
         text = f"{row['planned_seconds'] * 1e3:.0f} ms ({row['off']:+.0%})"
-        body.setdefault(row["hook"], []).append(text)
-    lines = [[hook_name(hook), *cells] for hook, cells in body.items()]
-    yield from rows(["", *(spaced(rate) for rate in rates)], lines)
+        body.setdefault(row["hook"], {})[_plan_column(row)] = text
+    lines = [
+        [hook_name(hook), *(cells.get(column, "") for column in columns)]
+        for hook, cells in body.items()
+    ]
+    yield from rows(["", *columns], lines)
+    yield ""
+    near = sum(abs(row["off"]) <= bench_plan.NEAR for row in found)
+    yield f"{near} of {len(found)} are within {bench_plan.NEAR:.0%}."
+
+
+def _plan_column(row: dict[str, Any]) -> str:
+    """The link, and bench_wan's model where it is that."""
+    small = ", 2.9 M parameters" if row["source"] == "bench_wan" else ""
+    return f"{spaced(row['link'])}{small}"
 
 
 # ---- loss ----------------------------------------------------------------------------------------
@@ -345,6 +365,14 @@ def page() -> str:
         *shards("hsdp"),
         "",
         "![Steps of sharded models](images/sharded.png)",
+        "",
+        "## What `bench` measures of links",
+        "",
+        "`make bench-measured-link`: `commhook bench` between hosts that are joined by links of a",
+        "given rate and round trip. It measures each twice; in brackets, how far the worse",
+        "figure is off.",
+        "",
+        *measured_links(),
         "",
         "## What `plan` says of whole models",
         "",

@@ -39,6 +39,7 @@ from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks import allreduce
 from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan, step_seconds
+from torch_commhook.planning.bench_times import with_bench_times
 
 _PLAIN = "allreduce()"
 _CALLS = ("issued", "agreement", "members", "beside")
@@ -232,6 +233,13 @@ def _of_ddp(options: argparse.Namespace, question: Question) -> _Answer:
         nodes=question.nodes,
         connections=question.connections,
     )
+    if options.link.file is not None:
+        measured = with_bench_times(
+            measured,
+            options.link.file,
+            elements=question.model.elements,
+            world_size=question.world,
+        )
     sizes = question.model.bucket_sizes(caps)
     costs = plan(
         measured,

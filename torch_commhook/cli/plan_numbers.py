@@ -45,9 +45,7 @@ def format_count(count: float) -> str:
 
 def format_rate(bits_per_second: float) -> str:
     """``100 Gbit/s``."""
-    return _in_units(
-        bits_per_second, (" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s")
-    )
+    return _in_units(bits_per_second, (" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:

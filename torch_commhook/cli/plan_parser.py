@@ -4,45 +4,81 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.plan_model import parse_input
+from torch_commhook.cli.plan_numbers import parse_count, parse_rate
 from torch_commhook.cli.train_config import PARALLEL
 from torch_commhook.hooks.expressions import NO_HOOK
-from torch_commhook.planning import BUCKET_CAPS_MB
+from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile
+from torch_commhook.planning.computing import OPTIMIZERS
+
+_Value = TypeVar("_Value")
 
 #: An hour: the longest link is one of light minutes.
 _MOST_DELAY_MS = 3_600_000
 #: Some days.
 _MOST_COMPUTE_MS = 1_000_000_000
 _MOST_CONNECTIONS = 16  # attach's
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+
+
+@dataclass(frozen=True)
+class LinkOption:
+    """What ``--link`` gives.
+
+    Attributes:
+        bits_per_second: of each rank, each way.
+        delay_seconds: of a message, one way.
+        path: of the file that both are from; None of a rate.
+        file: that file; None of a rate.
+    """
+
+    bits_per_second: float
+    delay_seconds: float = 0.0
+    path: str | None = None
+    file: LinkFile | None = None
+
+    @property
+    def ranks(self) -> int | None:
+        """Of the file."""
+        return None if self.file is None else self.file.ranks
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``plan``. ``--bucket-cap-mb`` that is not given is None."""
+    """The parser of ``plan``. ``--bucket-cap-mb`` that is not given is None, as the model is."""
     parser = OneLineParser(
         prog="commhook plan",
         description=(
-            "What each hook would cost in a step over a link: its computation measured on this "
-            "machine, its bytes counted."
+            "Which hook to take: what each would cost in a step over a link, its computation "
+            "measured on this machine, its bytes counted. Without a model it plans for that of "
+            "train."
         ),
     )
+    _add_model(parser)
     parser.add_argument(
-        "--model-size", type=_count, default=10_830_000, help="elements, such as 124M (10.83M)"
-    )
-    parser.add_argument(
-        "--link", type=_rate, default=_rate("1gbit"), help="of each rank, each way (1gbit)"
+        "--link",
+        type=_link,
+        default=_link("1gbit"),
+        metavar="RATE|FILE",
+        help=(
+            "of each rank, each way, such as 200mbit or 100G; or a file of commhook bench --out, "
+            "with the delay and the hooks' times that it measured (1gbit)"
+        ),
     )
     parser.add_argument(
         "--delay",
         type=_delay,
-        default=0.0,
         metavar="MS",
-        help="of ddp: of each message, one way, in ms; a round trip takes two delays (0)",
+        help=(
+            "of ddp: of each message, one way, in ms; a round trip takes two delays (that of the "
+            "file, else 0)"
+        ),
     )
-    parser.add_argument("--world", type=_ranks, default=2, help="ranks (2)")
+    parser.add_argument("--world", type=_ranks, help="ranks (those of the file, else 2)")
     parser.add_argument(
         "--nodes",
         type=_ranks,
@@ -64,8 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compute-ms",
         type=_milliseconds,
-        default=0.0,
-        help="of a step without communication (0)",
+        metavar="MS",
+        help=(
+            "of a step without communication; without it plan measures the model on this machine: "
+            "that of train, or of --model with its inputs"
+        ),
     )
     parser.add_argument(
         "--bucket-cap-mb",
@@ -78,10 +117,58 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--threads", type=_ranks, default=1, help="that a rank computes with (1)")
-    parser.add_argument("--hooks", nargs="+", metavar="HOOK", help="as train takes them")
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        metavar="HOOK",
+        help="as train takes them; the plain all-reduce is always compared with",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=OPTIMIZERS[0],
+        help="that trains the model: error feedback on gradients hurts under AdamW (adamw)",
+    )
     _add_sharded_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the steps over links of 10 Mbit/s to 100 Gbit/s",
+    )
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--model-size", type=_of(parse_count), metavar="N", help="elements, such as 124M or 7B"
+    )
+    group.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help=(
+            "a function without arguments that makes the model, or FILE.py:FACTORY; it is built on "
+            "the meta device, and its parameters' shapes count"
+        ),
+    )
+    group.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="the parameters' shapes: one on each line, with a name before it or not, or JSON",
+    )
+    parser.add_argument(
+        "--input",
+        type=_of(parse_input),
+        nargs="+",
+        metavar="SHAPE",
+        help=(
+            "of --model: what it is called with, such as 8x3x224x224 or 4x128:int64, to measure a "
+            "step (the factory's attribute example_inputs)"
+        ),
+    )
 
 
 def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
@@ -140,20 +227,37 @@ def _resharding(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmgbt]?)", text.strip().lower())
-    count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
-    if not 1 <= count <= 10**13:
-        raise argparse.ArgumentTypeError(f"must be a number such as 124M or 7B, got {text!r}")
-    return count
+def _of(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """A type of argparse from a function that raises a ValueError."""
+
+    def read(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
-def _rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([a-z]+)(?:/s)?", text.strip().lower())
-    rate = float(match[1]) * _BITS.get(match[2], 0) if match else 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a rate such as 200mbit or 10gbit, got {text!r}")
-    return rate
+_rate = _of(parse_rate)
+
+
+def _link(text: str) -> LinkOption:
+    """A rate, or a file of ``commhook bench``."""
+    try:
+        return LinkOption(parse_rate(text))
+    except ValueError as error:
+        if not Path(text).exists():
+            raise argparse.ArgumentTypeError(
+                f"{error}; or a file of commhook bench --out, and there is none of this name"
+            ) from error
+    try:
+        file = LinkFile.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if file.link is None:
+        raise argparse.ArgumentTypeError(f"{text} has no link: one rank has none")
+    return LinkOption(file.link.bits_per_second, file.link.delay_seconds, text, file)
 
 
 def _ranks(text: str) -> int:

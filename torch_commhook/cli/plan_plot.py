@@ -14,7 +14,7 @@ from torch_commhook.cli.plan_numbers import format_rate
 HOW_TO_GET_MATPLOTLIB = "needs matplotlib (pip install torch-commhook[train])"
 
 #: Bits per second: two in each factor of ten, and the ends of a scale.
-RATES = tuple(base * 10**power for power in range(7, 11) for base in (1, 3)) + (10**11,)
+RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
 #: Tell apart for most who do not see all colours.
 _COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),

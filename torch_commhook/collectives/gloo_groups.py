@@ -417,6 +417,11 @@ def use_more_connections(
             _use_more(found[0], more)
 
 
+def has_more_connections(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`use_more_connections` has given a group any."""
+    return bool(_more.get(group))
+
+
 def _use_more(
     exchanges: _C.Exchanges, more: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ) -> None:

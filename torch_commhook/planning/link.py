@@ -7,10 +7,10 @@ through after a pause is in it. The flow goes on until its rate no longer grows.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_name,
     group_store,
     group_timeout,
+    has_more_connections,
     is_gloo,
     make_group,
     use_more_connections,
@@ -43,7 +44,10 @@ _LEAST_TRIES, _MOST_TRIES, _TRY_SECONDS = 5, 50, 0.25
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
-_FLOW_SECONDS, _FLOW_ROUND_TRIPS, _MESSAGES = 0.3, 8, 40
+_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.3, 8
+_LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
+#: Several connections share messages that are as large.
+_LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
 #: The part of a flow at its beginning that is left out.
 _BEGINNING = 0.25
@@ -54,7 +58,8 @@ _DISTURBED = 0.1
 #: No more connections are tried on a link with a shorter round trip.
 _FAR_SECONDS = 5e-3
 
-_numbers = itertools.count()
+#: Groups that were made for another one, whose names must differ.
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     begun = time.perf_counter()
     nbytes = _FIRST_BYTES
     while True:
-        came = _flow(wire, nbytes, min(_MESSAGES, max(1, nbytes // _FIRST_BYTES)))
+        came = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
         took, elapsed = _slowest(wire, came.seconds[-1], time.perf_counter() - begun)
         is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
         if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
@@ -202,7 +207,7 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     rates: list[float] = []
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
-        came = _flow(wire, min(wanted, MOST_BYTES), _MESSAGES)
+        came = _flow(wire, min(wanted, MOST_BYTES))
         of_ranks = wire.shared(came.rate(), time.perf_counter() - begun)
         rates.append(float(of_ranks[:, 0].min()))
         bytes_per_second = max(rates)
@@ -233,8 +238,11 @@ class Flow:
         return statistics.linear_regression(times, came).slope
 
 
-def _flow(wire: Wire, nbytes: float, count: int) -> Flow:
-    """Send about ``nbytes`` in so many messages to each other rank."""
+def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
+    """Send about ``nbytes`` in so many messages to each other rank; by default, in some."""
+    if count is None:
+        large = int(nbytes / wire.others) // _LARGE_MESSAGE
+        count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
     of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
     return Flow(of_message * wire.others, wire.arrivals(of_message, count))
 
@@ -261,7 +269,8 @@ def _slowest(wire: Wire, *values: float) -> list[float]:
 
 def _can_connect(group: dist.ProcessGroup) -> bool:
     """Whether a group's messages can take more connections, which this module makes."""
-    return is_gloo(group) and exchanges(group) and group_store(group) is not None
+    has_one = is_gloo(group) and exchanges(group) and not has_more_connections(group)
+    return has_one and group_store(group) is not None
 
 
 @contextmanager
@@ -275,8 +284,10 @@ def _more_connections(group: dist.ProcessGroup) -> Iterator[None]:
             up = make()
             pairs.append((up, make() if has_few_ranks(group) else up))
         use_more_connections(group, pairs)
-        yield
-        use_more_connections(group, [])
+        try:
+            yield
+        finally:
+            use_more_connections(group, [])
         group.barrier().wait()  # a rank that still watches them would think they are lost
     finally:
         for each in made:
@@ -291,7 +302,8 @@ def _maker(
     assert store is not None  # _can_connect has asked
 
     def make() -> dist.ProcessGroup:
-        name = f"{group_name(group)}/commhook-link-{next(_numbers)}"
+        _counts[group] = number = _counts.get(group, 0) + 1
+        name = f"{group_name(group)}/commhook-link-{number}"
         found = make_group(
             dist.PrefixStore(name, store),
             group.rank(),

@@ -12,7 +12,7 @@ ranks apart for some steps are means over these steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch_commhook.planning.buckets import BUCKET_CAPS_MB
 from torch_commhook.planning.formulas import (
     MODEL,
     MOST_SIMULATED,
-    Formula,
     count_connections,
     encoding_of,
     formula_of,
@@ -97,6 +96,7 @@ def measure(
     bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
     nodes: int | None = None,
     connections: int = 1,
+    known_seconds: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Measured]:
     """What each hook computes and sends.
@@ -109,7 +109,8 @@ def measure(
         bucket_cap_mb: of the buckets, as :meth:`Model.bucket_sizes` takes them.
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
-        device: that hooks compute on.
+        known_seconds: that hooks compute in a step, by their text; others are measured.
+        device: on which these are measured.
 
     Returns:
         One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
@@ -126,6 +127,7 @@ def measure(
         assert elements is not None
         model = Model(elements)
     bucket = -(-model.elements // len(model.bucket_sizes(bucket_cap_mb)))
+    known = known_seconds or {}
     agreement = tuple(agreement_of(world_size))
     found = []
     for given in hooks:
@@ -140,20 +142,23 @@ def measure(
             if not isinstance(given, str):
                 hook = copy.deepcopy(given)
             outer = unwrap_hook(hook)
-            work = _work(outer.hook, model, bucket, world_size, nodes, device)
-            computed = work.compute_seconds
-            computed += sum(measure_pass(one, model.elements, bucket) for one in outer.around)
+            work = _work(outer.hook, model, world_size, nodes)
+            computed = known.get(text)
+            if computed is None:
+                whole = _compute_seconds(outer.hook, model, bucket, world_size, device)
+                passes = sum(measure_pass(one, model.elements, bucket) for one in outer.around)
+                computed = (whole + passes) / outer.every
             added = count_connections(work.hook, _all(work.chains), world_size, connections)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             if "attach(model, hook)" in said:
-                said = "it asks for the names of parameters, and only their number is known"
+                said = "it asks for the names of parameters, which nobody has given"
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         found.append(
             Measured(
                 text,
                 work.bytes_sent / outer.every,
-                computed / outer.every,
+                computed,
                 not getattr(hook, "keeps_ranks_apart", False),
                 outer.every,
                 work.chains[0] if work.chains else (),
@@ -188,49 +193,45 @@ class _Work:
     Attributes:
         bytes_sent: by the rank that sends most.
         chains: calls that it issues, those of a chain one after another.
-        members: as in :class:`Formula`.
+        members: as of :class:`Measured`.
         hook: what does the work.
-        compute_seconds: see :class:`Measured`.
     """
 
     bytes_sent: float
     chains: tuple[tuple[Issued, ...], ...]
     members: Members
     hook: Any
-    compute_seconds: float
 
 
-def _work(
-    hook: Any,
-    model: Model,
-    bucket: int,
-    world_size: int,
-    nodes: int | None,
-    device: torch.device | str,
-) -> _Work:
+def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
+    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
     if isinstance(hook, library_hooks.policy):
-        parts = []
-        for each, part in _parts_of(hook, model):
-            share = -(-bucket * part.elements // model.elements)
-            parts.append(_work(each, part, share, world_size, nodes, device))
+        parts = [_work(each, part, world_size, nodes) for each, part in _parts_of(hook, model)]
         return _Work(
             sum(part.bytes_sent for part in parts),
             tuple(_on_model(chain) for part in parts for chain in part.chains),
             _members_of(parts),
             hook,
-            sum(part.compute_seconds for part in parts),
         )
-    sends = _sends(hook, model, world_size, nodes)
-    computed = _compute_seconds(hook, model, bucket, world_size, device)
-    return _Work(sends.bytes_sent, (sends.issued,), sends.members, sends.hook, computed)
+    if nodes is not None:
+        with_ranks_per_node(hook, world_size // nodes)
+    goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
+    if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
+        found = formula_of(hook, model, world_size, nodes or 1)
+        if found is not None:
+            members = {} if nodes is None else found.members
+            return _Work(found.bytes_sent, (found.issued,), members, found.hook)
+    sent, issued = record_traffic(hook, model.elements, world_size)
+    return _Work(sent, (issued,), {}, hook)
 
 
 def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
     """The hooks of a policy that have parameters, and these."""
     members: dict[int, tuple[Any, list[Parameter]]] = {}
     named = [(each, torch.empty(each.shape, device="meta")) for each in model.listed()]
-    if model.parameters is not None:
-        hook.check_parameters([(each.name or "", tensor) for each, tensor in named])
+    names = [(each.name, tensor) for each, tensor in named if each.name is not None]
+    if len(names) == len(named):
+        hook.check_parameters(names)
     for each, tensor in named:
         chosen = hook.hook_for(each.name, tensor)
         members.setdefault(id(chosen), (chosen, []))[1].append(each)
@@ -258,22 +259,24 @@ def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
     return [each for chain in chains for each in chain]
 
 
-def _sends(hook: Any, model: Model, world_size: int, nodes: int | None) -> Formula:
-    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
-    if nodes is not None:
-        with_ranks_per_node(hook, world_size // nodes)
-    goes_by_shape = isinstance(without_memory(hook), library_hooks.powersgd)
-    if nodes is not None or world_size > MOST_SIMULATED or goes_by_shape:
-        found = formula_of(hook, model, world_size, nodes or 1)
-        if found is not None:
-            return found if nodes is not None else replace(found, members={})
-    return Formula(*record_traffic(hook, model.elements, world_size), {}, hook)
-
-
 def _compute_seconds(
     hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
 ) -> float:
-    """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
+    """What a hook computes for all gradients. A hierarchical one adds up, and encodes a share.
+
+    Args:
+        hook: as :func:`unwrap_hook` gives it.
+        model: whose gradients these are.
+        bucket: elements of one.
+        world_size: ranks.
+        device: that it computes on.
+    """
+    if isinstance(hook, library_hooks.policy):
+        found = 0.0
+        for each, part in _parts_of(hook, model):
+            share = -(-bucket * part.elements // model.elements)
+            found += _compute_seconds(each, part, share, world_size, device)
+        return found
     parts, encoding = encoding_of(hook, world_size)
     shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
     computed = measure_seconds(encoding, -(-model.elements // parts), shapes, device)

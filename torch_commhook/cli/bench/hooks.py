@@ -42,6 +42,8 @@ class _Given(torch.autograd.Function):
 class StandIn(nn.Module):
     """Parameters of given shapes, with random gradients that are the same in each step.
 
+    Each rank has its own gradients.
+
     Args:
         shapes: of the parameters, in the order of the forward.
         device: theirs.
@@ -49,7 +51,10 @@ class StandIn(nn.Module):
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__()
-        self.given = [torch.randn(tuple(shape), device=device) for shape in shapes]
+        random = torch.Generator(device).manual_seed(dist.get_rank())
+        self.given = [
+            torch.randn(tuple(shape), generator=random, device=device) for shape in shapes
+        ]
         self.weights = nn.ParameterList(torch.zeros_like(each) for each in self.given)
 
     def forward(self) -> torch.Tensor:
@@ -138,7 +143,7 @@ def _step_seconds(steps: Steps, seconds: float) -> float:
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float]:
     """Seconds of a step, and bytes that this rank sends in one."""
     hook = parse_hook(text)
-    _, every, _ = unwrap_hook(hook)
+    every = unwrap_hook(hook).every
     handle = attach(model, hook)
     try:
         steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))

@@ -38,9 +38,10 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
         wire: the ranks.
         seconds: about how long it may take.
     """
+    begun = time.perf_counter()
     figures = measure_figures(wire, seconds * _FIGURES)
+    left = seconds - float(wire.shared(time.perf_counter() - begun).max())
     messages, left_out = [], {}
-    left = seconds * (1 - _FIGURES)
     for number, size in enumerate(SIZES):
         sent = size * wire.others
         bits_per_second = min(figures.rates.values())

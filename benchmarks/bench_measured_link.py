@@ -1,0 +1,192 @@
+"""What ``commhook bench`` measures of links of given rates and round trips, beside the truth.
+
+``python benchmarks/bench_measured_link.py --help`` shows the options; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lab_bench import congestion_control, finish, rate_argument
+from machine import FOLDER, environment
+from netlab import Lab, LabError, format_rate, parse_rate
+
+from torch_commhook.planning import LinkFile
+
+RESULT = FOLDER / "results" / "bench_measured_link.json"
+#: Share of the truth by which a rate, or a round trip, may be off.
+MOST_OFF = 0.10
+#: By so many milliseconds a round trip may be longer, if that is more: one of 0 ms takes some time.
+MOST_LONGER_MS = 1.0
+RATES = ("100mbit", "200mbit", "1gbit")
+ROUND_TRIPS_MS = (0.0, 10.0, 50.0)
+#: The rates among more hosts than two, of which a switch on this machine has to carry all.
+RATES_OF_MANY = ("100mbit", "200mbit")
+MANY_HOSTS = (4, 8)
+_LIMIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Links that are measured.
+
+    Attributes:
+        hosts: each with a link, and a rank.
+        rate: of the links, each way, in bits per second.
+        round_trip_ms: between two hosts.
+    """
+
+    hosts: int
+    rate: int
+    round_trip_ms: float
+
+
+@dataclass(frozen=True)
+class Row(Case):
+    """What was measured, in each run.
+
+    Attributes:
+        measured_rates: bits per second.
+        measured_round_trips_ms: milliseconds.
+    """
+
+    measured_rates: list[float]
+    measured_round_trips_ms: list[float]
+
+    @property
+    def rate_off(self) -> float:
+        """The share of the truth by which the worst rate is off."""
+        return max((found / self.rate - 1 for found in self.measured_rates), key=abs)
+
+    @property
+    def round_trip_off_ms(self) -> float:
+        """The milliseconds by which the worst round trip is off."""
+        return max((found - self.round_trip_ms for found in self.measured_round_trips_ms), key=abs)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all runs are near enough to the truth."""
+        most = max(MOST_OFF * self.round_trip_ms, MOST_LONGER_MS)
+        return abs(self.rate_off) <= MOST_OFF and abs(self.round_trip_off_ms) <= most
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """All links, those of two hosts first."""
+    for hosts in options.hosts:
+        for rate in options.rates:
+            if hosts > 2 and rate not in map(parse_rate, RATES_OF_MANY):
+                continue
+            for round_trip in options.round_trips:
+                yield Case(hosts, rate, round_trip)
+
+
+def measure(case: Case, options: argparse.Namespace) -> Row:
+    """Run ``bench`` over links some times, with new hosts each time.
+
+    Raises:
+        LabError: there can be no hosts here, or a rank has failed, which has said why.
+    """
+    found = [_run(case, options.seconds) for _ in range(options.rounds)]
+    rates = [link.bits_per_second for link in found]
+    return Row(
+        **asdict(case),
+        measured_rates=rates,
+        measured_round_trips_ms=[2e3 * link.delay_seconds for link in found],
+    )
+
+
+def _run(case: Case, seconds: float) -> Any:
+    delay = case.round_trip_ms / 2e3 or None
+    with tempfile.TemporaryDirectory() as folder, Lab(case.hosts, case.rate, delay=delay) as lab:
+        out = Path(folder) / "link.json"
+        command = [sys.executable, "-m", "torch_commhook", "bench", "--parts", "link"]
+        command += ["--threads", "1", "--seconds", f"{seconds:g}", "--out", str(out)]
+        status = lab.run(command, timeout=_LIMIT_SECONDS, output=_print_errors)
+        if status != 0:
+            raise LabError(f"bench_measured_link: bench ended with exit status {status}")
+        return LinkFile.read(out).link
+
+
+def _print_errors(rank: int, is_error: bool, line: bytes) -> None:
+    """The table is of no interest here. The hosts have no names, of which c10d warns."""
+    if is_error and b"[W" not in line[:4]:
+        print(f"[{rank}] {line.decode(errors='replace').rstrip()}", file=sys.stderr)
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Measure all links, and print each."""
+    print("| hosts | rate | measured | round trip | measured | within 10% |")
+    print("|---|---|---|---|---|---|")
+    rows = []
+    for case in cases(options):
+        rows.append(measure(case, options))
+        print("| " + " | ".join(cells(asdict(rows[-1]))) + " |", flush=True)
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table, of what is stored of a row."""
+    found = Row(**{name: row[name] for name in Row.__dataclass_fields__})
+    rates = [f"{rate / 1e6:.1f}" for rate in found.measured_rates]
+    trips = [f"{trip:.2f}" for trip in found.measured_round_trips_ms]
+    return [
+        str(found.hosts),
+        format_rate(found.rate),
+        f"{', '.join(rates)} Mbit/s ({found.rate_off:+.1%})",
+        f"{found.round_trip_ms:g} ms",
+        f"{', '.join(trips)} ms ({found.round_trip_off_ms:+.2f} ms)",
+        "yes" if found.holds else "**no**",
+    ]
+
+
+def store(rows: Sequence[Row], options: argparse.Namespace) -> int:
+    """Write the result; 1 where a link was measured wrongly."""
+    right = sum(row.holds for row in rows)
+    print(f"{right} of {len(rows)} links are measured within {MOST_OFF:.0%}.")
+    document = {
+        "name": "bench_measured_link",
+        "environment": {**environment("cpu"), "congestion_control": congestion_control()},
+        "options": {"seconds": options.seconds, "rounds": options.rounds},
+        "rows": [asdict(row) for row in rows],
+    }
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if right == len(rows) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    hosts = (2, *MANY_HOSTS)
+    add("--hosts", type=int, nargs="+", default=list(hosts), help="of the labs (default: 2 4 8)")
+    add(
+        "--rates",
+        type=rate_argument,
+        nargs="+",
+        default=[parse_rate(rate) for rate in RATES],
+        help="of the links, each way; more than two hosts take only "
+        f"{' and '.join(RATES_OF_MANY)} (default: {' '.join(RATES)})",
+    )
+    add(
+        "--round-trips",
+        type=float,
+        nargs="+",
+        default=list(ROUND_TRIPS_MS),
+        metavar="MS",
+        help="of the links (default: 0 10 50)",
+    )
+    add("--seconds", type=float, default=10.0, help="of bench on each link (default: 10)")
+    add("--rounds", type=int, default=2, help="how often each is measured (default: 2)")
+    add("--out", type=Path, default=RESULT, metavar="FILE", help="where to store the results")
+    options = parser.parse_args(arguments)
+    return finish("bench_measured_link", lambda: run(options), lambda rows: store(rows, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

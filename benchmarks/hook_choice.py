@@ -1,0 +1,118 @@
+"""Which hook ``commhook plan`` tells to take, by optimizer, link and ranks: a table of the docs.
+
+``python benchmarks/hook_choice.py`` writes the table into docs/choose_a_hook.md. ``--measure``
+measures before what the hooks compute, on as many processes as bench_link has ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from bench_plan import measure_hooks, model_of
+from machine import FOLDER, environment
+
+from torch_commhook.cli.plan_advice import DEFAULT_HOOKS, advise
+from torch_commhook.cli.plan_numbers import format_rate, format_seconds
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.planning import measure, plan
+
+RESULTS = FOLDER / "results" / "hook_choice.json"
+PAGE = FOLDER.parent / "docs" / "choose_a_hook.md"
+BEGIN, END = "<!-- table of hook_choice.py -->", "<!-- end of the table -->"
+#: bench_link's step without communication.
+COMPUTE_SECONDS = 0.225
+RANKS = (2, 8, 64)
+#: Bits per second, and seconds of a message one way.
+LINKS = (
+    (100e9, 0.0),
+    (10e9, 0.0),
+    (1e9, 0.0),
+    (200e6, 0.0),
+    (50e6, 0.0),
+    (200e6, 0.025),
+    (200e6, 0.1),
+)
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+
+
+def measured_seconds() -> dict[str, float]:
+    """What hooks compute in a step, as it is stored."""
+    found: dict[str, float] = json.loads(RESULTS.read_text())["compute_seconds"]
+    return found
+
+
+def lines_of(known: dict[str, float]) -> Iterator[str]:
+    """The table.
+
+    Args:
+        known: what hooks compute, in seconds.
+    """
+    model = model_of({})
+    yield f"| optimizer, link | {' | '.join(f'{ranks} ranks' for ranks in RANKS)} |"
+    yield f"|{'---|' * (1 + len(RANKS))}"
+    for optimizer, name in OPTIMIZERS.items():
+        hooks = DEFAULT_HOOKS[optimizer]
+        # A rank on each node: its bytes follow from formulas.
+        measured = {
+            ranks: measure(hooks, model=model, world_size=ranks, nodes=ranks, known_seconds=known)
+            for ranks in RANKS
+        }
+        for rate, delay in LINKS:
+            cells = []
+            for ranks in RANKS:
+                costs = plan(
+                    measured[ranks],
+                    bits_per_second=rate,
+                    compute_seconds=COMPUTE_SECONDS,
+                    buckets=model.bucket_sizes(),
+                    delay_seconds=delay,
+                )
+                sent = [cost.bytes_sent for cost in costs]
+                take = advise(costs, sent, COMPUTE_SECONDS, optimizer).hook
+                (step,) = (cost.step_seconds for cost in costs if cost.hook == take)
+                plain = format_seconds(costs[0].step_seconds)
+                text = f"{format_seconds(step)} of {plain}" if take != costs[0].hook else plain
+                cells.append(f"{short(take)}: {text}")
+            far = f" and {delay * 1e3:g} ms" if delay else ""
+            yield f"| {name}, {format_rate(rate)}{far} | {' | '.join(cells)} |"
+
+
+def short(hook: str) -> str:
+    """A hook without the arguments of ``local_sgd``, which the page explains."""
+    if hook.startswith("local_sgd("):
+        return f"`local_sgd({hook.partition('(')[2].partition(',')[0]}, ...)`"
+    return f"`{hook}`"
+
+
+def page(text: str, table: Sequence[str]) -> str:
+    """The page with the table in the place of the one that it has."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([f"{before}{BEGIN}", "", *table, "", f"{END}{after}"])
+
+
+def measure_all() -> dict[str, Any]:
+    """What all hooks of the table compute, each on this machine's processors at the same time."""
+    hooks = list(dict.fromkeys(hook for found in DEFAULT_HOOKS.values() for hook in found))
+    found = {each.hook: each.compute_seconds for each in measure_hooks(hooks, {}, TrainConfig())}
+    return {"name": "hook_choice", "environment": environment("cpu"), "compute_seconds": found}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="measure the hooks anew")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.measure:
+        RESULTS.write_text(json.dumps(measure_all(), indent=1) + "\n")
+    PAGE.write_text(page(PAGE.read_text(), list(lines_of(measured_seconds()))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

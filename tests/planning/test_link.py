@@ -1,0 +1,212 @@
+"""Measured links: rates from made-up times, and links of a throttled group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from torch_commhook import MeasuredLink, measure_link
+from torch_commhook.planning.link import (
+    Flow,
+    LinkFigures,
+    is_steady,
+    measure_figures,
+    measure_rate,
+    measure_round_trip,
+    steady_rate,
+)
+from torch_commhook.planning.wire import Wire
+from torch_commhook.process_group import ThrottledProcessGroup
+from torch_commhook.testing import run_ranks
+
+PAYLOAD = 1448 / 1514
+RATE = 1e6  # bytes per second
+NBYTES = 10_000
+
+
+def arrivals(delay: float, burst: int = 0, count: int = 40) -> list[float]:
+    """When messages come over a link of ``RATE``, of which the first are there at once."""
+    return [delay + max(0, number + 1 - burst) * NBYTES / RATE for number in range(count)]
+
+
+# ---- made-up times -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.025, 3.0])
+def test_no_delay_is_in_a_rate(delay: float) -> None:
+    assert Flow(NBYTES, arrivals(delay)).rate() == pytest.approx(RATE)
+
+
+def test_no_burst_is_in_a_rate() -> None:
+    assert Flow(NBYTES, arrivals(0.01, burst=8)).rate() == pytest.approx(RATE, rel=0.05)
+
+
+def test_no_slow_start_is_in_a_rate() -> None:
+    slow = [0.1 * number for number in range(5)]
+    steady = [when + 0.4 for when in arrivals(0.0, count=200)]
+    assert Flow(NBYTES, slow + steady).rate() == pytest.approx(RATE, rel=0.01)
+
+
+def test_a_pause_of_one_message_hardly_changes_a_rate() -> None:
+    times = arrivals(0.0)
+    late = [when + 0.01 if number == 20 else when for number, when in enumerate(times)]
+    assert Flow(NBYTES, late).rate() == pytest.approx(RATE, rel=0.02)
+
+
+@pytest.mark.parametrize("times", [[0.01], [0.01, 0.01], [0.0] * 40, [0.01] * 40])
+def test_messages_that_come_at_once_have_a_finite_rate(times: list[float]) -> None:
+    assert 0 < Flow(NBYTES, times).rate() < math.inf
+
+
+@pytest.mark.parametrize(
+    ("rates", "steady"),
+    [
+        ([1.0, 1.0, 1.0], False),  # too few
+        ([1.0, 1.0, 1.0, 1.0], True),
+        ([1.0, 2.0, 4.0, 8.0], False),
+        ([1.0, 2.0, 4.0, 8.0, 8.1, 8.0, 7.9], True),
+        ([8.0, 1.0, 1.0, 1.0], True),  # others disturb it
+    ],
+)
+def test_a_flow_goes_on_while_its_rate_grows(rates: list[float], steady: bool) -> None:
+    assert is_steady(rates) is steady
+
+
+def test_slow_flows_do_not_count() -> None:
+    assert steady_rate([1.0, 5.0, 9.5, 10.0, 9.8, 3.0]) == 9.8
+
+
+class MadeUpWire(Wire):
+    """Ranks over a link of ``RATE`` whose flow grows for a while, with times of its own."""
+
+    def __init__(self, delay: float, ranks: int = 2, slow_flows: int = 0) -> None:
+        self.ranks, self.delay, self.slow_flows = ranks, delay, slow_flows
+        self.device = torch.device("cpu")
+        self.flows = 0
+
+    def seconds(self, nbytes: int) -> float:
+        return 2 * self.delay + nbytes * self.others / RATE
+
+    def arrivals(self, nbytes: int, count: int) -> list[float]:
+        self.flows += 1
+        rate = RATE / 2 if self.flows <= self.slow_flows else RATE
+        each = nbytes * self.others / rate
+        return [self.delay + each * (number + 1) for number in range(count)]
+
+    def shared(self, *values: float) -> torch.Tensor:
+        return torch.tensor([values] * self.ranks, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.5])
+def test_headers_are_in_the_rate_of_a_link(ranks: int, delay: float) -> None:
+    found = measure_rate(MadeUpWire(delay, ranks), 2 * delay, 5.0)
+    assert found == pytest.approx(RATE * 8 / PAYLOAD, rel=1e-3)
+
+
+def test_a_rate_is_taken_when_it_no_longer_grows() -> None:
+    found = measure_rate(MadeUpWire(0.001, slow_flows=6), 0.002, 5.0)
+    assert found == pytest.approx(RATE * 8 / PAYLOAD, rel=1e-3)
+
+
+def test_a_flow_ends_in_time() -> None:
+    wire = MadeUpWire(0.001)
+    measure_rate(wire, 0.002, 1e-9)
+    assert wire.flows == 2
+
+
+@pytest.mark.parametrize("delay", [0.0001, 0.025])
+def test_a_round_trip_is_the_least(delay: float) -> None:
+    assert measure_round_trip(MadeUpWire(delay)) == pytest.approx(2 * delay, rel=0.05)
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("many", "connections"), [(1.2e8, 1), (1.4e8, 4), (None, 1)])
+def test_a_link_has_the_connections_that_attach_takes(many: float | None, connections: int) -> None:
+    rates = {1: 1e8} if many is None else {1: 1e8, 4: many}
+    figures = LinkFigures(0.05, rates)
+    assert figures.connections == connections
+    assert figures.link == MeasuredLink(rates[connections], 0.025)
+
+
+@pytest.mark.parametrize(
+    ("rate", "delay", "message"),
+    [
+        (0.0, 0.0, "bits_per_second must be positive and finite, got 0.0"),
+        (math.nan, 0.0, "bits_per_second must be positive and finite, got nan"),
+        (math.inf, 0.0, "bits_per_second must be positive and finite, got inf"),
+        (1e6, -1.0, "delay_seconds must be at least 0 and finite, got -1.0"),
+        (1e6, math.nan, "delay_seconds must be at least 0 and finite, got nan"),
+    ],
+)
+def test_what_is_no_link(rate: float, delay: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^MeasuredLink: {message}$"):
+        MeasuredLink(rate, delay)
+
+
+@pytest.mark.parametrize("rate", ["1", None, True, 1j])
+def test_a_rate_that_is_no_number(rate: Any) -> None:
+    with pytest.raises(TypeError, match=r"^MeasuredLink: bits_per_second must be a number, got "):
+        MeasuredLink(rate, 0.0)
+
+
+def test_one_rank_has_no_link() -> None:
+    def alone(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"^measure_link: group must have two or more ranks"):
+            measure_link()
+
+    run_ranks(alone, 1)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
+def test_seconds_are_positive(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"^measure_link: seconds must be positive and finite"):
+        measure_figures(MadeUpWire(0.001), seconds)
+
+
+def test_all_ranks_get_the_same_link() -> None:
+    first, *others = run_ranks(lambda rank: measure_link(seconds=0.1), 3)
+    assert others == [first, first]
+
+
+# ---- real ranks ----------------------------------------------------------------------------------
+
+
+def _throttled(rank: int, rate: float, delay: float) -> tuple[MeasuredLink, int]:
+    group = ThrottledProcessGroup(dist.group.WORLD, bandwidth=rate, latency=delay)
+    figures = measure_figures(Wire(group), 1.0)
+    return figures.link, figures.connections
+
+
+@pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
+def test_a_throttled_link(two_ranks: RankPool, rate: float, delay: float) -> None:
+    (link, connections), other = two_ranks.run(_throttled, rate, delay)
+    assert other == (link, connections)
+    assert connections == 1
+    # A busy machine makes a link slower, and never faster: the group does not count headers.
+    assert rate / PAYLOAD * 0.5 < link.bits_per_second < rate / PAYLOAD * 1.1
+    assert delay <= link.delay_seconds < delay + 0.02
+
+
+def _with_more_connections(rank: int) -> tuple[list[int], int]:
+    from torch_commhook.planning import link
+
+    link._FAR_SECONDS = 0.0
+    try:
+        found = measure_figures(Wire(), 0.2)
+    finally:
+        link._FAR_SECONDS = 5e-3
+    total = torch.ones(4)
+    dist.all_reduce(total)  # the group is as it was
+    return list(found.rates), int(total[0])
+
+
+def test_more_connections_are_tried_and_go_again(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_with_more_connections) == [([1, 4], 2)] * 2
