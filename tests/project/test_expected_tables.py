@@ -70,6 +70,15 @@ local_sgd(4)                              100 kB   83.6 ms    30.0 ms  163.6 ms 
 """,
         )
 
+    def test_seven_billion_parameters_far_away(self) -> None:
+        text = planned(
+            *("--model-size", "7B", "--link", "100G", "--delay", "50", "--compute-ms", "4000"),
+            *("--world", "64", "--nodes", "8", "--optimizer", "sgd"),
+            *("--hooks", "none", "cast()", "topk(0.01)", "error_feedback(powersgd(rank=4))"),
+            "local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))",
+        )
+        self.assertExpectedInline(text, """""")
+
     def test_a_model_in_shards(self) -> None:
         text = planned(
             *("--model-size", "100k", "--link", "10mbit", "--compute-ms", "50"),
@@ -92,7 +101,7 @@ error_feedback(blockwise(bits=4)) remembers 400 kB on each rank: what it has los
             *("--model-size", "100k", "--link", "10mbit", "--inner-link", "1gbit"),
             *("--parallel", "hsdp", "--world", "4", "--hooks", *HOOKS[1:3]),
             *("--shard-hook", "error_feedback(sign())", "--weights", "blockwise()"),
-            *("--reshard-after-forward", "no"),
+            *("--reshard-after-forward", "no", "--compute-ms", "0"),
         )
         self.assertExpectedInline(
             text,

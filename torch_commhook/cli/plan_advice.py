@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from torch_commhook import hooks
-from torch_commhook.cli.plan_numbers import format_seconds
+from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
 
@@ -64,7 +64,7 @@ class Loss(IntEnum):
 
     AS_PLAIN = 0  #: as an all-reduce in float32, or within what seeds differ by
     MILD = 1  #: a few percent more in the beginning
-    LATER = 2  #: ranks take steps apart, which changes the training
+    APART = 2  #: ranks take steps apart, which changes the training
     UNKNOWN = 3  #: a hook of the user's
     HURTS = 4
 
@@ -94,6 +94,10 @@ class Row(Protocol):
     @property
     def step_seconds(self) -> float:
         """Of a step with it."""
+
+    @property
+    def wire_seconds(self) -> float:
+        """That its bytes take on the link."""
 
 
 # ---- what is known of hooks ----------------------------------------------------------------------
@@ -148,7 +152,7 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
     if isinstance(hook, hooks.local_sgd):
         # What it averages are distances, not gradients, whatever the optimizer is.
         inside = _judge(hook.hook, "sgd")
-        least = Loss.LATER if hook.H > 1 else Loss.MILD
+        least = Loss.APART if hook.H > 1 else Loss.MILD
         return Verdict(max(inside.loss, least), inside.coarse, inside.warning)
     if isinstance(hook, hooks.policy):
         return max(
@@ -228,7 +232,7 @@ def advise(
     else:
         reason = _take(chosen, plain, bytes_of, compute_seconds)
     said = verdicts[chosen.hook].loss
-    if said is Loss.LATER:
+    if said is Loss.APART:
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
     elif said is Loss.MILD:
         reason += " Compare the loss, which may suffer a little."
@@ -241,25 +245,26 @@ def _own_text(label: str) -> str:
 
 
 def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
-    step = format_seconds(plain.step_seconds)
     fastest = min(rows, key=lambda row: row.step_seconds)
-    text = f"Take {plain.hook}: a step takes {step} with the plain all-reduce"
+    text = (
+        f"Take {plain.hook}, the plain all-reduce: a step takes {say_seconds(plain.step_seconds)}"
+    )
     if fastest.step_seconds * _LEAST_GAIN > plain.step_seconds:
-        return f"{text}, and no hook makes it much shorter; {format_seconds(compute)} is computing."
+        return f"{text}, {say_seconds(compute)} of it computing, and no hook makes it much shorter."
     return (
-        f"{text}. Only hooks that hurt the loss, or that nothing is known of, are faster: "
-        f"{fastest.hook} {format_seconds(fastest.step_seconds)}."
+        f"{text}. Only hooks that hurt the loss, or of which nothing is known, are faster: "
+        f"{fastest.hook} takes {say_seconds(fastest.step_seconds)}."
     )
 
 
 def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
-    times = plain.step_seconds / chosen.step_seconds
     return (
-        f"Take {chosen.hook}: a step of {format_seconds(chosen.step_seconds)} instead of "
-        f"{format_seconds(plain.step_seconds)} with {plain.hook}, {times:.1f} times as fast. "
-        f"A rank sends {format_bytes(sent[chosen.hook])} in a step instead of "
-        f"{format_bytes(sent[plain.hook])}, and {format_seconds(compute)} of the step are "
-        "computing."
+        f"Take {chosen.hook}: a step of {say_seconds(chosen.step_seconds)} instead of "
+        f"{say_seconds(plain.step_seconds)} with a plain all-reduce, since a rank sends "
+        f"{format_bytes(sent[chosen.hook])} in a step instead of {format_bytes(sent[plain.hook])}: "
+        f"{say_seconds(chosen.wire_seconds)} on the link instead of "
+        f"{say_seconds(plain.wire_seconds)}. Without communication a step takes "
+        f"{say_seconds(compute)}."
     )
 
 

@@ -187,7 +187,11 @@ def _ring_bytes(nbytes: float, ranks: int) -> float:
 
 
 def count_messages(
-    issued: Sequence[Issued], agreement: Sequence[Issued], shares: Sequence[float]
+    issued: Sequence[Issued],
+    agreement: Sequence[Issued],
+    shares: Sequence[float],
+    *,
+    is_ddp: bool = False,
 ) -> int:
     """The messages that a rank sends in a step.
 
@@ -195,10 +199,12 @@ def count_messages(
         issued: for all gradients as one bucket.
         agreement: at the end of a step.
         shares: of each bucket in the gradients.
+        is_ddp: whether DDP issues them itself.
     """
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
-        calls = with_exchanges([each.scaled(share) for each in issued])
+        calls = [each.scaled(share) for each in issued]
+        calls = calls if is_ddp else with_exchanges(calls)
         found += buckets * sum(part.count for each in calls for part in messages_of(each.traffic))
     return found
 

@@ -12,6 +12,7 @@ ranks apart for some steps are means over these steps.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,7 @@ class Measured:
             ``policy``.
         fragments: parts of the model that travel one by one in those steps.
         delay: steps during which a fragment travels behind computing.
+        is_ddp: whether it is no hook, but DDP by itself, whose buckets wait for one another.
     """
 
     hook: str
@@ -80,6 +82,7 @@ class Measured:
     beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
+    is_ddp: bool = False
 
     @property
     def chains(self) -> tuple[tuple[Issued, ...], ...]:
@@ -110,10 +113,11 @@ def measure(
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
         known_seconds: that hooks compute in a step, by their text; others are measured.
-        device: on which these are measured.
+        device: that hooks compute on.
 
     Returns:
-        One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
+        One for each hook, in the same order. ``none`` is DDP's own all-reduce of float32, which
+        computes as ``allreduce()`` does.
 
     Raises:
         HookExpressionError: a text that is no hook.
@@ -132,6 +136,9 @@ def measure(
     found = []
     for given in hooks:
         hook = _parsed(given)
+        is_ddp = hook is None
+        if hook is None:
+            hook = library_hooks.allreduce()
         text = given if isinstance(given, str) else _name(given)
         if getattr(hook, "chooses", False):
             raise HookError(
@@ -162,22 +169,22 @@ def measure(
                 not getattr(hook, "keeps_ranks_apart", False),
                 outer.every,
                 work.chains[0] if work.chains else (),
-                agreement,
-                added,
+                () if is_ddp else agreement,
+                0 if is_ddp else added,
                 work.members,
                 work.chains[1:],
                 outer.fragments,
                 outer.delay,
+                is_ddp,
             )
         )
     return found
 
 
 def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given one."""
+    """The hook of an expression, or the given one; None of ``none``."""
     if isinstance(given, str):
-        hook = parse_hook(given)
-        return library_hooks.allreduce() if hook is None else hook
+        return parse_hook(given)
     check_hook(given)
     return given
 
@@ -272,11 +279,11 @@ def _compute_seconds(
         device: that it computes on.
     """
     if isinstance(hook, library_hooks.policy):
-        found = 0.0
-        for each, part in _parts_of(hook, model):
-            share = -(-bucket * part.elements // model.elements)
-            found += _compute_seconds(each, part, share, world_size, device)
-        return found
+        share = bucket / model.elements
+        return sum(
+            _compute_seconds(each, part, math.ceil(share * part.elements), world_size, device)
+            for each, part in _parts_of(hook, model)
+        )
     parts, encoding = encoding_of(hook, world_size)
     shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
     computed = measure_seconds(encoding, -(-model.elements // parts), shapes, device)
