@@ -189,7 +189,10 @@ def choose_hook(
         found = [Candidate(*each) for each in zip(names, errors, strict=True)]
         return _told(choose(found, max_error), found)
     round_trip = measure_round_trip(wire)
-    link = MeasuredLink(measure_rate(wire, round_trip, _LINK_SECONDS), round_trip / 2)
+    rate = measure_rate(wire, round_trip, _LINK_SECONDS)
+    if not 0 < rate < math.inf:
+        return Choice(0, "the link has no rate that could be measured")
+    link = MeasuredLink(rate, round_trip / 2)
     measured = {i: _measured(hooks[i], buckets, wire) for i in allowed}
     computing = _largest(wire, [_compute_seconds(measured[i]) for i in allowed])
     seen = first_steps.ready(len(buckets))
