@@ -19,8 +19,9 @@ from torch_commhook.cli.plan_model import (
     train_transformer,
 )
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.planning import Model, Parameter
+from torch_commhook.planning import LinkFile, MeasuredLink, Model, Parameter
 from torch_commhook.planning.computing import measure_step
+from torch_commhook.planning.link_file import HookTime
 
 MODELS = """
 import torch
@@ -272,3 +273,44 @@ def test_without_a_model_it_is_that_of_train() -> None:
     assert found.model.elements == pytest.approx(10.83e6, rel=1e-2)
     assert found.inputs is not None
     assert [each.shape for each in found.inputs()] == [(config.batch, config.seq)] * 2
+
+
+# ---- a file of bench -----------------------------------------------------------------------------
+
+
+def test_a_link_of_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    file = LinkFile(
+        ranks=4,
+        backend="gloo",
+        device="cpu",
+        link=MeasuredLink(2e9, 0.01),
+        hooks=[HookTime("cast()", 5.0, 1.0, 1.0)],
+        machine={"elements": 10_000},
+    )
+    file.write(path)
+    arguments = ["--model-size", "10k", "--compute-ms", "0", "--link", str(path)]
+    found = planned(capsys, *arguments)
+    assert (found["world"], found["bits_per_second"], found["delay_seconds"]) == (4, 2e9, 0.01)
+    assert found["link_file"] == str(path)
+    _, cast = found["hooks"]
+    # bench says that it computes for seconds.
+    assert cast["compute_seconds"] == pytest.approx(5.0, rel=0.05)
+    other = planned(capsys, *arguments, "--delay", "0", "--world", "2")
+    assert (other["world"], other["delay_seconds"]) == (2, 0.0)
+    assert other["hooks"][1]["compute_seconds"] < 1.0
+    assert main(["plan", *arguments, "--hooks", "cast()"]) == 0
+    said = capsys.readouterr().out
+    assert f"4 ranks, 2 Gbit/s and 10 ms each way ({path})" in said
+
+
+def test_files_that_are_no_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    LinkFile(ranks=1, backend="gloo", device="cpu").write(path)
+    for text, message in ((None, "has no link: one rank has none"), ("{}", "its format must be")):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--link", str(path)])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

@@ -307,7 +307,7 @@ def _of_shards(
         costs,
         _advise(costs, sent, question),
         question.said(spread=spread_of(layout), link=within),
-        sharded_table_of(costs, layout),
+        sharded_table_of(costs, layout, question.optimizer),
         lambda rate: [cost.step_seconds for cost in costs_at(rate)],
     )
 

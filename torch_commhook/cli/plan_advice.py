@@ -216,7 +216,7 @@ def advise(
         compute_seconds: of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
-    verdicts = {row.hook: judge(_own_text(row.hook), optimizer) for row in rows}
+    verdicts = {row.hook: judge(own_text(row.hook), optimizer) for row in rows}
     plain = rows[0]
     by_mildness = sorted(
         rows, key=lambda row: (verdicts[row.hook].loss, verdicts[row.hook].coarse, row.step_seconds)
@@ -239,7 +239,7 @@ def advise(
     return Advice(chosen.hook, reason, _warnings(verdicts))
 
 
-def _own_text(label: str) -> str:
+def own_text(label: str) -> str:
     """The hook of a row, without what else compresses there."""
     return label.partition(", shard_hook=")[0].partition(", weights=")[0]
 
