@@ -71,7 +71,7 @@ def _check_alike(ranks: list[dict[str, Any]]) -> tuple[str, str]:
         (0.05, 0.0, {"blockwise()", "fp8()"}),
         (0.3, 0.0, {"blockwise(bits=4)"}),
         (0.3, 0.01, {"blockwise(bits=4)"}),
-        (0.003, 0.0, {"cast(torch.bfloat16)"}),
+        (0.003, 0.0, {"cast(bfloat16)"}),
     ],
 )
 def test_a_slow_link_takes_a_hook_that_compresses(

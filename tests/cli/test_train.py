@@ -77,7 +77,7 @@ def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [entry["choice"] for entry in summary["runs"]] == [choice]
     name, _, reason = choice.partition(": ")
-    assert name in {"allreduce()", "cast(torch.bfloat16)", "blockwise()", "fp8()"}
+    assert name in {"allreduce()", "cast(bfloat16)", "blockwise()", "fp8()"}
     assert "over a link of " in reason
 
 

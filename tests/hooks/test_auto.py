@@ -24,7 +24,7 @@ from torch_commhook.testing import run_ranks, simulate
 #: Numbers of the default candidates.
 DEFAULT = [
     "allreduce()",
-    "cast(torch.bfloat16)",
+    "cast(bfloat16)",
     "blockwise()",
     "fp8()",
     "blockwise(bits=4)",
@@ -182,7 +182,8 @@ def test_a_state_of_error_feedback_is_loaded_before_the_choice(found: list[int])
         state = handle.state_dict()
         lost = state[f"rank{rank}"]["error"]["0.weight"].norm().item()
         handle.remove()
-        other = attach(_model(), hook)
+        model = _model()
+        other = attach(model, hook)
         other.load_state_dict(state)
         loaded = other.state_dict()[f"rank{rank}"]["error"]["0.weight"].norm().item()
         return other.stats().choice, lost, loaded
@@ -223,7 +224,8 @@ def test_a_choice_holds_for_another_number_of_ranks(found: list[int]) -> None:
     resharded = reshard_states(run_ranks(states, 2), 3)
 
     def go_on(rank: int) -> str:
-        handle = attach(_model(), hooks.auto(0.05))
+        model = _model()
+        handle = attach(model, hooks.auto(0.05))
         handle.load_state_dict(resharded[rank])
         return handle.stats().choice
 

@@ -64,7 +64,7 @@ def chosen(rate: float, delay: float, compute: float, max_error: float) -> str:
         (100e6, 0.0, 0.2, 0.005, "cast()"),
         (100e6, 0.0, 0.2, 0.001, "allreduce()"),  # none is exact enough
         (100e6, 0.05, 0.2, 0.05, "blockwise()"),
-        (1e9, 0.0, 0.2, 0.05, "blockwise()"),
+        (1e9, 0.0, 0.2, 0.05, "cast()"),  # the backward hides most of its messages
         (1e9, 0.0, 2.0, 0.05, "allreduce()"),  # the backward hides it
         (100e9, 0.0, 0.2, 1.0, "allreduce()"),  # the link is faster than encoding
     ],
