@@ -16,6 +16,7 @@
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-far        the same at 200 Mbit/s and 50 ms; root, iproute2, half an hour
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
+#   make bench-auto       what auto chooses over links; root, iproute2, half an hour
 #   make bench-attach     attaching over links of given delays; root, iproute2, ten minutes
 #   make bench-wan        time to a loss over a slow and far link; root, iproute2, two hours
 #   make bench-joining    the cost of a new rank for the others; root, iproute2, five minutes
@@ -58,7 +59,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -149,6 +150,9 @@ bench-attach: $(VENV)/built
 
 bench-round-trips: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_round_trips.py $(ARGS)
+
+bench-auto: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_auto.py $(ARGS)
 
 bench-wan: $(VENV)/built $(INTEGRATIONS)/installed
 	$(INTEGRATIONS)/bin/python benchmarks/bench_wan.py $(ARGS)

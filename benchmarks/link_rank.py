@@ -116,7 +116,7 @@ class Alone(World):
         return lambda: Mean(value.item(), flag)
 
 
-class _Subject:
+class Subject:
     """A model that trains in one of the compared ways."""
 
     def __init__(self, job: str, config: TrainConfig, world: World, data: TextData) -> None:
@@ -213,7 +213,7 @@ def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
         shuffle(order)
         for job in order:
             set_link(WARM_UP, folder)
-            subject = _Subject(job, config, world, data)
+            subject = Subject(job, config, world, data)
             for _ in range(plan.warm_up):
                 subject.step()
             for link in range(plan.links):

@@ -13,6 +13,7 @@ import bench_loss_sharded
 import bench_measured_link
 import bench_plan
 import bench_wan
+from bench_auto import AT_MOST
 from bench_link import BASELINE, format_caps
 from bench_loss import has_buckets_of_train, table
 from link_rank import ALONE
@@ -71,6 +72,25 @@ def links(name: str) -> Iterator[str]:
         for row in targets
     ]
     yield f"Targets: {'; '.join(held)}."
+
+
+def choices() -> Iterator[str]:
+    """The table of bench_auto: a line for each link."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in load(RESULTS / "bench_auto.json")["rows"]:
+        groups.setdefault(row["group"], []).append(row)
+    notes = load(RESULTS / "bench_auto.json")["notes"]
+    body = []
+    for link, found in groups.items():
+        *hooks, auto = found
+        chose = next(each for each in notes if each.startswith(f"{link}: "))
+        chosen = chose.partition(" chose ")[2].partition(": ")[0]
+        times = [f"{row['seconds'] * 1e3:.0f} ms" for row in (*hooks, auto)]
+        missed = "" if auto["holds"] else ", **missed**"
+        body.append([spaced(link), *times, f"`{chosen}`", f"{auto['ratio']:.3f}{missed}"])
+    first = next(iter(groups.values()))
+    names = [f"`{row['job']}`" for row in first]
+    yield from rows(["", *names, "chosen", "of the fastest"], body)
 
 
 def spaced(rate: str) -> str:
@@ -315,6 +335,14 @@ def page() -> str:
         "without communication:",
         "",
         *links("bench_link_far_streamed.json"),
+        "",
+        "## What `auto` chooses",
+        "",
+        "`make bench-auto`: steps of the same model over links of given rates and delays each way,",
+        "with `auto` once it has chosen, and with each hook whose error is small enough. The",
+        f"target is {AT_MOST:g} times the step of the fastest of these.",
+        "",
+        *choices(),
         "",
         "## Time to a loss over a far link",
         "",

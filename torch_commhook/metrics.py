@@ -206,6 +206,8 @@ class HookStats:
         membership: with ``elastic``: the ranks that were lost or have joined, in order.
         stragglers: with ``elastic`` and its ``straggler``: the ranks that are slow at the moment,
             by their numbers for life, and their computing time relative to the median.
+        choice: with ``auto``: the expression of the hook that averages. Else empty.
+        reason: with ``auto``: the reason for the choice, in words. Else empty.
 
     Example:
         >>> def train(rank):
@@ -234,6 +236,8 @@ class HookStats:
     of_shards: bool = field(default=False, repr=False)
     membership: list[MembershipEvent] = field(default_factory=list, repr=False)
     stragglers: dict[int, float] = field(default_factory=dict, repr=False)
+    choice: str = field(default="", repr=False)
+    reason: str = field(default="", repr=False)
 
     @property
     def compression_ratio(self) -> float | None:
@@ -360,9 +364,11 @@ def _table(stats: HookStats) -> str:
     less = "" if ratio is None else f", {ratio:.1f} times less than plain all-reduces"
     sent = "an unknown number of bytes" if stats.bytes_sent is None else _bytes(stats.bytes_sent)
     lines = [f"{steps} on {stats.world_size} ranks: this rank sent {sent}{less}"]
+    if stats.choice:
+        lines.insert(0, f"auto averages with {stats.choice}: {stats.reason}")
     if not stats.buckets:
-        return lines[0]
-    lines[0] += "; in the last step:"
+        return "\n".join(lines)
+    lines[-1] += "; in the last step:"
     rows: list[tuple[str, ...]] = [
         ("bucket", "elements", "dtype", "sent", "received", "error", *STAGES)
     ]

@@ -74,6 +74,22 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
 
 
 @processes
+def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
+    hook = "auto(max_error=0.05)"
+    with start_train("--steps", "8", "--hook", hook, folder=tmp_path) as run:
+        assert run.wait() == 0, run.stderr
+        run.assert_all_end()
+    assert run.stderr == ""
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith(f"{hook} chose ")]
+    choice = line.removeprefix(f"{hook} chose ")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [entry["choice"] for entry in summary["runs"]] == [choice]
+    name, _, reason = choice.partition(": ")
+    assert name in {"allreduce()", "cast(bfloat16)", "blockwise()", "fp8()"}
+    assert "over a link of " in reason
+
+
+@processes
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):

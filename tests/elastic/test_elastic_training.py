@@ -128,6 +128,36 @@ CASES: dict[str, dict[str, Any]] = {
         "late": [5],
         "pause": 0.02,
     },
+    "auto: a rank is killed in the step that chooses": {
+        "said": {1: "killed"},
+        "ranks": 3,
+        "steps": 12,
+        "hook": "auto",
+        "events": [{"rank": 1, "step": 6, "do": "kill"}],
+    },
+    "auto: a new rank gets the choice": {
+        "ranks": 2,
+        "steps": 60,
+        "hook": "auto",
+        "events": [],
+        "late": [10],
+        "pause": 0.02,
+    },
+    "in pieces: auto, and a new rank gets the choice": {
+        "ranks": 2,
+        "steps": 80,
+        "hook": "auto",
+        "events": [],
+        "late": [10],
+        "pause": 0.02,
+        "in_pieces": 300,
+    },
+    "auto: ranks measure": {
+        "ranks": 2,
+        "steps": 8,
+        "hook": "auto that measures",
+        "events": [],
+    },
     "in pieces: the mean": {
         "ranks": 2,
         "steps": 60,
@@ -389,6 +419,15 @@ def test_a_new_rank_has_all_after_some_steps(
         moved = values[step - 1][0] - values[step][0]
         mean = 2.0 if step <= partial[-1] else 4.0
         assert moved == mean, step
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "auto" in CASES[name]["hook"]])
+def test_auto_chooses_alike(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    choices = [each["choice"] for each in outcomes[name]["stats"] if each is not None]
+    assert len(choices) == outcomes[name]["said"].count("done") > 1
+    assert len(set(choices)) == 1
+    if CASES[name]["hook"] == "auto":
+        assert choices[0] == "powersgd(rank=4)"
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])

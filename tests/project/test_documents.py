@@ -154,6 +154,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 5": _a_model,
     "docs/hooks.md 6": _a_state_to_save,
     "docs/hooks.md 7": _a_checkpoint,
+    "docs/hooks.md 10": _a_model,
     "docs/local_sgd.md 1": _a_loop,
     "docs/process_groups.md 3": _names_of_groups,
     "docs/process_groups.md 4": _a_large_model,

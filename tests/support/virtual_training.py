@@ -95,6 +95,7 @@ class AttachedDouble:
 
     keeps_ranks_apart = False
     local_steps = None
+    choosing = None
 
     def __init__(self, buckets: int) -> None:
         self.memory = Memory(buckets)

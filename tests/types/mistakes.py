@@ -31,6 +31,7 @@ def misspelt_arguments() -> None:
     hooks.error_feedback(hooks.sign(), decy=0.5)  # wrong
     hooks.local_sgd(8, fragment=2)  # wrong
     hooks.adaptive(100, budgets=1)  # wrong
+    hooks.auto(error=0.1)  # wrong
     hooks.outer_sgd(learning_rate=0.1)  # wrong
     codecs.blockwise(bit=4)  # wrong
     codecs.chunk_topk(chunks=64)  # wrong

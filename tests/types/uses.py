@@ -40,6 +40,7 @@ def all_hooks(group: dist.ProcessGroup) -> list[Hook]:
         hooks.powersgd(rank=2, min_compression_rate=2.0, seed=1, process_group=group),
         hooks.policy([("dim <= 1", hooks.allreduce())], default=hooks.cast()),
         hooks.adaptive(1 << 20, every=10, block_size=128),
+        hooks.auto(max_error=0.05, hooks=[hooks.cast(), hooks.sign()]),
         hooks.local_sgd(10, outer=hooks.outer_sgd(lr=0.7, momentum=0.9, nesterov=True)),
         hooks.local_sgd(H=8, hook=hooks.cast(), fragments=2, delay=1, mix=0.5, error_reset=True),
         hooks.hierarchical(codecs.sign(), levels="host", seed=1),

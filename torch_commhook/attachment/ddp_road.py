@@ -318,6 +318,7 @@ class DdpRoad:
             in_join=model is not None and model._join_config.enable,
             has_joined=torch._C._current_graph_task_id() == NO_BACKWARD,
         )
+        attached.choose()
         native = attached.cpp_hook
         if native is None or self._results.kept is not None or self._results.follow_a_failure:
             return None
@@ -481,7 +482,15 @@ class DdpRoad:
         if self._group.epoch != self._averaged_epoch:  # a failed step has left different gradients
             used_before = [True] * len(named)
         self.successor = self._make_successor(model, named, self._group, used_before)
-        self.successor.attached, self.attached = self.attached, None
+        attached, self.attached = self.attached, None
+        self.successor.attached = attached
+        try:
+            attached.choose_before_capture()
+        except BaseException as error:
+            raised = self._group.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
         return True
 
     def no_sync(self) -> AbstractContextManager[None]:

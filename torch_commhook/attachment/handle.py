@@ -20,6 +20,7 @@ from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks import __name__ as hooks_module
+from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.merging import merged_states, on_the_host
@@ -266,6 +267,8 @@ class HookHandle:
         elastic = getattr(self._road, "elastic", None)
         if elastic is not None:
             stats.membership, stats.stragglers = elastic.ranks.events, elastic.stragglers
+        if isinstance(attached.hook, auto):
+            stats.choice, stats.reason = attached.hook.told(attached.memory)
         return copy.deepcopy(stats)
 
     def log_to(self, writer: Any, step: int | None = None, *, prefix: str = "commhook/") -> None:
@@ -446,6 +449,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
             road.attached = attached
         if error is None:
             _begin_local_steps(first, attached)
+            _begin_choosing(first, attached)
     except Exception as raised:
         error = error or raised
     road.agree(op, error, {})
@@ -472,6 +476,14 @@ def _begin_local_steps(first: Road, attached: Attached) -> None:
         from torch_commhook.attachment.local_steps import LocalSteps
 
         attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
+
+
+def _begin_choosing(first: Road, attached: Attached) -> None:
+    if isinstance(attached.hook, auto):
+        # Imports what plans steps, which other hooks do not need.
+        from torch_commhook.attachment.choosing import ChoosingByPlan
+
+        attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
 
 
 def printed_hook(hook: object) -> str:

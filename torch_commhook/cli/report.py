@@ -71,6 +71,7 @@ class RunResult:
         checkpoint: the latest that was written, None where none was.
         scattered_per_step: sent by rank 0 in reduce-scatters within its replica.
         gathered_per_step: sent by rank 0 for parameters.
+        choice: of ``auto``, and why, in words; empty with other hooks.
     """
 
     hook: str
@@ -87,6 +88,7 @@ class RunResult:
     checkpoint: str | None = None
     scattered_per_step: float = 0.0
     gathered_per_step: float = 0.0
+    choice: str = ""
 
     @property
     def fp32_ratio(self) -> float | None:

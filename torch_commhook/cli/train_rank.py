@@ -457,7 +457,15 @@ def _result(
         records=tuple(records),
         scattered_per_step=(last.bytes_scattered - before.scattered) / steps,
         gathered_per_step=(last.bytes_gathered - before.gathered) / steps,
+        choice=_choice_of(run),
     )
+
+
+def _choice_of(run: Run) -> str:
+    if run.handle is None:
+        return ""
+    stats = run.handle.stats()
+    return f"{stats.choice}: {stats.reason}" if stats.choice else ""
 
 
 def _print_start(
@@ -505,6 +513,9 @@ def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
     out = options.out
     print(f"\n{format_table(results)}\n")
     print(format_final_loss(results[0]), flush=True)
+    for result in results:
+        if result.choice:
+            print(f"{result.hook} chose {result.choice}", flush=True)
     if not draw_loss(out / PLOT, results, title=_what_trains(options)):
         print(HOW_TO_GET_MATPLOTLIB)
     last = results[-1]

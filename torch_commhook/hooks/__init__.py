@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_commhook.codecs.base import CODECS, RESERVED_NAMES
 from torch_commhook.hooks.adaptive import adaptive
+from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
@@ -25,6 +26,7 @@ __all__ = [
     "adaptive",
     "after",
     "allreduce",
+    "auto",
     "cast",
     "clip",
     "compressed",

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from torch_commhook.hooks.adaptive import adaptive as adaptive
+from torch_commhook.hooks.auto import auto as auto
 from torch_commhook.hooks.base import Hook as Hook
 from torch_commhook.hooks.compressed import compressed as compressed
 from torch_commhook.hooks.cpp import cpp as cpp

@@ -74,6 +74,7 @@ class Hook(ABC):
     has_stages = Trait()
     keeps_ranks_apart = Trait()
     scales_steps = Trait()
+    chooses = Trait()
 
     #: The dtype in which a hook remembers errors, if it keeps any.
     error_dtype: torch.dtype = torch.float32
@@ -394,6 +395,23 @@ class Hook(ABC):
 
 def _where(hook: Hook, bucket: GradBucket) -> str:
     return hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
+
+
+def check_is_chosen(where: str, hook: Hook) -> None:
+    """Refuse a hook inside of another one that is yet to choose which hook it is.
+
+    Args:
+        where: names the other hook and its argument.
+        hook: one of the library.
+
+    Raises:
+        ValueError: it chooses in its first steps.
+    """
+    if hook.chooses:
+        raise ValueError(
+            f"{where} must be known before the first step, and {hook} chooses after some steps; "
+            "attach auto() by itself, with such hooks among the hooks= that it chooses from"
+        )
 
 
 def step_scale_of(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, check_is_chosen
 from torch_commhook.hooks.fragments import fragments_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.no_hooks import no_hook
@@ -194,6 +194,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             raise TypeError(
                 f"local_sgd: hook must be one of torch_commhook.hooks, got {no_hook(hook)}"
             )
+        check_is_chosen("local_sgd: hook", hook)
         if hook.keeps_ranks_apart:
             raise ValueError(f"local_sgd: hook must not keep ranks apart itself, got {hook}")
         if not isinstance(error_reset, bool):

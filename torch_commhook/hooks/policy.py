@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, completed, then_all
-from torch_commhook.hooks.base import Hook, result_tensor
+from torch_commhook.hooks.base import Hook, check_is_chosen, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.no_hooks import no_hook
@@ -321,6 +321,7 @@ def _checked_hook(where: str, hook: object) -> Hook:
         raise TypeError(
             f"policy: {where} must have one of torch_commhook.hooks, got {no_hook(hook)}"
         )
+    check_is_chosen(f"policy: {where}", hook)
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")
     return hook

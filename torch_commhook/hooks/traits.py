@@ -23,6 +23,7 @@ class HookTraits:
         keeps_ranks_apart: whether each rank takes several steps on its own gradients, so that
             parameters and optimizer state differ among ranks.
         scales_steps: whether ``Hook.step_scale`` is called; all results then wait for the last.
+        chooses: whether the hook measures in the first steps which of several hooks to use.
     """
 
     is_lossy: bool = False
@@ -33,6 +34,7 @@ class HookTraits:
     has_stages: bool = False
     keeps_ranks_apart: bool = False
     scales_steps: bool = False
+    chooses: bool = False
 
     @classmethod
     def of_any(cls, hooks: Iterable[Any]) -> HookTraits:

@@ -13,7 +13,7 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.codecs.error_decay import check_decay
-from torch_commhook.hooks.base import Hook, step_scale_of
+from torch_commhook.hooks.base import Hook, check_is_chosen, step_scale_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.no_hooks import no_hook
 from torch_commhook.hooks.traits import HookTraits
@@ -44,6 +44,7 @@ class Wrapper(Hook):
                 f"{type(self).__name__}: {name} must be one of torch_commhook.hooks, got "
                 f"{no_hook(hook)}"
             )
+        check_is_chosen(f"{type(self).__name__}: {name}", hook)
         if hook.keeps_ranks_apart:
             raise ValueError(
                 f"{type(self).__name__}: {name} must average in each step, got "

@@ -297,15 +297,20 @@ class BucketMemory:
         for parameter in self.parameters:
             self._store.set_choice(parameter, name, value)
 
-    def declare_choice(self, name: str, default: int, *, among: Sequence[int]) -> int:
+    def declare_choice(
+        self, name: str, default: int, *, among: Sequence[int], decides_memory: bool = False
+    ) -> int:
         """Declare a number to choose; returns the present choice of the first parameter.
 
         Args:
             name: the choice's name.
             default: the choice if there is none.
             among: all valid choices.
+            decides_memory: whether the hook's memory depends on the number.
         """
         self._store.allowed_choices[name] = tuple(among)
+        if decides_memory:
+            self._store.deciding_choices.add(name)
         if name not in self.choices:
             self.set_choice(name, self._store.choice(self.parameters[0], name, default))
         return self.choices[name]
@@ -315,6 +320,11 @@ class BucketMemory:
         self._parameters = [TensorWeakRef(placeholders[id(p)]) for p in self.parameters]
         for part in self.parts.values():
             part.replace_parameters(placeholders)
+
+    @property
+    def owner(self) -> ModelMemory:
+        """The memory of the whole model, which this is a part of."""
+        return self._owner
 
     def belongs_to(self, owner: ModelMemory) -> bool:
         """Whether this memory belongs to a hook's memory."""

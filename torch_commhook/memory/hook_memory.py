@@ -72,6 +72,7 @@ class HookMemory:
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
         self.jump_watch: JumpWatch | None = None
+        self._prepare: Callable[[BucketMemory], None] | None = None
 
     @property
     def steps(self) -> int:
@@ -177,6 +178,7 @@ class HookMemory:
                 "torch_commhook: a CUDA graph cannot capture a hook's first step, or the first "
                 "since its buckets have changed; run a few steps before the capture"
             )
+        self._prepare = prepare
         with torch.inference_mode(False), torch.no_grad():
             wanted = {id(parameter) for parameter in parameters}
             replaced = [
@@ -323,15 +325,43 @@ class HookMemory:
             ValueError: it is no state, or belongs to another number of ranks, to other parameters
                 or shapes, or to a hook with another memory.
         """
-        remembered = Remembered(
+        by_name = dict(self.store.named_parameters())
+        rank, ranks = self.place
+        remembered = self._with_choices_of(state)._remembered()
+        return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
+
+    def _remembered(self) -> Remembered:
+        return Remembered(
             own=self.store.kinds_of_pieces(),
             shards={kind for memory in self._memories_and_parts() for kind in memory.shard_kinds()},
             shared=self.store.named_shared(),
             choices=self.store.allowed_choices,
         )
+
+    def _with_choices_of(self, state: Any) -> HookMemory:
+        """The memory that the hook has where numbers are settled as in a state: another one, empty.
+
+        This one itself, where it remembers the same whatever is settled.
+
+        Args:
+            state: such as nobody has looked at yet.
+        """
+        deciding, choices = self.store.deciding_choices, None
+        if deciding and isinstance(state, dict):
+            choices = state.get("choices")
+        if not isinstance(choices, dict) or self._prepare is None:
+            return self
+        other = self.new_for_same_model()
         by_name = dict(self.store.named_parameters())
-        rank, ranks = self.place
-        return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
+        for kind in deciding:
+            numbers = choices.get(kind)
+            for name, number in numbers.items() if isinstance(numbers, dict) else ():
+                is_known = type(name) is str and name in by_name and type(number) is int
+                if is_known and number in self.store.allowed_choices[kind]:
+                    other.store.set_choice(by_name[name], kind, number)
+        for memory in self.bucket_memories():
+            other.memory_of_bucket(memory.parameters, memory.index, self._prepare)
+        return other
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`check_state`. Buckets must be requested again."""

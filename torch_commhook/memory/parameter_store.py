@@ -24,6 +24,7 @@ class ParameterStore:
 
     Attributes:
         allowed_choices: by kind, the numbers that may be chosen for a bucket.
+        deciding_choices: the kinds whose number decides on the hook's memory.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class ParameterStore:
         self._loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
         self._choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
         self.allowed_choices: dict[str, tuple[int, ...]] = {}
+        self.deciding_choices: set[str] = set()
         self._placeholders: list[Tensor] = []  # for released parameters
 
     # ---- parameters and their names --------------------------------------------------------------

@@ -99,6 +99,10 @@ class EagerStep:
             on_step(True)
             self.agreement.begin()
 
+    def choose(self) -> None:
+        """Find out which hook it is to be, where that is due; see :meth:`Attached.choose`."""
+        self.attached.choose()
+
     def run_in_cpp(self) -> None:
         """Let C++ run the hook, if it can."""
         self.cpp = CppRun.of(self.attached, self._group, self._buckets, self._check_layouts)

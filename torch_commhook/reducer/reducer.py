@@ -187,6 +187,7 @@ class Reducer:
         try:
             self._begin_step(step)
             attached.look_at_scale(in_join=True, has_joined=True)
+            attached.choose()
             step.take_part_with_zeros()
             self._agree_on_order(attached)
         except BaseException as error:
@@ -253,6 +254,7 @@ class Reducer:
         self._begin_step(step)
         try:
             attached.look_at_scale(in_join=self._in_join())
+            step.choose()
             step.run_in_cpp()
         except BaseException as error:
             self._abort(step, error)
@@ -387,6 +389,7 @@ class Reducer:
         try:
             if self.attached is not None:
                 self.attached.look_at_scale(in_join=self._in_join())
+                self.attached.choose_before_capture()
             self._on_captured()
         except BaseException as error:  # the other ranks may begin the step
             raised = self.group.fail_with(error)

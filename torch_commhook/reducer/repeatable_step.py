@@ -129,6 +129,13 @@ class RepeatableStep(EagerStep):
         except Exception as error:
             self.failure = error
 
+    def choose(self) -> None:
+        if self.failure is None:
+            try:
+                super().choose()
+            except RuntimeError as error:  # a rank may be lost
+                self.fail(error)
+
     def start_full(self) -> None:
         if self.failure is None:
             try:
@@ -201,6 +208,8 @@ class RepeatableStep(EagerStep):
             BaseException: as :meth:`finish`.
         """
         self.drop()
+        if self.attached.choosing is not None:
+            self.attached.choosing.step_repeats()
         self._next, self.failure, self.has_results = 0, None, False
         self._group = self.agreement = group
         group.begin()

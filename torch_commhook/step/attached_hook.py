@@ -40,6 +40,7 @@ from torch_commhook.metrics import (
 )
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
 from torch_commhook.spans import active, bucket_label, spans_of
+from torch_commhook.step.choosing import Choosing
 from torch_commhook.step.hook_call import HookCall, run_average
 from torch_commhook.step.ranks_apart import RanksApart
 from torch_commhook.step.stages import BucketStages
@@ -52,6 +53,7 @@ class Attached:
 
     Attributes:
         local_steps: runs the exchanges, if the hook keeps ranks apart.
+        choosing: measures which hook to use, if the hook chooses.
         second_stages: second stages of collectives, which wait for the next bucket.
         connections: the number of connections for a large message between two ranks; None to keep
             the present number, or to find one.
@@ -68,6 +70,7 @@ class Attached:
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: RanksApart | None = None
+    choosing: Choosing | None = None
     second_stages: SecondStages = field(default_factory=SecondStages)
     connections: int | None = None
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
@@ -152,6 +155,7 @@ class Attached:
     def let_go(self) -> None:
         """Release the model's parameters and all buckets; memory of them stays."""
         self.second_stages.give_up(_left())  # of a backward that an exception has ended
+        self.choosing = None
         if self.local_steps is not None:
             self.local_steps.let_go()
         self.memory.release_parameters()
@@ -210,6 +214,26 @@ class Attached:
             scale = self.memory.agree_on_scale(scale)
         if scale is not None:
             self.memory.change_scale(scale)
+
+    def choose(self) -> None:
+        """Find out which hook it is to be, where that is due. All ranks come here in each step.
+
+        After :meth:`look_at_scale`, before the first bucket is sent.
+
+        Raises:
+            RuntimeError: a collective has failed.
+        """
+        if self.choosing is not None and not self.memory.replays.is_capturing:
+            self.choosing.before_step()
+
+    def choose_before_capture(self) -> None:
+        """:meth:`choose` now, before a compiler takes in a backward. No step is open.
+
+        Raises:
+            RuntimeError: a collective has failed.
+        """
+        if self.choosing is not None:
+            self.choosing.before_capture()
 
     @property
     def keeps_ranks_apart(self) -> bool:

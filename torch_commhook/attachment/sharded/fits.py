@@ -31,6 +31,12 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
             "do on a model with fully_shard() or replicate(); call "
             "torch.nn.utils.clip_grad_norm_() after backward()"
         )
+    if isinstance(hook, Hook) and hook.chooses:
+        raise TypeError(
+            f"{op}: {hook} chooses a hook on a model whose ranks have all of it; on a model with "
+            "fully_shard() or replicate(), attach the hook itself, which `commhook plan "
+            "--parallel` with fsdp or hsdp finds"
+        )
     if beside:
         _check_fits_beside(attached, op)
     if on_shards and isinstance(hook, Hook) and hook.keeps_ranks_apart:

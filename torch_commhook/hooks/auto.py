@@ -1,0 +1,305 @@
+"""The hook that makes a step shortest, found out in the first steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.codecs.base import CODECS
+from torch_commhook.hooks.base import Hook, check_is_chosen
+from torch_commhook.hooks.compressed import hook_of_codec
+from torch_commhook.hooks.first_steps import STEPS, FirstSteps
+from torch_commhook.hooks.mean import allreduce, cast
+from torch_commhook.hooks.powersgd import powersgd
+from torch_commhook.hooks.traits import HookTraits
+from torch_commhook.hooks.wrappers import number_text
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.replays import cannot_be_captured
+
+#: The number that stands for a choice that is yet to be made.
+_OPEN = 0
+#: No hook is so far off; at 1 a result of zeros would do.
+_MOST_ERROR = 1e6
+
+
+class auto(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Find out in the first steps which hook makes a step shortest, and average with that.
+
+    For five steps gradients are averaged as by :class:`allreduce`. At the beginning of the next
+    one the ranks measure their link, what each hook computes, and the error that it leaves in a
+    sample of the model's own gradients. From these and from the times at which buckets were full
+    rank 0 foretells how long a step takes with each hook. All ranks take the fastest whose error
+    is at most ``max_error``, from the end of that step on. Where none saves at least 5 % of a step,
+    that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log
+    (``torch_commhook.auto``, level INFO) has all figures.
+
+    Where compiled autograd takes in a backward before that, the ranks choose then. The time that
+    the step computes is not known yet, and counts as none.
+
+    A state of the hook (``handle.state_dict()``) has the choice. Training that goes on from it
+    measures nothing.
+
+    Args:
+        max_error: the largest relative error that a hook may have: the distance of its result from
+            the exact mean of the ranks' gradients, over the length of that mean, as
+            :func:`torch_commhook.testing.simulate` gives it.
+        hooks: to choose from, beside ``allreduce()``. By default ``cast()``, ``blockwise()``,
+            ``fp8()``, ``blockwise(bits=4)``, ``blockwise(bits=2)``, ``topk()`` and
+            ``powersgd(rank=4)``, without error feedback, which optimizers such as AdamW do not
+            tolerate.
+
+    Raises:
+        TypeError: ``max_error`` is no number, or ``hooks`` has something else than hooks of the
+            library.
+        ValueError: ``max_error`` is not positive, or above all errors; no hooks; one of them twice,
+            or one that keeps ranks apart, scales steps or chooses itself.
+
+    Example:
+        >>> def train(rank):
+        ...     model = nn.Linear(4, 1)
+        ...     handle = attach(model, hooks.auto(max_error=0.05))
+        ...     for _ in range(6):
+        ...         model(torch.ones(1, 4)).sum().backward()
+        ...     return handle.stats().choice, handle.stats().reason
+        >>> run_ranks(train, 2)[0]
+        ('allreduce()', 'the ranks are threads of one process, which no link joins')
+    """
+
+    def __init__(self, max_error: float, hooks: Sequence[Hook] | None = None) -> None:
+        super().__init__()
+        if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):
+            raise TypeError(f"auto: max_error must be a number, got {_C.type_name(max_error)}")
+        if not 0 < max_error < _MOST_ERROR:
+            raise ValueError(
+                f"auto: max_error must be above 0 and below {_MOST_ERROR:g}, got {max_error}"
+            )
+        self.max_error = float(max_error)
+        self._has_default_hooks = hooks is None
+        given = _default_hooks() if hooks is None else _checked_hooks(hooks)
+        self._plain = allreduce()
+        others = [hook for hook in given if repr(hook) != repr(self._plain)]
+        #: The hooks to choose from; the first is ``allreduce()``.
+        self.candidates: Sequence[Hook] = (self._plain, *others)
+        self._by_number = dict(enumerate(self.candidates, start=_OPEN + 1))
+        # A state of other candidates has no choice among these.
+        texts = repr([repr(hook) for hook in self.candidates])
+        self._kind = f"auto {hashlib.sha256(texts.encode()).hexdigest()[:8]}"
+        self.traits = replace(
+            HookTraits.of_any(self.candidates), settles_buckets=True, chooses=True
+        )
+        self._commhook_traceable = all(
+            getattr(hook, "_commhook_traceable", False) for hook in self.candidates
+        )
+        self._in_use: list[Hook] = [self._plain]
+        self._progress = _Progresses()
+
+    def hooks_inside(self) -> Sequence[Hook]:
+        return self.candidates
+
+    @property
+    def lets_stages_wait(self) -> bool:
+        return all(hook.lets_stages_wait for hook in self._in_use)
+
+    # ---- the choice ------------------------------------------------------------------------------
+
+    def chosen(self, memory: HookMemory) -> Hook | None:
+        """The hook that was chosen for a model; None before that.
+
+        Args:
+            memory: of the model.
+        """
+        numbers = {bucket.choices.get(self._kind, _OPEN) for bucket in memory.bucket_memories()}
+        return None if not numbers or _OPEN in numbers else self._by_number[min(numbers)]
+
+    def is_due(self, memory: HookMemory) -> bool:
+        """Whether the first steps of a model are done and no hook is chosen; alike on all ranks."""
+        return self.chosen(memory) is None and memory.steps >= STEPS
+
+    def first_steps(self, memory: HookMemory) -> FirstSteps:
+        """What was seen of a model's first steps on this rank."""
+        return self._progress.of(memory).first_steps
+
+    def propose(self, memory: HookMemory, number: int, reason: str) -> None:
+        """Choose a hook for a model, once the step that is open has ended well on all ranks.
+
+        Args:
+            memory: of the model.
+            number: in :attr:`candidates`.
+            reason: for it, in words.
+        """
+        self._progress.of(memory).proposed = number, reason
+
+    def withdraw(self, memory: HookMemory) -> None:
+        """Forget what was proposed: the step is taken again."""
+        self._progress.of(memory).proposed = None
+
+    def take_proposed(self, memory: HookMemory) -> None:
+        """Average with the proposed hook from here on. No step is open, or it is at its end."""
+        progress = self._progress.of(memory)
+        if progress.proposed is None:
+            return
+        number, _ = progress.taken = progress.proposed
+        progress.proposed = None
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in memory.bucket_memories():
+                bucket.set_choice(self._kind, number + _OPEN + 1)
+                self._prepare_chosen(bucket, self.candidates[number])
+        progress.first_steps = FirstSteps()  # keeps no gradients
+
+    def explain(self, memory: HookMemory, reason: str) -> None:
+        """Say why no hook is chosen."""
+        self._progress.of(memory).why_open = reason
+
+    def told(self, memory: HookMemory) -> tuple[str, str]:
+        """The hook that a model's gradients are averaged with, as it is written, and why."""
+        hook, progress = self.chosen(memory), self._progress.of(memory)
+        if hook is None:
+            return repr(self._plain), progress.why_open
+        number, reason = progress.taken
+        is_loaded = self.candidates[number] is not hook or not reason
+        return repr(hook), "the state that was loaded has this choice" if is_loaded else reason
+
+    # ---- averages --------------------------------------------------------------------------------
+
+    def prepare(self, memory: BucketMemory) -> None:
+        numbers = (_OPEN, *self._by_number)
+        number = memory.declare_choice(self._kind, _OPEN, among=numbers, decides_memory=True)
+        self._prepare_chosen(memory, self._by_number.get(number, self._plain))
+
+    def _prepare_chosen(self, memory: BucketMemory, hook: Hook) -> None:
+        if hook not in self._in_use:
+            self._in_use.append(hook)
+        hook.prepare(memory)
+
+    def _hook_of(self, memory: BucketMemory) -> Hook:
+        return self._by_number.get(memory.choices[self._kind], self._plain)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        memory = self.memory(bucket)
+        if memory.choices[self._kind] == _OPEN and not torch.compiler.is_compiling():
+            self._look_at(bucket, memory)
+        return self._hook_of(memory).average(bucket)
+
+    def _look_at(self, bucket: GradBucket, memory: BucketMemory) -> None:
+        owner = memory.owner
+        if isinstance(owner, HookMemory) and owner.world_size > 1:
+            self.first_steps(owner).bucket_full(bucket, owner.steps)
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return self._hook_of(self.memory(bucket)).result_dtype(bucket)
+
+    def shards(self, memory: BucketMemory) -> list[str]:
+        return self._hook_of(memory).shards(memory)
+
+    def check_capture(self, memory: BucketMemory) -> None:
+        if memory.choices[self._kind] == _OPEN and memory.world_size > 1:
+            raise cannot_be_captured(
+                str(self), f"it is yet to choose a hook, after {STEPS} steps, of which run more"
+            )
+        self._hook_of(memory).check_capture(memory)
+
+    def step_counted(self, memory: HookMemory) -> None:
+        chosen = self.chosen(memory)
+        if chosen is not None:
+            chosen.step_counted(memory)
+            return
+        self.take_proposed(memory)
+        buckets = memory.bucket_memories()
+        if buckets and memory.world_size > 1 and self.chosen(memory) is None:
+            self.first_steps(memory).step_ended(buckets[0].device)
+
+    def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
+        raise RuntimeError(
+            f"{self}: chooses a hook in the first steps of a model, which only a hook that is "
+            "attached sees; use torch_commhook.attach(model, hook)"
+        )
+
+    def __repr__(self) -> str:
+        hooks = "" if self._has_default_hooks else f", hooks={list(self.candidates[1:])}"
+        return f"auto(max_error={number_text(self.max_error)}{hooks})"
+
+
+class _Progress:
+    """How far the choice for one model is.
+
+    Attributes:
+        first_steps: what was seen.
+        proposed: the number and the reason of a hook that is to be chosen at the end of this step.
+        taken: the same of the hook that was proposed last, and chosen.
+        why_open: why none is chosen.
+    """
+
+    def __init__(self) -> None:
+        self.first_steps = FirstSteps()
+        self.proposed: tuple[int, str] | None = None
+        self.taken = 0, ""
+        self.why_open = f"its first {STEPS} steps are not over yet"
+
+
+class _Progresses:
+    """That of each model, by its memory. A copy of the hook is attached to others."""
+
+    def __init__(self) -> None:
+        self._of: MutableMapping[HookMemory, _Progress] = WeakKeyDictionary()
+
+    def of(self, memory: HookMemory) -> _Progress:
+        """That of a model."""
+        found = self._of.get(memory)
+        if found is None:
+            found = self._of[memory] = _Progress()
+        return found
+
+    def __copy__(self) -> _Progresses:
+        return _Progresses()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Progresses:
+        return _Progresses()
+
+    def __reduce__(self) -> tuple[type[_Progresses], tuple[()]]:
+        return _Progresses, ()
+
+
+def _default_hooks() -> list[Hook]:
+    blockwise, fp8, topk = (hook_of_codec(CODECS[name]) for name in ("blockwise", "fp8", "topk"))
+    return [
+        cast(),
+        blockwise(),
+        fp8(),
+        blockwise(bits=4),
+        blockwise(bits=2),
+        topk(),
+        powersgd(rank=4),
+    ]
+
+
+def _checked_hooks(hooks: object) -> list[Hook]:
+    if isinstance(hooks, str) or not isinstance(hooks, Sequence):
+        raise TypeError(f"auto: hooks must be a sequence of hooks, got {_C.type_name(hooks)}")
+    if not hooks:
+        raise ValueError("auto: hooks must have at least one hook to choose from, got none")
+    for number, hook in enumerate(hooks):
+        where = f"auto: hooks[{number}]"
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"{where} must be one of torch_commhook.hooks, got {_C.type_name(hook)}"
+            )
+        check_is_chosen(where, hook)
+        if hook.scales_steps or hook.keeps_ranks_apart:
+            raise ValueError(
+                f"{where} must average gradients in each step and leave their scale alone, got "
+                f"{hook}"
+            )
+    texts = [repr(hook) for hook in hooks]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        raise ValueError(f"auto: hooks must differ from each other, got {twice} twice")
+    return list(hooks)
