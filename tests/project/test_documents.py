@@ -81,11 +81,10 @@ def _a_model_and_inputs(names: Names) -> None:
     names.update(model=_model(), inputs=torch.arange(32.0).view(4, 8))
 
 
-def _after_another_hook(names: Names) -> None:
-    """The hook of the block before has averaged gradients, and goes."""
+def _another_hook_averages(names: Names) -> None:
+    """The hook of the block before averages gradients."""
     assert _step(names["model"]) == [4.0, 4.0]
     assert names["handle"].stats().bytes_sent is not None
-    names.pop("handle").remove()
 
 
 def _a_library(names: Names) -> None:
@@ -146,7 +145,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/see_what_it_costs.md 1": _a_model_and_inputs,
     "docs/index.md 1": _a_model,
     "docs/write_a_hook.md 1": _a_model,
-    "docs/write_a_hook.md 2": _after_another_hook,
+    "docs/write_a_hook.md 2": _another_hook_averages,
     "docs/hooks.md 1": _a_model,
     "docs/hooks.md 2": _a_model,
     "docs/hooks.md 4": _a_model,
