@@ -7,7 +7,6 @@ the text assumes (a model, a data loader); ``AFTER`` checks what the text promis
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import torch_commhook
 from torch_commhook import attach, hooks, load_cpp_hooks
-from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import DeadlockError, run_ranks
 
 Names = dict[str, Any]
@@ -119,10 +116,6 @@ def _a_loop(names: Names) -> None:
     names["loss_of"] = nn.functional.mse_loss
 
 
-def _names_of_groups(names: Names) -> None:
-    names.update(time=time, WrapperProcessGroup=WrapperProcessGroup)
-
-
 def _a_large_model(names: Names) -> None:
     names["model"] = nn.Linear(100, 100)
 
@@ -134,9 +127,7 @@ def _a_model_of_blocks(names: Names) -> None:
 
 
 def _a_group_and_a_model(names: Names) -> None:
-    names.update(
-        torch_commhook=torch_commhook, group=dist.group.WORLD, model=nn.BatchNorm1d(3).double()
-    )
+    names.update(group=dist.group.WORLD, model=nn.BatchNorm1d(3).double())
 
 
 BEFORE: dict[str, Callable[[Names], None]] = {
@@ -153,7 +144,6 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 6": _a_state_to_save,
     "docs/hooks.md 7": _a_checkpoint,
     "docs/local_sgd.md 1": _a_loop,
-    "docs/process_groups.md 3": _names_of_groups,
     "docs/process_groups.md 4": _a_large_model,
     "docs/process_groups.md 6": _a_group_and_a_model,
     "docs/sharded.md 1": _a_model_of_blocks,
