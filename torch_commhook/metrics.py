@@ -351,6 +351,13 @@ def count_bucket(
     stats.bytes_received_last_step = _sum(stats.bytes_received_last_step, received)
 
 
+def forget_bytes(stats: HookStats) -> None:
+    """Let what was sent and received be unknown, since not everything was counted."""
+    for counted in (stats, *stats.buckets):
+        counted.bytes_sent = counted.bytes_sent_last_step = None
+        counted.bytes_received = counted.bytes_received_last_step = None
+
+
 def _table(stats: HookStats) -> str:
     steps = f"{stats.steps} steps"
     if stats.local_steps:
