@@ -85,8 +85,11 @@ _CALLS_PER_MEASUREMENT = 100
 
 @dataclass
 class BucketStats:
-    """One bucket's traffic. Byte counts are None where nobody counts: the hook goes past the
-    library's collectives, and its group is no ``RecordingProcessGroup``.
+    """One bucket's traffic.
+
+    Collectives of the library are counted, those on a ``RecordingProcessGroup``, and those that a
+    hook issues on PyTorch's groups while it is called. Byte counts are None where others are
+    issued: by callbacks of a Future, in compiled code, or on groups in Python.
 
     Attributes:
         index: of the bucket.

@@ -142,6 +142,11 @@ class _Mode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what a hook has compiled stays compiled."""
+        return True
+
     def __init__(self, seen: SeenCollectives) -> None:
         super().__init__()
         self._seen = weakref.ref(seen)
