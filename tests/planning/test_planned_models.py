@@ -200,7 +200,7 @@ def test_local_sgd_in_the_background() -> None:
         "local_sgd(4, hook=error_feedback(topk(0.01)), error_reset=True)",
         "local_sgd(4, hook=error_feedback(blockwise()), outer=outer_sgd(1.0, 0.0))",
         "local_sgd(8, fragments=4, mix=0.5, hook=powersgd(rank=2))",
-        "local_sgd(4, hook=hierarchical(blockwise()))",
+        "local_sgd(4, hook=error_feedback(powersgd(rank=2)), error_reset=True)",
         "local_sgd(4, hook=clip(1.0, topk(0.01)))",
     ],
 )
