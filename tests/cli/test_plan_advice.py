@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan_advice import DEFAULT_HOOKS, DEFAULT_SHARD_HOOKS, Loss, advise, judge
+from torch_commhook.cli.plan_advice import (
+    DEFAULT_HOOKS,
+    DEFAULT_SHARD_HOOKS,
+    Loss,
+    advise,
+    judge,
+    judge_row,
+)
 from torch_commhook.cli.plan_numbers import (
     format_count,
     format_rate,
@@ -54,6 +61,13 @@ class Row:
 def test_what_is_known_of_a_hook(hook: str, adamw: Loss, sgd: Loss) -> None:
     assert judge(hook, "adamw").loss is adamw
     assert judge(hook, "sgd").loss is sgd
+
+
+def test_a_hook_of_reduce_scatters_counts_too() -> None:
+    label = "cast(), shard_hook=error_feedback(sign()), weights=blockwise()"
+    assert judge_row(label, "adamw").loss is Loss.HURTS
+    assert judge_row(label, "sgd").loss is Loss.MILD
+    assert judge_row("cast(), weights=blockwise()", "adamw").loss is Loss.AS_PLAIN
 
 
 def test_defaults_do_no_harm() -> None:

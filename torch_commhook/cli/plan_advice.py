@@ -216,7 +216,7 @@ def advise(
         compute_seconds: of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
-    verdicts = {row.hook: judge(own_text(row.hook), optimizer) for row in rows}
+    verdicts = {row.hook: judge_row(row.hook, optimizer) for row in rows}
     plain = rows[0]
     by_mildness = sorted(
         rows, key=lambda row: (verdicts[row.hook].loss, verdicts[row.hook].coarse, row.step_seconds)
@@ -237,6 +237,18 @@ def advise(
     elif said is Loss.MILD:
         reason += " Compare the loss, which may suffer a little."
     return Advice(chosen.hook, reason, _warnings(verdicts))
+
+
+def judge_row(label: str, optimizer: str) -> Verdict:
+    """The worse verdict of a row's hook and of its ``shard_hook``.
+
+    Args:
+        label: of the row.
+        optimizer: as :func:`judge` takes it.
+    """
+    beside = label.partition(", shard_hook=")[2].partition(", weights=")[0]
+    texts = [own_text(label), *[beside] * bool(beside)]
+    return max((judge(text, optimizer) for text in texts), key=lambda each: each.loss)
 
 
 def own_text(label: str) -> str:
@@ -274,4 +286,4 @@ def _warnings(verdicts: dict[str, Verdict]) -> list[str]:
     for hook, verdict in verdicts.items():
         if verdict.warning is not None:
             of_reason.setdefault(verdict.warning, []).append(hook)
-    return [f"{', '.join(found)}: {reason}" for reason, found in of_reason.items()]
+    return [f"{'; '.join(found)}: {reason}" for reason, found in of_reason.items()]
