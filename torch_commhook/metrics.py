@@ -88,8 +88,8 @@ class BucketStats:
     """One bucket's traffic on this rank.
 
     Counted are the library's collectives, those on a ``RecordingProcessGroup``, and those that a
-    hook issues on PyTorch's groups while it is called. Byte counts are None if a hook issues others:
-    in callbacks of a Future, in compiled code, or on groups in Python.
+    hook issues on PyTorch's groups while it is called. Byte counts are None if a hook issues
+    others: in callbacks of a Future, in compiled code, or on groups in Python.
 
     Attributes:
         index: the bucket's number.
