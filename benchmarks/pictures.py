@@ -31,7 +31,7 @@ FRONT = {
 }
 #: Most people with colour blindness can distinguish them; in print the dashes help.
 _COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b"),
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
 )
 _DASHES = ("-", "--", "-.", ":")

@@ -87,8 +87,9 @@ _CALLS_PER_MEASUREMENT = 100
 class BucketStats:
     """One bucket's traffic on this rank.
 
-    Byte counts are None if they are unknown: the hook does not use the library's collectives, and
-    its group is no ``RecordingProcessGroup``.
+    Counted are the library's collectives, those on a ``RecordingProcessGroup``, and those that a
+    hook issues on PyTorch's groups while it is called. Byte counts are None if a hook issues
+    others: in callbacks of a Future, in compiled code, or on groups in Python.
 
     Attributes:
         index: the bucket's number.
@@ -354,6 +355,13 @@ def count_bucket(
         counted.bytes_received = _sum(counted.bytes_received, received, steps)
     stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, sent)
     stats.bytes_received_last_step = _sum(stats.bytes_received_last_step, received)
+
+
+def forget_bytes(stats: HookStats) -> None:
+    """Let what was sent and received be unknown, since not everything was counted."""
+    for counted in (stats, *stats.buckets):
+        counted.bytes_sent = counted.bytes_sent_last_step = None
+        counted.bytes_received = counted.bytes_received_last_step = None
 
 
 def _table(stats: HookStats) -> str:

@@ -65,7 +65,7 @@ def page_of(document: str, text: str, paths: dict[str, str]) -> str:
         elif path.endswith(_IMAGES):
             new = os.path.relpath(os.path.relpath(path, "docs"), page)
         else:
-            return f"{label} (`{path}`)"
+            return f"`{path}`" if label == path else f"{label} (`{path}`)"
         return f"{mark}[{label}]({new}{hash_mark}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)

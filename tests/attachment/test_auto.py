@@ -240,15 +240,19 @@ def _in_mode(rank: int, mode: Mode, hook: str, number: int | None) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "number"),
     [
-        Mode("module", "context", fullgraph=True, backend="aot_eager"),
-        Mode("ddp", "context", backend="aot_eager"),
-        Mode("module", "compile", backend="aot_eager"),
+        pytest.param(mode, number, id=f"{mode}-{name}", marks=pytest.mark.long if is_long else [])
+        for mode, number, name, is_long in [
+            (Mode("module", "context", fullgraph=True, backend="aot_eager"), 2, "blockwise", False),
+            (Mode("module", "context", fullgraph=True, backend="aot_eager"), 7, "powersgd", True),
+            (Mode("ddp", "context", backend="aot_eager"), 2, "blockwise", True),
+            (Mode("ddp", "context", backend="aot_eager"), 7, "powersgd", True),
+            (Mode("module", "compile", backend="aot_eager"), 2, "blockwise", False),
+            (Mode("module", "compile", backend="aot_eager"), 7, "powersgd", False),
+        ]
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("number", [2, 7], ids=["blockwise", "powersgd"])
 def test_a_compiler_takes_in_the_chosen_hook(two_ranks: RankPool, mode: Mode, number: int) -> None:
     """From its first step on under compiled autograd, with the bits of that hook by itself."""
     hook = {2: "blockwise()", 7: "powersgd(rank=4)"}[number]

@@ -120,9 +120,24 @@ def test_a_flow_ends_in_time() -> None:
     assert wire.flows == 2
 
 
+class UnevenWire(MadeUpWire):
+    """One whose second rank sees half of each number."""
+
+    def shared(self, *values: float) -> torch.Tensor:
+        found = super().shared(*values)
+        found[1] /= 2
+        return found
+
+
+def test_the_slowest_rank_counts() -> None:
+    wire = UnevenWire(0.001)
+    assert measure_rate(wire, 0.002, 5.0) == pytest.approx(RATE / 2 * 8 / PAYLOAD, rel=1e-3)
+    assert measure_round_trip(wire, 0.1) == pytest.approx(0.002, rel=0.05)
+
+
 @pytest.mark.parametrize("delay", [0.0001, 0.025])
 def test_a_round_trip_is_the_least(delay: float) -> None:
-    assert measure_round_trip(MadeUpWire(delay)) == pytest.approx(2 * delay, rel=0.05)
+    assert measure_round_trip(MadeUpWire(delay), 0.1) == pytest.approx(2 * delay, rel=0.05)
 
 
 # ---- what comes out ------------------------------------------------------------------------------

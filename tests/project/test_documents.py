@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import torch_commhook
 from torch_commhook import attach, codecs, hooks, load_cpp_hooks
-from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import DeadlockError, run_ranks, simulate
 
 Names = dict[str, Any]
@@ -82,11 +79,10 @@ def _a_model_and_inputs(names: Names) -> None:
     names.update(model=_model(), inputs=torch.arange(32.0).view(4, 8))
 
 
-def _after_another_hook(names: Names) -> None:
-    """The hook of the block before has averaged gradients, and goes."""
+def _another_hook_averages(names: Names) -> None:
+    """The hook of the block before averages gradients."""
     assert _step(names["model"]) == [4.0, 4.0]
     assert names["handle"].stats().bytes_sent is not None
-    names.pop("handle").remove()
 
 
 def _a_library(names: Names) -> None:
@@ -121,10 +117,6 @@ def _a_loop(names: Names) -> None:
     names["loss_of"] = nn.functional.mse_loss
 
 
-def _names_of_groups(names: Names) -> None:
-    names.update(time=time, WrapperProcessGroup=WrapperProcessGroup)
-
-
 def _a_large_model(names: Names) -> None:
     names["model"] = nn.Linear(100, 100)
 
@@ -136,9 +128,7 @@ def _a_model_of_blocks(names: Names) -> None:
 
 
 def _a_group_and_a_model(names: Names) -> None:
-    names.update(
-        torch_commhook=torch_commhook, group=dist.group.WORLD, model=nn.BatchNorm1d(3).double()
-    )
+    names.update(group=dist.group.WORLD, model=nn.BatchNorm1d(3).double())
 
 
 BEFORE: dict[str, Callable[[Names], None]] = {
@@ -147,7 +137,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/see_what_it_costs.md 1": _a_model_and_inputs,
     "docs/index.md 1": _a_model,
     "docs/write_a_hook.md 1": _a_model,
-    "docs/write_a_hook.md 2": _after_another_hook,
+    "docs/write_a_hook.md 2": _another_hook_averages,
     "docs/hooks.md 1": _a_model,
     "docs/hooks.md 2": _a_model,
     "docs/hooks.md 4": _a_model,
@@ -156,7 +146,6 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 7": _a_checkpoint,
     "docs/hooks.md 10": _a_model,
     "docs/local_sgd.md 1": _a_loop,
-    "docs/process_groups.md 3": _names_of_groups,
     "docs/process_groups.md 4": _a_large_model,
     "docs/process_groups.md 6": _a_group_and_a_model,
     "docs/sharded.md 1": _a_model_of_blocks,

@@ -27,6 +27,7 @@ pages = _pages()
         ("docs/hooks.md", "[a](#x)", "[a](#x)"),
         ("docs/hooks.md", "[a](../CONTRIBUTING.md#x)", "[a](contributing.md#x)"),
         ("docs/hooks.md", "[a](../examples/cpp_hook)", "a (`examples/cpp_hook`)"),
+        ("docs/hooks.md", "[examples/cpp_hook](../examples/cpp_hook)", "`examples/cpp_hook`"),
         ("docs/hooks.md", "[a](https://x.org/b.md)", "[a](https://x.org/b.md)"),
         ("docs/results.md", "![a](images/wan.png)", "![a](images/wan.png)"),
         ("docs/api/hooks.md", "[a](../../cuda/README.md)", "[a](../cuda.md)"),

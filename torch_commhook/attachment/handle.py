@@ -26,7 +26,7 @@ from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.merging import merged_states, on_the_host
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
-from torch_commhook.metrics import HookStats
+from torch_commhook.metrics import HookStats, forget_bytes
 from torch_commhook.step.attached_hook import Attached
 
 #: Tensors made inside ``torch.inference_mode()`` cannot be modified outside it.
@@ -260,6 +260,8 @@ class HookHandle:
         stats = attached.stats
         attached.traced_steps.move_to(stats)
         attached.count_replays()
+        if attached.has_unseen_traffic:
+            forget_bytes(stats)
         stats.world_size = attached.memory.world_size
         for memory in attached.memory.bucket_memories():
             if memory.index < len(stats.buckets):

@@ -40,7 +40,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     rank 0 foretells how long a step takes with each hook. All ranks take the fastest whose error
     is at most ``max_error``, from the end of that step on. Where none saves at least 5 % of a step,
     that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log
-    (``torch_commhook.auto``, level INFO) has all figures.
+    (``torch_commhook.planning.choice``, level INFO) has all figures.
 
     Where compiled autograd takes in a backward before that, the ranks choose then. The time that
     the step computes is not known yet, and counts as none.

@@ -40,7 +40,7 @@ _LINK_SECONDS = 1.5
 #: Calls of a hook, of which the last shows its error: low-rank factors get better.
 _CALLS = 2
 
-_log = logging.getLogger("torch_commhook.auto")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from torch_commhook.spans import active, bucket_label, spans_of
 from torch_commhook.step.choosing import Choosing
 from torch_commhook.step.hook_call import HookCall, run_average
 from torch_commhook.step.ranks_apart import RanksApart
+from torch_commhook.step.seen_collectives import SeenCollectives
 from torch_commhook.step.stages import BucketStages
 from torch_commhook.step.step_group import StepGroup
 
@@ -57,6 +59,8 @@ class Attached:
         second_stages: second stages of collectives, which wait for the next bucket.
         connections: the number of connections for a large message between two ranks; None to keep
             the present number, or to find one.
+        has_unseen_traffic: whether the hook is not the library's, and issues collectives that are
+            not counted.
         captured_traffic: the buckets' traffic in the last step that a CUDA graph has captured.
         counted_replays: the number of replayed steps that :attr:`stats` includes.
     """
@@ -73,6 +77,7 @@ class Attached:
     choosing: Choosing | None = None
     second_stages: SecondStages = field(default_factory=SecondStages)
     connections: int | None = None
+    has_unseen_traffic: bool = False
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
     counted_replays: int = 0
     _capturing: list[BucketTraffic] = field(default_factory=list)
@@ -322,14 +327,40 @@ class Attached:
             with self.gathering():
                 if in_order and self.hook.lets_stages_wait:
                     return self._run_in_order(self.hook, bucket)
-                return run_average(self.hook, bucket)
+                with self._seeing(bucket) as seen:
+                    result, dtype, traffic = run_average(self.hook, bucket)
+                return result, dtype, self._with_seen(traffic, seen, result, bucket)
         meter = WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with counting(meter), active(spans), self.gathering():
+        with counting(meter), self._seeing(bucket) as seen, active(spans), self.gathering():
             result = driven(run_hook(self.hook, self.state, bucket))
         if spans is not None:
             spans.note_sent(result)
-        return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
+        traffic = meter.traffic(bucket.numel(), bucket.dtype())
+        return result, bucket.dtype(), self._with_seen(traffic, seen, result, bucket)
+
+    def _seeing(self, bucket: GradBucket) -> AbstractContextManager[SeenCollectives | None]:
+        """What sees collectives of a hook that is not the library's; nothing under compilers."""
+        if torch.compiler.is_compiling() or self.has_unseen_traffic or self._counts_itself:
+            return nullcontext()
+        return SeenCollectives()
+
+    def _with_seen(
+        self, traffic: BucketTraffic, seen: SeenCollectives | None, result: Any, bucket: GradBucket
+    ) -> BucketTraffic:
+        """The traffic, with what was seen where nobody else has counted."""
+        if seen is None or traffic.bytes_sent is not None:
+            return traffic
+        follows = bucket.device().type == "cpu"
+        sent = seen.bytes_sent(result, self._find_unseen if follows else None)
+        return traffic._replace(bytes_sent=sent)
+
+    @cached_property
+    def _counts_itself(self) -> bool:
+        return _is_of_the_library(self.hook)
+
+    def _find_unseen(self) -> None:
+        self.has_unseen_traffic = True
 
     def _run_in_order(
         self, hook: Hook, bucket: GradBucket
@@ -373,6 +404,14 @@ class Attached:
         for index, traffic in enumerate(self.captured_traffic if steps else ()):
             buckets = len(self.captured_traffic)
             count_bucket(self.stats, index, buckets, traffic, first=index == 0, steps=steps)
+
+
+def _is_of_the_library(hook: object) -> bool:
+    """Whether a hook, and each inside of it, communicates through the library's collectives."""
+    if not isinstance(hook, Hook):
+        return False
+    is_own = type(hook).__module__.partition(".")[0] == "torch_commhook"
+    return is_own and all(_is_of_the_library(inside) for inside in hook.hooks_inside())
 
 
 def _left() -> RuntimeError:

@@ -3,9 +3,8 @@
 // torch_commhook/codecs/sign.py has the codec.
 //
 // A block of values p is sent as one bit for each value, set if p is negative, and s = sum|p| /
-// count
-// in float32: p ~ s or -s. If a block has an infinity or a NaN, s is NaN. The sign of value b *
-// width + c is bit b of byte c; a block has `width` bytes. The sum uses 16 lanes, with value i in
+// count in float32: p ~ s or -s. If a block has an infinity or a NaN, s is NaN. The sign of value b
+// * width + c is bit b of byte c; a block has `width` bytes. The sum uses 16 lanes, with value i in
 // lane i mod 16. The lanes are then added in halves.
 #include "ops/codecs/sign.h"
 

@@ -33,8 +33,8 @@ class GlooLoops {
   [[nodiscard]] std::vector<GlooSocket> sockets() const;
 
   // Makes all files edge-triggered; files that are ready are reported once more. A working loop
-  // would lose
-  // events: it skips the event of a locked connection, and only this call reports it again.
+  // would lose events by this. It skips the event of a locked connection, and only another call
+  // reports it again.
   // drops_output: also stops waiting until a connection can send.
   // Returns whether a loop still exists.
   [[nodiscard]] bool quieten(bool drops_output) const;

@@ -1,0 +1,234 @@
+"""Bytes of hooks that call collectives of ``torch.distributed`` themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from rank_pool import RankPool
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import GradBucket, attach, collectives, hooks
+from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup
+
+_NUMEL = 64 * 32 + 32
+_FP32 = 4 * _NUMEL  # what each of two ranks sends of all gradients
+
+
+def _done(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def waits(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer)
+    return _done(buffer / 2)
+
+
+def returns_at_once(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / 2)
+
+
+def gathers(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    rows = [torch.empty_like(bucket.buffer()) for _ in range(2)]
+    dist.all_gather(rows, bucket.buffer())
+    return _done(torch.stack(rows).mean(0))
+
+
+def in_shards(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    own = torch.empty(bucket.buffer().numel() // 2)
+    dist.reduce_scatter_tensor(own, bucket.buffer())
+    whole = torch.empty_like(bucket.buffer())
+    dist.all_gather_into_tensor(whole, own / 2)
+    return _done(whole)
+
+
+def exchanges(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    got = torch.empty_like(bucket.buffer())
+    half = got.numel() // 2
+    dist.all_to_all_single(got, bucket.buffer(), [half, half], [half, half])
+    mean = (got[:half] + got[half:]) / 2
+    rows = [torch.empty_like(mean) for _ in range(2)]
+    dist.all_gather(rows, mean)
+    return _done(torch.cat(rows))
+
+
+def functionally(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    total = functional.all_reduce(bucket.buffer(), "sum", dist.group.WORLD)
+    return _done(functional.wait_tensor(total) / 2)
+
+
+def over_the_models_group(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=bucket.process_group())
+    return _done(buffer / 2)
+
+
+class OfAClass(hooks.Hook):
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return returns_at_once(None, bucket)
+
+    def __repr__(self) -> str:
+        return "OfAClass()"
+
+
+class Inside(hooks.Hook):
+    is_lossy = True
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return waits(None, bucket)
+
+    def __repr__(self) -> str:
+        return "Inside()"
+
+
+COUNTED: dict[str, Callable[[], Any]] = {
+    "waits": lambda: waits,
+    "returns at once": lambda: returns_at_once,
+    "gathers": lambda: gathers,
+    "in shards": lambda: in_shards,
+    "exchanges": lambda: exchanges,
+    "functional": lambda: functionally,
+    "the model's group": lambda: over_the_models_group,
+    "of a class": OfAClass,
+    "inside of another": lambda: hooks.clip(1e9, hook=Inside()),
+    "PyTorch's": lambda: default_hooks.allreduce_hook,
+}
+
+
+def late(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A callback issues the second half; of rank 0 on another thread."""
+    if dist.get_rank() == 1:
+        time.sleep(0.05)
+    half = bucket.buffer().numel() // 2
+    buffer = bucket.buffer()
+
+    def second(_: Any) -> torch.Tensor:
+        dist.all_reduce(buffer[half:])
+        return buffer / 2
+
+    return dist.all_reduce(buffer[:half], async_op=True).get_future().then(second)
+
+
+def _powersgd() -> tuple[Any, Any]:
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    return powerSGD_hook.powerSGD_hook, state
+
+
+def _train(rank: int, hook: Any, state: Any, in_ddp: bool, steps: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(64, 32)
+    if in_ddp:
+        model = DDP(model)
+    handle = attach(model, hook, state=state)
+    found: list[Any] = []
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.full((2, 64), float(rank))).sum().backward()
+        metric = torch.ones(1)
+        dist.all_reduce(metric)  # between steps, which is no hook's
+        stats = handle.stats()
+        found.append((stats.bytes_sent, stats.bytes_sent_last_step))
+    gradient = next(model.parameters()).grad
+    assert gradient is not None and torch.allclose(gradient, torch.ones_like(gradient))
+    handle.remove()
+    return found
+
+
+def _train_named(rank: int, name: str, in_ddp: bool) -> list[Any]:
+    return _train(rank, COUNTED[name](), None, in_ddp)
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_a_hook_sends_is_counted(name: str, in_ddp: bool, two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_train_named, name, in_ddp):
+        assert found == [(_FP32 * step, _FP32) for step in (1, 2, 3)]
+
+
+def _train_past(rank: int, kind: str, in_ddp: bool) -> list[Any]:
+    if kind == "late":
+        return _train(rank, late, None, in_ddp)
+    hook, state = _powersgd()
+    return _train(rank, hook, state, in_ddp, steps=4)
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
+def test_bytes_that_a_callback_sends_are_not_made_up(in_ddp: bool, two_ranks: RankPool) -> None:
+    found = two_ranks.run(_train_past, "late", in_ddp)
+    assert found[0] == [(None, None)] * 3
+    # A callback that runs at once, within the hook, is seen.
+    assert all(sent in (None, _FP32 * step) for step, (sent, _) in enumerate(found[1], 1))
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
+def test_pytorchs_powersgd_is_known_until_it_compresses(in_ddp: bool, two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_train_past, "powersgd", in_ddp):
+        assert found[0] == (_FP32, _FP32)
+        assert found[-1] == (None, None)
+
+
+def _around_others(rank: int) -> list[Any]:
+    """Recording groups, and collectives of the library, count for themselves."""
+    wrapper = WrapperProcessGroup(dist.group.WORLD)
+    recording = RecordingProcessGroup(dist.group.WORLD)
+
+    def of_a_wrapper(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        wrapper.allreduce([buffer]).wait()
+        return _done(buffer / 2)
+
+    def of_a_recording(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        recording.allreduce([buffer]).wait()
+        return _done(buffer / 2)
+
+    def of_the_library(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return collectives.all_reduce(bucket.buffer() / 2)
+
+    hooks_of = (of_a_wrapper, of_a_recording, of_the_library)
+    return [_train(rank, hook, None, False)[-1] for hook in hooks_of]
+
+
+def test_nothing_is_counted_twice(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_around_others):
+        assert found == [(3 * _FP32, _FP32)] * 3
+
+
+def _in_the_background(rank: int) -> tuple[Any, int]:
+    """No mode of PyTorch's is left on, and a hook's compiled code stays compiled."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        dist.all_reduce(buffer)
+        return _done(halved(buffer))
+
+    found = _train(rank, hook, None, False)
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    assert not is_in_torch_dispatch_mode()
+    return found[-1], len(compiled)
+
+
+def test_a_hook_with_compiled_code(two_ranks: RankPool) -> None:
+    for found, compiled in two_ranks.run(_in_the_background):
+        assert found == (3 * _FP32, _FP32) and compiled == 1
