@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -270,6 +271,47 @@ def test_what_is_refused(one_rank: None) -> None:
     ):
         with pytest.raises(ValueError, match="flat bytes on the CPU for each rank"):
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
+
+
+def _one_leaves_first(rank: int) -> list[bool]:
+    """Rank 1 stands still while rank 0 sends its message and closes its connections.
+
+    Then the message and the end of the connection reach rank 1 at the same time.
+    """
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    has_begun, found = torch.zeros(1), []
+    for _ in range(20):
+        group = dist.new_group()
+        exchanges = _C.Exchanges(group, group, False)
+        inputs = [message(rank, to, 100) for to in range(2)]
+        outputs = [torch.zeros(100, dtype=torch.uint8) for _ in range(2)]
+        place = exchanges.reserve()
+        exchanges.expect(outputs, place)  # so that messages need no answer
+        dist.barrier()
+        if rank == 1:
+            future = exchanges.start(inputs, outputs, torch.ones(1), place)
+            dist.send(has_begun, 0)
+            future.wait()
+            exchanges.stop()
+            dist.destroy_process_group(group)
+        else:
+            dist.recv(has_begun, 1)
+            os.kill(int(pids[1]), signal.SIGSTOP)
+            try:
+                exchanges.start(inputs, outputs, torch.ones(1), place).wait()
+                exchanges.stop()
+                dist.destroy_process_group(group)
+                del exchanges, group  # which closes the connections
+            finally:
+                os.kill(int(pids[1]), signal.SIGCONT)
+        found.append(outputs[1 - rank].equal(message(1 - rank, rank, 100)))
+        dist.barrier()
+    return found
+
+
+def test_a_message_counts_whose_sender_has_left(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_one_leaves_first) == [[True] * 20] * 2
 
 
 # ---- what is expected ----------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from typing import Any
 
@@ -129,42 +127,6 @@ def _comes_late(rank: int) -> str:
 
 def test_the_future_tells_of_a_closed_connection(two_ranks: RankPool) -> None:
     assert all("gloo" in said for said in two_ranks.run(_comes_late))
-
-
-def _one_leaves_first(rank: int) -> list[float]:
-    """Rank 1 stands still while rank 0 sends its message and closes its connections.
-
-    Then the message and the end of the connection reach rank 1 at the same time.
-    """
-    found = []
-    pids = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(2)]
-    dist.all_gather(pids, torch.tensor([os.getpid()], dtype=torch.int64, device="cpu"))
-    other = int(pids[1 - rank])
-    for _ in range(20):
-        group = dist.new_group([0, 1])
-        compressed_all_reduce(X, TOPK, group=group).wait()
-        if rank == 1:
-            future = compressed_all_reduce(X, TOPK, group=group)
-            dist.send(pids[0], 0)  # it has been issued
-            found.append(future.wait().sum().item())
-            dist.destroy_process_group(group)
-        else:
-            dist.recv(pids[0], 1)
-            os.kill(other, signal.SIGSTOP)
-            try:
-                found.append(compressed_all_reduce(X, TOPK, group=group).wait().sum().item())
-                dist.destroy_process_group(group)
-                del group  # which closes them
-            finally:
-                os.kill(other, signal.SIGCONT)
-        dist.barrier()
-    return found
-
-
-def test_a_message_counts_whose_sender_has_left(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_one_leaves_first)
-    assert first == second
-    assert len(set(first)) == 1
 
 
 def _group_goes_first(rank: int, inner: Codec) -> int:
