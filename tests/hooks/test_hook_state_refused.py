@@ -105,7 +105,7 @@ def test_ranks_that_disagree_change_nothing(two_ranks: RankPool) -> None:
         "ranks: this one has 1, rank 1 has 2"
     )
     assert first[1].startswith("RuntimeError: HookHandle.load_state_dict: it failed on rank 1: ")
-    assert second[1].startswith("ValueError: load_state_dict: the state must be what")
+    assert second[1].startswith("ValueError: load_state_dict: the state must come from")
     assert first[2].startswith("RuntimeError: HookHandle.replace: the hook must be the same")
     assert first[3].startswith("TypeError")
     assert second[3].startswith("RuntimeError: HookHandle.replace: it failed on rank 0: TypeError")
