@@ -154,9 +154,9 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
         assert run.wait() == 0, run.stderr
     with start_train("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed) as run:
         assert run.wait() == 0, run.stderr
-    # Where ranks are apart in the end, the hook says so when it is taken off.
+    # Where ranks are apart in the end, the hook says so when it is removed.
     said = run.stderr + "".join(log.read_text() for log in (resumed / "out").glob("rank*.log"))
-    assert "were together" not in said
+    assert "the ranks' last exchange" not in said
     expected, got = read_checkpoint(straight / "s-10.pt"), read_checkpoint(resumed / "last.pt")
     _assert_same_weights(expected, got)
     first, second = (state["optimizer"] for state in expected.rank_states)

@@ -116,7 +116,7 @@ def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
         else:
             symmetric.give_up(group)
         for each in buffers:
-            with pytest.raises(RuntimeError, match=r"rank [012] of the group has not come"):
+            with pytest.raises(RuntimeError, match=r"rank [012] of the group did not reach"):
                 total(each)
     step.fail("this step has failed")
     dist.destroy_process_group(group)

@@ -80,7 +80,7 @@ def test_what_changes_on_the_host_is_refused() -> None:
     own = Training("module", hooks.after(9, hooks.blockwise(8)), "cuda")
     own.run(0, WARM["module"], own.step)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="is yet to come"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="is still to come"), torch.cuda.graph(graph):
         own.step()
     own.handle.remove()
 

@@ -533,7 +533,7 @@ def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) ->
 def test_a_slow_rank_is_left_out(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     rank = found["own"][slow["rank"]]
-    assert f"(rank {rank}), which was too slow in" in found["said"][slow["rank"]]
+    assert f"(rank {rank}), because it was too slow in" in found["said"][slow["rank"]]
     for said, stats in zip(found["said"], found["stats"], strict=True):
         if said == "done":
             (event,) = stats["membership"]

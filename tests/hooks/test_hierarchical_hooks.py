@@ -157,7 +157,7 @@ def test_groups_of_hierarchical_hooks_are_checked() -> None:
         some = hooks.hierarchical(
             codecs.sign(), intra_group=groups["intra_group"], inter_group=alone
         )
-        with pytest.raises(ValueError, match=r"must take in all 4 ranks .* got 1 nodes of 2 ranks"):
+        with pytest.raises(ValueError, match=r"must have all 4 ranks .* got 1 nodes of 2 ranks"):
             attach(nn.Linear(3, 2), some)
 
     run_ranks(on_rank, 4)
@@ -202,11 +202,11 @@ def _refused_late(rank: int, on_ddp: bool) -> float:
     made = nn.parallel.DistributedDataParallel(model) if on_ddp else model
     small = hooks.hierarchical(codecs.sign(), intra_group=alone, inter_group=alone)
     for hook in (small, hooks.local_sgd(2, hook=small)):
-        with pytest.raises(ValueError, match="must take in all 2 ranks"):
+        with pytest.raises(ValueError, match="must have all 2 ranks"):
             attach(made, hook)
     handle = attach(made, hooks.allreduce())
     for hook in (small, hooks.local_sgd(2, hook=small)):
-        with pytest.raises(ValueError, match="must take in all 2 ranks"):
+        with pytest.raises(ValueError, match="must have all 2 ranks"):
             handle.replace(hook)
     assert handle.is_attached and repr(handle) == "HookHandle(allreduce(), attached)"
     made(torch.full((1, 1), rank + 1.0)).sum().backward()

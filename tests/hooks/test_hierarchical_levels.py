@@ -347,7 +347,7 @@ def test_what_is_refused_when_attached() -> None:
         hook = hooks.hierarchical(codecs.sign(), levels=["a=b"])
         attach(model, hook).remove()
         half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        with pytest.raises(RuntimeError, match="make a hook for each process group"):
+        with pytest.raises(RuntimeError, match="make one hook for each process group"):
             attach(model, hook, process_group=half)
         other = hooks.hierarchical(codecs.sign(), levels=["a=b"][: rank + 1] * (1 + (rank == 3)))
         with pytest.raises(RuntimeError, match="hook must be the same on all ranks"):

@@ -39,7 +39,7 @@ def _wrong(rank: int) -> None:
         ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
         ({"buckets": None}, "buckets must be of type list"),
         ({"buckets": [[]]}, "buckets must be lists of the model's parameters"),
-        ({"version": torch.ones(2)}, "must be what HookHandle.state_dict"),
+        ({"version": torch.ones(2)}, "must come from HookHandle.state_dict"),
         ({"world_size": torch.ones(2)}, "must be of 2 ranks"),
         ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
         ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
@@ -56,7 +56,7 @@ def _wrong(rank: int) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             handle.load_state_dict({**state, **change})
-    with pytest.raises(ValueError, match=r"must be what HookHandle\.state_dict"):
+    with pytest.raises(ValueError, match=r"must come from HookHandle\.state_dict"):
         handle.load_state_dict([])  # type: ignore[arg-type]
     assert torch.equal(handle.state_dict()[f"rank{rank}"]["error"]["0.weight"], before)
     handle.remove()
@@ -67,7 +67,7 @@ def _wrong(rank: int) -> None:
     assert handle.state_dict() == {}
     handle.load_state_dict({})
     for nothing in (None, [], 0):
-        with pytest.raises(ValueError, match=r"must be what HookHandle\.state_dict"):
+        with pytest.raises(ValueError, match=r"must come from HookHandle\.state_dict"):
             handle.load_state_dict(nothing)  # type: ignore[arg-type]
     handle.remove()
 
@@ -105,7 +105,7 @@ def test_ranks_that_disagree_change_nothing(two_ranks: RankPool) -> None:
         "ranks: this one has 1, rank 1 has 2"
     )
     assert first[1].startswith("RuntimeError: HookHandle.load_state_dict: it failed on rank 1: ")
-    assert second[1].startswith("ValueError: load_state_dict: the state must be what")
+    assert second[1].startswith("ValueError: load_state_dict: the state must come from")
     assert first[2].startswith("RuntimeError: HookHandle.replace: the hook must be the same")
     assert first[3].startswith("TypeError")
     assert second[3].startswith("RuntimeError: HookHandle.replace: it failed on rank 0: TypeError")

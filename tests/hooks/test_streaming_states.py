@@ -172,7 +172,7 @@ class TestStatesThatDoNotFit:
                 "an int from 0 to .*, fragment, got None",
             ),
             ({"rank0": {k: v for k, v in own.items() if k != "local_sgd_mean"}}, "got None"),
-            ({"rank0": {**own, "local_sgd_mean": [1]}}, "by name, got list"),
+            ({"rank0": {**own, "local_sgd_mean": [1]}}, "was running, got list"),
             (
                 {"rank0": {**own, "local_sgd_mean": {**means, name: torch.ones(3)}}},
                 rf"'local_sgd_mean' of parameter '{name}' must be of shape .* got \[3\]",

@@ -60,7 +60,7 @@ def _strange_errors(run: Outcome) -> Iterator[str]:
     for trainer in run.trainers:
         said = trainer.said
         if not isinstance(said, BaseException) or isinstance(said, _DOCUMENTED):
-            if isinstance(said, LeftOutError) and "no results" in str(said):
+            if isinstance(said, LeftOutError) and "lacks its results" in str(said):
                 yield f"process {trainer.process.number}: {said}"
             continue
         if "store: no answer" not in str(said) or not run.loses_store:

@@ -320,7 +320,7 @@ def test_fewer_replicas_go_on_from_their_mean(four_ranks: RankPool, two_ranks: R
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(shared1=3), "alike must be a dict, got 3"),
+        (lambda state: state.update(shared1=3), "replicas must be a dict, got 3"),
         (lambda state: state.update(shared1={"local_sgd_anchor": 3}), "dict by parameter"),
         (
             lambda state: state["shared1"]["local_sgd_anchor"].update({"0.weight": 3}),

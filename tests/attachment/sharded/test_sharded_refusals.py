@@ -242,7 +242,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "shard_hook that keeps replicas apart": (
         _settings(shard_hook=lambda: hooks.local_sgd(2)),
         "hsdp-4",
-        "and 'local_sgd(2)' cannot; give it as hook=",
+        "but 'local_sgd(2)' cannot; give it as hook=",
     ),
     "shard_hook that clips": (
         _settings(shard_hook=lambda: hooks.clip(1.0)),

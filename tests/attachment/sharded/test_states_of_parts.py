@@ -193,6 +193,6 @@ def _state_of_another_part(rank: int) -> list[str]:
 def test_a_state_of_another_part(ranks: RankPool, place: str) -> None:
     for rank, said in enumerate(ranks.run(_state_of_another_part)):
         assert len(said) == 3
-        assert f"must be that of part {rank % 2}" in said[0]
+        assert f"must contain part {rank % 2}" in said[0]
         assert "must be of 2 parts" in said[1]
         assert "tensor parallelism" in said[2]
