@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md`` from the stored results of the long runs: ``make results``."""
+"""Writes ``docs/results.md`` from the stored results of long runs: ``make results`` after a run."""
 
 from __future__ import annotations
 
