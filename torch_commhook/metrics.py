@@ -359,7 +359,8 @@ def count_bucket(
 
 def forget_bytes(stats: HookStats) -> None:
     """Let what was sent and received be unknown, since not everything was counted."""
-    for counted in (stats, *stats.buckets):
+    known: list[HookStats | BucketStats] = [stats, *stats.buckets]
+    for counted in known:
         counted.bytes_sent = counted.bytes_sent_last_step = None
         counted.bytes_received = counted.bytes_received_last_step = None
 

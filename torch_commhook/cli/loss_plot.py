@@ -115,8 +115,8 @@ def _draw_curve(axes: Axes, result: RunResult, panel: _Panel, style: dict[str, A
     losses = [record.loss for record in result.records]
     smooth = smoothed(losses)
     shown = [i for i, place in enumerate(places) if place is not None]
+    x = [place for place in places if place is not None]
     label = "no hook" if is_no_hook(result.hook) else result.hook
-    x = [places[i] for i in shown]
     raw = {"color": style["color"], "linewidth": 0.8, "alpha": 0.3, "zorder": 1.0}
     axes.plot(x, [losses[i] for i in shown], **raw)
     axes.plot(x, [smooth[i] for i in shown], label=label, **style)

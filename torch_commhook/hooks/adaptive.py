@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def __init__(self, budget: int, *, every: int = 100, block_size: int = 256) -> None:
         super().__init__()
-        for name, value in (("budget", budget), ("every", every)):
+        given: tuple[tuple[str, Any], ...] = (("budget", budget), ("every", every))
+        for name, value in given:
             if not isinstance(value, int) or isinstance(value, bool):
                 whole = isinstance(value, float) and value.is_integer()
                 raise TypeError(

@@ -88,8 +88,7 @@ class SeenCollectives:
         try:
             with _lock:
                 if all(place.group() is not group for place in self._places):
-                    issued = group._get_sequence_number_for_group()
-                    place = _Place(weakref.ref(group), issued, _begun.get(group, 0))
+                    place = _Place(weakref.ref(group), _issued(group), _begun.get(group, 0))
                     self._places.append(place)
                 _begun[group] = _begun.get(group, 0) + 1
             self._bytes += call.bytes_sent(group.rank(), group.size())
@@ -131,9 +130,15 @@ def _unseen(places: Sequence[_Place]) -> int:
     for place in places:
         group = place.group()
         if group is not None:
-            issued = group._get_sequence_number_for_group() - place.issued
+            issued = _issued(group) - place.issued
             with _lock:  # after the group's own count: one that begins now is no more than begun
                 count += issued - (_begun.get(group, 0) - place.begun)
+    return count
+
+
+def _issued(group: Any) -> int:
+    """How many collectives a group has issued, by its own count."""
+    count: int = group._get_sequence_number_for_group()
     return count
 
 
