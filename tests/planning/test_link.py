@@ -94,9 +94,9 @@ class MadeUpWire(Wire):
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         self.flows += 1
-        rate = RATE / 2 if self.flows <= self.slow_flows else RATE
-        each = nbytes * self.others / rate
-        return [self.delay + each * (number + 1) for number in range(count)]
+        rate = RATE * min(1.0, (self.flows + 1) / (self.slow_flows + 1))
+        each = nbytes / rate
+        return [self.delay + each * (number + 1) for number in range(count * self.others)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)
@@ -120,9 +120,24 @@ def test_a_flow_ends_in_time() -> None:
     assert wire.flows == 2
 
 
+class UnevenWire(MadeUpWire):
+    """One whose second rank sees half of each number."""
+
+    def shared(self, *values: float) -> torch.Tensor:
+        found = super().shared(*values)
+        found[1] /= 2
+        return found
+
+
+def test_the_slowest_rank_counts() -> None:
+    wire = UnevenWire(0.001)
+    assert measure_rate(wire, 0.002, 5.0) == pytest.approx(RATE / 2 * 8 / PAYLOAD, rel=1e-3)
+    assert measure_round_trip(wire, 0.1) == pytest.approx(0.002, rel=0.05)
+
+
 @pytest.mark.parametrize("delay", [0.0001, 0.025])
 def test_a_round_trip_is_the_least(delay: float) -> None:
-    assert measure_round_trip(MadeUpWire(delay)) == pytest.approx(2 * delay, rel=0.05)
+    assert measure_round_trip(MadeUpWire(delay), 0.1) == pytest.approx(2 * delay, rel=0.05)
 
 
 # ---- what comes out ------------------------------------------------------------------------------
