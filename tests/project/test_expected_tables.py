@@ -81,7 +81,9 @@ local_sgd(4)                              100 kB   83.6 ms    30.0 ms  163.6 ms 
             *("--hooks", "none", "cast()", "topk(0.01)", "error_feedback(powersgd(rank=4))"),
             "local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))",
         )
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 Take local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4))): a step of 5.4 s
 instead of 6744 s with a plain all-reduce, since a rank sends 71.1 MB in a step instead of 55.1 GB:
 5.9 ms on the link instead of 4.6 s. Without communication a step takes 4.0 s. Ranks then take steps
@@ -96,7 +98,8 @@ error_feedback(powersgd(rank=4))                                                
 local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))        71.1 MB         288 MB       2022           78         21.4  5.9 ms    30.0 ms     5.37 s     0.00    yes
 Warning: topk(0.01): most of each gradient is lost, and nothing of it is sent later: use
 error_feedback.
-""")
+""",
+        )
 
     def test_a_model_in_shards(self) -> None:
         text = planned(
