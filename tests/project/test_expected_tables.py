@@ -144,8 +144,8 @@ cast(), shard_hook=error_feedback(sign()), weights=blockwise()                  
 error_feedback(blockwise(bits=4)), shard_hook=error_feedback(sign()), weights=blockwise()         6.46 kB           50.8 kB       0 B           25.9 kB   22.1 ms    30.0 ms   52.1 ms     0.26  hurts
 error_feedback(blockwise(bits=4)) remembers 300 kB on each rank: what it has lost of the gradients of the rank's own shard
 shard_hook remembers 400 kB on each rank: what it has lost of the gradients of all shards
-Warning: allreduce(), shard_hook=error_feedback(sign()), weights=blockwise(), cast(),
-shard_hook=error_feedback(sign()), weights=blockwise(), error_feedback(blockwise(bits=4)),
+Warning: allreduce(), shard_hook=error_feedback(sign()), weights=blockwise(); cast(),
+shard_hook=error_feedback(sign()), weights=blockwise(); error_feedback(blockwise(bits=4)),
 shard_hook=error_feedback(sign()), weights=blockwise(): error feedback on gradients hurts under
 AdamW, which takes the error that a step sends late for a large gradient. train's transformer, after
 61 steps: loss 3.33 with allreduce(), 4.01 with topk(0.01), 5.00 with error_feedback(topk(0.01)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from torch_commhook import hooks
+from torch_commhook import codecs, hooks
 from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
@@ -111,12 +111,12 @@ _KINDS: dict[type, int] = {
     hooks.adaptive: _FOUR_BITS,
     hooks.powersgd: _LOW_RANK,
 }
-_CODECS = {
-    "fp8": _EIGHT_BITS,
-    "topk": _FEW,
-    "chunk_topk": _FEW,
-    "randomk": _FEW,
-    "sign": _BIT,
+_CODECS: dict[type, int] = {
+    codecs.fp8: _EIGHT_BITS,
+    codecs.topk: _FEW,
+    codecs.chunk_topk: _FEW,
+    codecs.randomk: _FEW,
+    codecs.sign: _BIT,
 }
 _BITS = {8: _EIGHT_BITS, 4: _FOUR_BITS, 2: _BIT}
 
@@ -169,8 +169,9 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
 
 def _kind_of(hook: Any) -> int | None:
     if isinstance(hook, (hooks.compressed, hooks.hierarchical)):
-        name = type(hook.codec).__name__
-        return _BITS.get(hook.codec.bits) if name == "blockwise" else _CODECS.get(name)
+        if isinstance(hook.codec, codecs.blockwise):
+            return _BITS[hook.codec.bits]
+        return _CODECS.get(type(hook.codec))
     return _KINDS.get(type(hook))
 
 
