@@ -76,7 +76,22 @@ class Wire:
         sent, received = self._buffers(nbytes, 1)
         self.shared(0.0)  # all ranks begin
         begun = time.perf_counter()
-        self._issue(sent, received[0]).wait()
+        self._issue(sent, received[0], [nbytes] * self.ranks).wait()
+        self._synchronize()
+        return time.perf_counter() - begun
+
+    def trip(self, distance: int) -> float:
+        """How long the smallest message to one rank, and one from another, take, on this rank.
+
+        Args:
+            distance: to the rank that is sent to, from 1 on, and from the rank that sends.
+        """
+        sent, received = self._buffers(1, 1)
+        sends, gets = [0] * self.ranks, [0] * self.ranks
+        sends[(self._rank + distance) % self.ranks] = gets[(self._rank - distance) % self.ranks] = 1
+        self.shared(0.0)
+        begun = time.perf_counter()
+        self._issue(sent[:1], received[0][:1], sends, gets).wait()
         self._synchronize()
         return time.perf_counter() - begun
 
@@ -100,7 +115,7 @@ class Wire:
             return self._exchanged(sent, received)
         self.shared(0.0)
         begun = time.perf_counter()
-        futures = [self._issue(sent, row) for row in received]
+        futures = [self._issue(sent, row, [nbytes] * self.ranks) for row in received]
         found = []
         for future in futures:
             future.wait()
@@ -132,10 +147,16 @@ class Wire:
         received = self._bytes("received", total * count).view(count, total)
         return self._bytes("sent", total), list(received)
 
-    def _issue(self, sent: Tensor, received: Tensor) -> torch.futures.Future[Tensor]:
-        splits = [sent.numel() // self.others] * self.ranks
-        splits[self._rank] = 0
-        return issue_all_to_all(sent, splits, splits, received, self.group)
+    def _issue(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sends: list[int],
+        gets: list[int] | None = None,
+    ) -> torch.futures.Future[Tensor]:
+        """Send bytes to each other rank, and get some from each, by default as many."""
+        sends[self._rank] = 0
+        return issue_all_to_all(sent, sends, gets or sends, received, self.group)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
