@@ -40,9 +40,9 @@ SECONDS = 5.0
 MOST_BYTES = 1 << 26
 #: Of the measurement of a round trip: the least tries, and the most, and the share of the time for
 #: those between. A busy machine makes many of them longer, and none shorter.
-_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 4, 100, 0.1
-#: At which ranks are tried.
-_MOST_DISTANCES = 5
+_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.1
+#: Of whom each is tried with each other one.
+_FEW_RANKS = 4
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
@@ -176,28 +176,38 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
 
 
 def measure_round_trip(wire: Wire, seconds: float) -> float:
-    """The round trip between the two ranks that are farthest apart, in seconds.
+    """The longest round trip between two ranks, in seconds.
 
-    Of each two ranks it is the least of some. Where no receiver asks for its message, it is twice
-    the time of one message.
+    Of each two it is the least of some tries. Where no receiver asks for its message, it is twice
+    the time of one message. Among many ranks each is tried with two others.
 
     Args:
         wire: the ranks.
         seconds: after which no try begins, once there were a few.
     """
     begun = time.perf_counter()
-    step = -(-wire.others // _MOST_DISTANCES)
-    distances = range(1, wire.ranks, step)
-    least = torch.full((len(distances), wire.ranks), math.inf, dtype=torch.float64, device="cpu")
+    least = dict.fromkeys(pairs_of(wire.ranks), math.inf)
     for tries in range(_MOST_TRIES):
         elapsed = 0.0
-        for place, distance in enumerate(distances):
-            found = wire.shared(wire.trip(distance), time.perf_counter() - begun)
-            least[place] = least[place].minimum(found[:, 0])
-            elapsed = float(found[:, 1].max())
+        for pair in least:
+            found = wire.shared(wire.trip(*pair), time.perf_counter() - begun)
+            trip, elapsed = found.amax(0).tolist()
+            least[pair] = min(least[pair], trip)
         if tries + 1 >= _LEAST_TRIES and elapsed > seconds:
             break
-    return float(least.max()) * (1 if wire.is_asked else 2)
+    return max(least.values()) * (1 if wire.is_asked else 2)
+
+
+def pairs_of(ranks: int) -> list[tuple[int, int]]:
+    """The ranks that are tried together: all of a few, of many each with the next and the opposite.
+
+    Opposite ranks are on different hosts if consecutive ones share hosts.
+    """
+    if ranks <= _FEW_RANKS:
+        return [(first, second) for second in range(ranks) for first in range(second)]
+    half = ranks // 2
+    neighbours = [(first, (first + 1) % ranks) for first in range(0, ranks, 2)]
+    return [*((first, first + half) for first in range(ranks - half)), *neighbours]
 
 
 def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:

@@ -80,20 +80,21 @@ class Wire:
         self._synchronize()
         return time.perf_counter() - begun
 
-    def trip(self, distance: int) -> float:
-        """How long the smallest message to one rank, and one from another, take, on this rank.
+    def trip(self, first: int, second: int) -> float:
+        """How long the smallest message takes from each of two ranks to the other.
 
-        Args:
-            distance: to the rank that is sent to, from 1 on, and from the rank that sends.
+        Others send nothing, and get 0. So ranks that share processors do not wait for these.
         """
         sent, received = self._buffers(1, 1)
-        sends, gets = [0] * self.ranks, [0] * self.ranks
-        sends[(self._rank + distance) % self.ranks] = gets[(self._rank - distance) % self.ranks] = 1
+        splits = [0] * self.ranks
+        if self._rank in (first, second):
+            splits[first + second - self._rank] = 1
+        count = sum(splits)
         self.shared(0.0)
         begun = time.perf_counter()
-        self._issue(sent[:1], received[0][:1], sends, gets).wait()
+        self._issue(sent[:count], received[0][:count], splits).wait()
         self._synchronize()
-        return time.perf_counter() - begun
+        return (time.perf_counter() - begun) * count
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         """When each of many messages has come that are under way at once, in order.
@@ -148,15 +149,11 @@ class Wire:
         return self._bytes("sent", total), list(received)
 
     def _issue(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sends: list[int],
-        gets: list[int] | None = None,
+        self, sent: Tensor, received: Tensor, splits: list[int]
     ) -> torch.futures.Future[Tensor]:
-        """Send bytes to each other rank, and get some from each, by default as many."""
-        sends[self._rank] = 0
-        return issue_all_to_all(sent, sends, gets or sends, received, self.group)
+        """Send so many bytes to each other rank, and get as many from it."""
+        splits[self._rank] = 0
+        return issue_all_to_all(sent, splits, splits, received, self.group)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
