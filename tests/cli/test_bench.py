@@ -168,7 +168,7 @@ class MadeUpWire(Wire):
     def seconds(self, nbytes: int) -> float:
         return 0.01 + nbytes * self.others / 1e6
 
-    def trip(self, first: int, second: int) -> float:
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
         return 0.01
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:

@@ -90,7 +90,7 @@ class MadeUpWire(Wire):
         self.device = torch.device("cpu")
         self.flows = 0
 
-    def trip(self, first: int, second: int) -> float:
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
         return 2 * self.delay
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
@@ -137,7 +137,7 @@ class FarWire(MadeUpWire):
         super().__init__(0.001, 3)
         self.tries = 0
 
-    def trip(self, first: int, second: int) -> float:
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
         self.tries += 1
         return (0.05 if 2 in (first, second) else 0.002) * (1 + self.tries % 2)
 

@@ -40,9 +40,11 @@ SECONDS = 5.0
 MOST_BYTES = 1 << 26
 #: Of the measurement of a round trip: the least tries, and the most, and the share of the time for
 #: those between. A busy machine makes many of them longer, and none shorter.
-_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.1
+_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.2
 #: Of whom each is tried with each other one.
 _FEW_RANKS = 4
+#: Seconds that other ranks wait meanwhile.
+_LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
@@ -165,7 +167,7 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
         raise ValueError(f"measure_link: seconds must be positive and finite, got {seconds}")
     round_trip = measure_round_trip(wire, seconds * _TRY_SHARE)
     is_far = round_trip >= _FAR_SECONDS and _can_connect(wire.group)
-    share = seconds / (2 if is_far else 1)
+    share = seconds * (1 - 2 * _TRY_SHARE) / (2 if is_far else 1)
     rates = {1: measure_rate(wire, round_trip, share)}
     if is_far:
         with _more_connections(wire):
@@ -190,7 +192,8 @@ def measure_round_trip(wire: Wire, seconds: float) -> float:
     for tries in range(_MOST_TRIES):
         elapsed = 0.0
         for pair in least:
-            found = wire.shared(wire.trip(*pair), time.perf_counter() - begun)
+            quiet = min(2 * min(least.values()) + _LEAST_QUIET, _MOST_QUIET)
+            found = wire.shared(wire.trip(*pair, quiet), time.perf_counter() - begun)
             trip, elapsed = found.amax(0).tolist()
             least[pair] = min(least[pair], trip)
         if tries + 1 >= _LEAST_TRIES and elapsed > seconds:

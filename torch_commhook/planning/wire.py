@@ -80,10 +80,14 @@ class Wire:
         self._synchronize()
         return time.perf_counter() - begun
 
-    def trip(self, first: int, second: int) -> float:
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
         """How long the smallest message takes from each of two ranks to the other.
 
-        Others send nothing, and get 0. So ranks that share processors do not wait for these.
+        Others send nothing, and get 0.
+
+        Args:
+            first, second: ranks.
+            quiet_seconds: that the others do nothing, since they may share processors.
         """
         sent, received = self._buffers(1, 1)
         splits = [0] * self.ranks
@@ -94,7 +98,10 @@ class Wire:
         begun = time.perf_counter()
         self._issue(sent[:count], received[0][:count], splits).wait()
         self._synchronize()
-        return (time.perf_counter() - begun) * count
+        if not count:
+            time.sleep(quiet_seconds)
+            return 0.0
+        return time.perf_counter() - begun
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         """When each of many messages has come that are under way at once, in order.
