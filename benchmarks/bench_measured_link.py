@@ -23,8 +23,9 @@ from torch_commhook.planning import LinkFile
 RESULT = FOLDER / "results" / "bench_measured_link.json"
 #: Share of the truth by which a rate, or a round trip, may be off.
 MOST_OFF = 0.10
-#: By so many milliseconds a round trip may be longer, if that is more: one of 0 ms takes some time.
-MOST_LONGER_MS = 1.0
+#: By so many milliseconds for each host a round trip may be longer, if that is more. Messages take
+#: some time to get through the hosts, which all share the processors of this machine.
+MOST_LONGER_MS = 0.5
 RATES = ("100mbit", "200mbit", "1gbit")
 ROUND_TRIPS_MS = (0.0, 10.0, 50.0)
 #: The most that all links of more than two hosts carry together: this machine has to carry all.
@@ -73,7 +74,7 @@ class Row(Case):
     @property
     def holds(self) -> bool:
         """Whether all runs are near enough to the truth."""
-        most = max(MOST_OFF * self.round_trip_ms, MOST_LONGER_MS)
+        most = max(MOST_OFF * self.round_trip_ms, MOST_LONGER_MS * self.hosts)
         return abs(self.rate_off) <= MOST_OFF and abs(self.round_trip_off_ms) <= most
 
 
@@ -122,7 +123,7 @@ def _print_errors(rank: int, is_error: bool, line: bytes) -> None:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """Measure all links, and print each."""
-    print("| hosts | rate | measured | round trip | measured | within 10% |")
+    print("| hosts | rate | measured | round trip | measured | near |")
     print("|---|---|---|---|---|---|")
     rows = []
     for case in cases(options):
@@ -149,7 +150,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def store(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """Write the result; 1 where a link was measured wrongly."""
     right = sum(row.holds for row in rows)
-    print(f"{right} of {len(rows)} links are measured within {MOST_OFF:.0%}.")
+    print(f"{right} of {len(rows)} links are measured as they are.")
     document = {
         "name": "bench_measured_link",
         "environment": {**environment("cpu"), "congestion_control": congestion_control()},
