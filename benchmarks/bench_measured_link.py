@@ -122,13 +122,14 @@ def _print_errors(rank: int, is_error: bool, line: bytes) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Measure all links, and print each."""
+    """Measure all links; print and store each, so that a run may be ended early."""
     print("| hosts | rate | measured | round trip | measured | near |")
     print("|---|---|---|---|---|---|")
     rows = []
     for case in cases(options):
         rows.append(measure(case, options))
         print("| " + " | ".join(cells(asdict(rows[-1]))) + " |", flush=True)
+        store(rows, options)
     return rows
 
 
@@ -147,10 +148,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def store(rows: Sequence[Row], options: argparse.Namespace) -> int:
-    """Write the result; 1 where a link was measured wrongly."""
-    right = sum(row.holds for row in rows)
-    print(f"{right} of {len(rows)} links are measured as they are.")
+def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write what was measured so far."""
     document = {
         "name": "bench_measured_link",
         "environment": {**environment("cpu"), "congestion_control": congestion_control()},
@@ -158,6 +157,12 @@ def store(rows: Sequence[Row], options: argparse.Namespace) -> int:
         "rows": [asdict(row) for row in rows],
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def judge(rows: Sequence[Row]) -> int:
+    """Say how many links were measured well; the exit status, 1 where one was not."""
+    right = sum(row.holds for row in rows)
+    print(f"{right} of {len(rows)} links are measured as they are.")
     return 0 if right == len(rows) else 1
 
 
@@ -185,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=2, help="how often each is measured (default: 2)")
     add("--out", type=Path, default=RESULT, metavar="FILE", help="where to store the results")
     options = parser.parse_args(arguments)
-    return finish("bench_measured_link", lambda: run(options), lambda rows: store(rows, options))
+    return finish("bench_measured_link", lambda: run(options), judge)
 
 
 if __name__ == "__main__":
