@@ -18,6 +18,7 @@ from torch_commhook.planning.link import (
     measure_figures,
     measure_rate,
     measure_round_trip,
+    pairs_of,
     steady_rate,
 )
 from torch_commhook.planning.wire import Wire
@@ -89,8 +90,8 @@ class MadeUpWire(Wire):
         self.device = torch.device("cpu")
         self.flows = 0
 
-    def seconds(self, nbytes: int) -> float:
-        return 2 * self.delay + nbytes * self.others / RATE
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        return 2 * self.delay
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         self.flows += 1
@@ -118,6 +119,31 @@ def test_a_flow_ends_in_time() -> None:
     wire = MadeUpWire(0.001)
     measure_rate(wire, 0.002, 1e-9)
     assert wire.flows == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 9, 64])
+def test_each_rank_is_tried_with_another(ranks: int) -> None:
+    found = pairs_of(ranks)
+    assert len(found) <= 2 * ranks and len(set(found)) == len(found)
+    assert {rank for pair in found for rank in pair} == set(range(ranks))
+    assert all(first != second and max(first, second) < ranks for first, second in found)
+    assert (0, ranks // 2) in found
+
+
+class FarWire(MadeUpWire):
+    """One on which rank 2 is far, and each other try is disturbed."""
+
+    def __init__(self) -> None:
+        super().__init__(0.001, 3)
+        self.tries = 0
+
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        self.tries += 1
+        return (0.05 if 2 in (first, second) else 0.002) * (1 + self.tries % 2)
+
+
+def test_a_round_trip_is_that_of_the_two_farthest_ranks() -> None:
+    assert measure_round_trip(FarWire(), 0.1) == 0.05
 
 
 class UnevenWire(MadeUpWire):
