@@ -35,7 +35,8 @@ from torch_commhook.planning.wire import Wire
 LEAST_GAIN = 0.05
 #: Steps that differ by less take as long, and the hook of the least error is taken.
 _AS_FAST = 0.02
-#: That the rate of the link is measured for.
+#: The time for measuring the link's round trip, and its rate.
+_ROUND_TRIP_SECONDS = 0.3
 _LINK_SECONDS = 1.5
 #: Calls of a hook, of which the last shows its error: low-rank factors get better.
 _CALLS = 2
@@ -188,7 +189,7 @@ def choose_hook(
     if len(allowed) == 1:
         found = [Candidate(*each) for each in zip(names, errors, strict=True)]
         return _told(choose(found, max_error), found)
-    round_trip = measure_round_trip(wire)
+    round_trip = measure_round_trip(wire, _ROUND_TRIP_SECONDS)
     rate = measure_rate(wire, round_trip, _LINK_SECONDS)
     if not 0 < rate < math.inf:
         return Choice(0, "the link has no rate that could be measured")
@@ -238,7 +239,7 @@ def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measur
     """What :func:`measure` gives for float32; None where a hook cannot be measured."""
     parameters = []
     for bucket in buckets:
-        names = bucket.names or [None] * len(bucket.layout.sizes)
+        names: Sequence[str | None] = bucket.names or [None] * len(bucket.layout.sizes)
         sizes = zip(bucket.layout.sizes, names, strict=True)
         parameters += [Parameter(tuple(size), name) for size, name in sizes]
     parameters.reverse()  # the last layers come first in a backward
