@@ -12,10 +12,20 @@ from rank_pool import RankPool
 
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.step.rendezvous import Reason
-from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import PeerError, StepGroup
 
 #: The pool gives up sooner.
 _COLLECTIVES_MAY_TAKE = timedelta(minutes=10)
+
+
+def _error_of_a_closed(group: dist.ProcessGroup) -> RuntimeError:
+    """The error for a message over a group that another thread is closing."""
+    while True:
+        try:
+            group.send([torch.zeros(1)], 1, 0).wait()
+        except RuntimeError as error:
+            if "Could not retrieve or create the backend" in str(error):
+                return error
 
 
 def _one_does_not_come(rank: int) -> Reason | None:
@@ -41,12 +51,13 @@ def _one_does_not_come(rank: int) -> Reason | None:
         group.lose(None, "since ranks could not connect")
         assert group._rendezvous is not None
         reason = group._rendezvous.reason()
+        assert isinstance(group.fail_with(_error_of_a_closed(group.group)), PeerError)
     dist.barrier()
     group.close()
     destroy_group(base)
     return reason
 
 
-def test_a_rank_that_waits_for_another_can_use_the_store(two_ranks: RankPool) -> None:
+def test_a_rank_that_waits_for_another_can_say_why_it_stops(two_ranks: RankPool) -> None:
     reason, _ = two_ranks.run(_one_does_not_come)
     assert reason == Reason("since ranks could not connect", None, has_ended=False)

@@ -78,6 +78,9 @@ _NO_ANSWER = r"Connection timed out|No route to host|Network is unreachable"
 _CONNECTION_LOST = re.compile(
     rf"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|{_NO_ANSWER}"
 )
+#: Errors of a collective that another thread of this rank may have ended: Gloo's, and PyTorch's for
+#: a group that has no backend any more.
+_MAY_BE_CUT = re.compile(r"gloo|Could not retrieve or create the backend")
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
 _log = logging.getLogger(__name__)
@@ -463,7 +466,7 @@ class StepGroup:
         if self.recovers and isinstance(error, RuntimeError) and not is_explained:
             if _is_lost(error):
                 return self._fail_with_lost(error)
-            if "gloo" in str(error) and self._reason() is not None:
+            if _MAY_BE_CUT.search(str(error)) and self._reason() is not None:
                 explained = self.explain(error)
                 self.fail(explained)
                 explained.__cause__ = error
