@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
@@ -94,6 +95,7 @@ class Faults:
                 fault.said = "did not notice it"
                 os.kill(victim.pid, elastic_rank.DUMP_SIGNAL)
                 time.sleep(1.0)
+                print(training.stacks(victim), file=sys.stderr, flush=True)
                 os.kill(victim.pid, signal.SIGKILL)
                 training.wait(lambda: victim.has_ended, 5.0)
             fault.noticed = round(time.monotonic() - ended, 3)

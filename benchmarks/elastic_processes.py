@@ -132,6 +132,11 @@ class Training:
             return elastic_rank.said_of(self.folder, process.number).read_text()
         return ""
 
+    def stacks(self, process: Process) -> str:
+        """The stacks of a rank's threads, after it has printed them."""
+        text = (self.folder / f"stderr-{process.number}").read_text(errors="replace")
+        return text[max(0, text.find("Thread 0x")) :]
+
     def dump(self) -> None:
         """Make all ranks print the stacks of their threads."""
         for process in self.processes:
