@@ -38,30 +38,38 @@ def arrivals(delay: float, burst: int = 0, count: int = 40) -> list[float]:
 # ---- made-up times -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.025, 3.0])
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.02])
 def test_no_delay_is_in_a_rate(delay: float) -> None:
-    assert Flow(NBYTES, arrivals(delay)).rate() == pytest.approx(RATE)
+    assert Flow(NBYTES, arrivals(delay)).rate(2 * delay) == pytest.approx(RATE)
 
 
 def test_no_burst_is_in_a_rate() -> None:
-    assert Flow(NBYTES, arrivals(0.01, burst=8)).rate() == pytest.approx(RATE, rel=0.05)
+    assert Flow(NBYTES, arrivals(0.01, burst=8)).rate(0.1) == pytest.approx(RATE, rel=0.05)
 
 
 def test_no_slow_start_is_in_a_rate() -> None:
     slow = [0.1 * number for number in range(5)]
     steady = [when + 0.4 for when in arrivals(0.0, count=200)]
-    assert Flow(NBYTES, slow + steady).rate() == pytest.approx(RATE, rel=0.01)
+    assert Flow(NBYTES, slow + steady).rate(1.0) == pytest.approx(RATE, rel=0.01)
 
 
 def test_a_pause_of_one_message_hardly_changes_a_rate() -> None:
     times = arrivals(0.0)
     late = [when + 0.01 if number == 20 else when for number, when in enumerate(times)]
-    assert Flow(NBYTES, late).rate() == pytest.approx(RATE, rel=0.02)
+    assert Flow(NBYTES, late).rate(0.1) == pytest.approx(RATE, rel=0.02)
+
+
+def test_a_rank_that_did_not_run_sees_no_faster_link() -> None:
+    """All that has come in half of the time is there at once when it runs again."""
+    first, *others = arrivals(0.005)
+    late = [first, *(max(when, 0.2) for when in others)]
+    late = [when + 1e-4 * number for number, when in enumerate(late)]
+    assert Flow(NBYTES, late).rate(0.01) < 1.05 * RATE
 
 
 @pytest.mark.parametrize("times", [[0.01], [0.01, 0.01], [0.0] * 40, [0.01] * 40])
 def test_messages_that_come_at_once_have_a_finite_rate(times: list[float]) -> None:
-    assert 0 < Flow(NBYTES, times).rate() < math.inf
+    assert 0 < Flow(NBYTES, times).rate(0.0) < math.inf
 
 
 @pytest.mark.parametrize(

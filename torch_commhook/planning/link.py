@@ -48,7 +48,7 @@ _LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
-_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.3, 8
+_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
 _LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
@@ -237,7 +237,7 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
         came = _flow(wire, min(wanted, MOST_BYTES))
-        found = wire.shared(came.rate(), time.perf_counter() - begun)
+        found = wire.shared(came.rate(round_trip), time.perf_counter() - begun)
         of_flows.append(found[:, 0].tolist())
         means.append(statistics.fmean(of_flows[-1]))
         bytes_per_second = max(means)
@@ -259,14 +259,22 @@ class Flow:
     nbytes: int
     seconds: Sequence[float]
 
-    def rate(self) -> float:
-        """Bytes per second: the slope of a line through what has come, over the time."""
+    def rate(self, round_trip: float) -> float:
+        """Bytes per second: the slope of a line through what has come, over the time.
+
+        It is no more than the mean since the first byte can have come. A rank that did not run for
+        a while finds all at once that has come meanwhile.
+
+        Args:
+            round_trip: in seconds.
+        """
         first, last = self.seconds[0], self.seconds[-1]
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
         if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
+        most = self.nbytes * len(self.seconds) / max(last - round_trip, last / 4)
         came = [float(self.nbytes * number) for number in range(len(times))]
-        return statistics.linear_regression(times, came).slope
+        return min(statistics.linear_regression(times, came).slope, most)
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
