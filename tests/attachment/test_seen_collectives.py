@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup
+from torch_commhook.step import seen_collectives
 
 _NUMEL = 64 * 32 + 32
 _FP32 = 4 * _NUMEL  # what each of two ranks sends of all gradients
@@ -232,3 +234,15 @@ def _in_the_background(rank: int) -> tuple[Any, int]:
 def test_a_hook_with_compiled_code(two_ranks: RankPool) -> None:
     for found, compiled in two_ranks.run(_in_the_background):
         assert found == (3 * _FP32, _FP32) and compiled == 1
+
+
+def test_a_group_that_tells_nothing_any_more() -> None:
+    class Failed:
+        def _get_sequence_number_for_group(self) -> int:
+            raise RuntimeError("no backend")
+
+    group: Any = Failed()
+    place = seen_collectives._Place(weakref.ref(group), 3, 0)
+    assert seen_collectives._unseen([place]) < 0
+    del group
+    assert seen_collectives._unseen([place]) == 0

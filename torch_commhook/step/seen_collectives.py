@@ -125,12 +125,18 @@ class SeenCollectives:
 
 
 def _unseen(places: Sequence[_Place]) -> int:
-    """How many collectives groups have issued that no hook was seen to begin."""
+    """How many collectives groups have issued that no hook was seen to begin.
+
+    Less than 0 where a group does not tell, such as one whose step has failed.
+    """
     count = 0
     for place in places:
         group = place.group()
         if group is not None:
-            issued = _issued(group) - place.issued
+            try:
+                issued = _issued(group) - place.issued
+            except RuntimeError:
+                return -1
             with _lock:  # after the group's own count: one that begins now is no more than begun
                 count += issued - (_begun.get(group, 0) - place.begun)
     return count
