@@ -80,9 +80,9 @@ def choices(path: Path) -> Iterator[str]:
         return
     yield "## What `auto` chooses"
     yield ""
-    yield "`make bench-auto`: steps of the same model over links of given rates and delays each way,"
-    yield "with `auto` once it has chosen, and with each hook whose error is small enough. The"
-    yield f"target is {AT_MOST:g} times the step of the fastest of these."
+    yield "`make bench-auto`: steps of the same model over links of given rates and delays each"
+    yield "way, with `auto` once it has chosen, and with each hook whose error is small enough."
+    yield f"The target is {AT_MOST:g} times the step of the fastest of these."
     yield ""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in load(path)["rows"]:
