@@ -236,7 +236,7 @@ def compare(
     copy_seconds: float,
     folder: Path | None,
 ) -> Iterator[dict[str, Any]]:
-    """Each row beside what plan foretells of it.
+    """Compare each row with the prediction of plan.
 
     Args:
         rows: of one model.
@@ -276,7 +276,7 @@ def compare(
 
 
 def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All stored steps beside what plan foretells."""
+    """Compare all stored steps with the predictions of plan."""
     config, found = TrainConfig(), []
     folder = options.links if options.from_bench else None
     of_links = [row for path in options.link_results for row in link_rows(_read(path))]

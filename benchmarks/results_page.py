@@ -74,12 +74,20 @@ def links(name: str) -> Iterator[str]:
     yield f"Targets: {'; '.join(held)}."
 
 
-def choices() -> Iterator[str]:
-    """The table of bench_auto: a line for each link."""
+def choices(path: Path) -> Iterator[str]:
+    """The part on bench_auto, with a line for each link; nothing before its first run."""
+    if not path.exists():
+        return
+    yield "## What `auto` chooses"
+    yield ""
+    yield "`make bench-auto`: steps of the same model over links of given rates and delays each"
+    yield "way, with `auto` once it has chosen, and with each hook whose error is small enough."
+    yield f"The target is {AT_MOST:g} times the step of the fastest of these."
+    yield ""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in load(RESULTS / "bench_auto.json")["rows"]:
+    for row in load(path)["rows"]:
         groups.setdefault(row["group"], []).append(row)
-    notes = load(RESULTS / "bench_auto.json")["notes"]
+    notes = load(path)["notes"]
     body = []
     for link, found in groups.items():
         *hooks, auto = found
@@ -91,6 +99,7 @@ def choices() -> Iterator[str]:
     first = next(iter(groups.values()))
     names = [f"`{row['job']}`" for row in first]
     yield from rows(["", *names, "chosen", "of the fastest"], body)
+    yield ""
 
 
 def spaced(rate: str) -> str:
@@ -337,14 +346,7 @@ def page() -> str:
         "",
         *links("bench_link_far_streamed.json"),
         "",
-        "## What `auto` chooses",
-        "",
-        "`make bench-auto`: steps of the same model over links of given rates and delays each way,",
-        "with `auto` once it has chosen, and with each hook whose error is small enough. The",
-        f"target is {AT_MOST:g} times the step of the fastest of these.",
-        "",
-        *choices(),
-        "",
+        *choices(RESULTS / "bench_auto.json"),
         "## Time to a loss over a far link",
         "",
         "`make bench-wan`: the time in which two ranks reach the held-out loss of DDP after",

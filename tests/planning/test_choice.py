@@ -17,8 +17,8 @@ from torch_commhook.planning import Measured, MeasuredLink
 from torch_commhook.planning.choice import (
     Candidate,
     choose,
-    foretell,
     format_link,
+    predict,
     relative_error,
 )
 from torch_commhook.process_group.gloo_messages import Traffic
@@ -48,7 +48,7 @@ def chosen(rate: float, delay: float, compute: float, max_error: float) -> str:
     link = MeasuredLink(rate, delay)
     found = [
         Candidate(
-            name, FIGURES[name][2], foretell(sending(name), link, buckets=[1] * 10, ready=ready)
+            name, FIGURES[name][2], predict(sending(name), link, buckets=[1] * 10, ready=ready)
         )
         for name in NAMES
     ]

@@ -37,7 +37,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     For five steps gradients are averaged as by :class:`allreduce`. At the beginning of the next
     one the ranks measure their link, what each hook computes, and the error that it leaves in a
     sample of the model's own gradients. From these and from the times at which buckets were full
-    rank 0 foretells how long a step takes with each hook. All ranks take the fastest whose error
+    rank 0 predicts the time of a step with each hook. All ranks take the fastest whose error
     is at most ``max_error``, from the end of that step on. Where none saves at least 5 % of a step,
     that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log
     (``torch_commhook.planning.choice``, level INFO) has all figures.

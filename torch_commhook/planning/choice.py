@@ -51,7 +51,7 @@ class Candidate:
     Attributes:
         hook: as it is written.
         error: relative, of its result; infinite where it cannot average the gradients.
-        step_seconds: foretold; infinite where it was not.
+        step_seconds: the predicted time of a step; infinite without a prediction.
     """
 
     hook: str
@@ -85,7 +85,7 @@ def choose(
         candidates: the first is ``allreduce()``, which is taken unless another one saves 5 % of its
             step.
         max_error: the largest error that is allowed.
-        link: over which steps were foretold.
+        link: the link that the predictions are for.
         has_computing: whether the time that the model computes is in these steps.
     """
     plain, *others = candidates
@@ -125,7 +125,7 @@ def _or_infinite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def foretell(
+def predict(
     measured: Measured,
     link: MeasuredLink,
     *,
@@ -204,7 +204,7 @@ def choose_hook(
     for i, computes in zip(allowed, computing, strict=True):
         of_hook = measured[i]
         if of_hook is not None and computes < math.inf:
-            seconds[i] = foretell(
+            seconds[i] = predict(
                 of_hook, link, buckets=sizes, ready=ready, compute_seconds=computes
             )
     seconds = wire.shared(*seconds)[0].tolist()  # rank 0's
@@ -215,8 +215,8 @@ def choose_hook(
 def _told(choice: Choice, candidates: Sequence[Candidate]) -> Choice:
     """The choice, once the log has it."""
     for each in candidates:
-        foretold = each.step_seconds < math.inf
-        step = format_seconds(each.step_seconds) if foretold else "not foretold"
+        is_known = each.step_seconds < math.inf
+        step = format_seconds(each.step_seconds) if is_known else "not predicted"
         _log.info("%s: error %.2g, step %s", each.hook, each.error, step)
     _log.info("auto chose %s: %s", candidates[choice.number].hook, choice.reason)
     return choice
