@@ -282,7 +282,7 @@ def test_ranks_that_share_cores_are_a_note() -> None:
 
 def test_only_hooks_that_can_be_made_are_offered() -> None:
     with pytest.raises(
-        HookExpressionError, match=r"is one of .*allreduce, blockwise, cast"
+        HookExpressionError, match=r"is one of .*allreduce, auto, blockwise, cast"
     ) as caught:
         check_hook("nonsense")
     assert "Hook," not in str(caught.value)

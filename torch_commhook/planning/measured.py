@@ -235,7 +235,10 @@ def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
 def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
     """The hooks of a policy that have parameters, and these."""
     members: dict[int, tuple[Any, list[Parameter]]] = {}
-    named = [(each, torch.empty(each.shape, device="meta")) for each in model.listed()]
+    named = [
+        (each, torch.empty(each.shape, dtype=torch.float32, device="meta"))
+        for each in model.listed()
+    ]
     names = [(each.name, tensor) for each, tensor in named if each.name is not None]
     if len(names) == len(named):
         hook.check_parameters(names)

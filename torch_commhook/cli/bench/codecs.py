@@ -26,7 +26,7 @@ def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[
         seconds: about how long it may take.
     """
     examples = [codec for kind in CODECS.values() for codec in kind.examples()]
-    gradients = torch.randn(min(elements, MOST_MEASURED), device=device)
+    gradients = torch.randn(min(elements, MOST_MEASURED), dtype=torch.float32, device=device)
     share = seconds / len(examples)
     return [_speed(codec, gradients, share) for codec in examples]
 
@@ -36,7 +36,8 @@ def _speed(codec: Codec, gradients: torch.Tensor, seconds: float) -> CodecSpeed:
     device, nbytes = gradients.device, gradients.nbytes
     message = torch.zeros(codec.nbytes(gradients.numel()), dtype=torch.uint8, device=device)
     into = torch.zeros_like(gradients)
-    rounding = torch.tensor([1, 2], device=device) if codec.is_random else None
+    seeds = torch.tensor([1, 2], dtype=torch.int64, device=device)
+    rounding = seeds if codec.is_random else None
     calls: dict[str, Callable[[], object]] = {
         "copy": partial(into.copy_, gradients),
         "encode": partial(codec.encode, [gradients], message, rounding=rounding),

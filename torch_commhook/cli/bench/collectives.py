@@ -30,13 +30,15 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
         device: of the tensors.
         seconds: about how long it may take. Sizes that would take longer are left out.
     """
-    names = list(_calls(torch.zeros(dist.get_world_size(), device=device)))
+    smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
+    names = list(_calls(smallest))
     share = seconds / len(names) / len(SIZES)
     found = []
     last: dict[str, float] = {}
     for size in SIZES:
         elements = size // _ELEMENT_BYTES // dist.get_world_size() * dist.get_world_size()
-        whole = torch.zeros(max(elements, dist.get_world_size()), device=device)
+        numel = max(elements, dist.get_world_size())
+        whole = torch.zeros(numel, dtype=torch.float32, device=device)
         for name, call in _calls(whole).items():
             if last.get(name, 0.0) * _GROWTH > seconds:
                 continue

@@ -32,7 +32,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: Any) -> torch.Tensor:
         ctx.gradients = gradients
-        return torch.zeros((), device=parameters[0].device)
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -53,7 +53,8 @@ class StandIn(nn.Module):
         super().__init__()
         random = torch.Generator(device).manual_seed(dist.get_rank())
         self.given = [
-            torch.randn(tuple(shape), generator=random, device=device) for shape in shapes
+            torch.randn(tuple(shape), generator=random, dtype=torch.float32, device=device)
+            for shape in shapes
         ]
         self.weights = nn.ParameterList(torch.zeros_like(each) for each in self.given)
 
