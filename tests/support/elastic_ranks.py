@@ -41,7 +41,7 @@ from torch import nn
 import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import choosing
-from torch_commhook.attachment import elastic as elastic_module
+from torch_commhook.attachment import new_ranks as new_ranks_module
 from torch_commhook.attachment import repeatable_exchange as exchange_module
 from torch_commhook.elastic import joining
 from torch_commhook.planning.choice import Choice
@@ -150,7 +150,8 @@ def _happens(
         handle.remove()
         raise SystemExit
     elif event["do"] == "kill the first that sends":
-        elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
+        send = new_ranks_module.send
+        new_ranks_module.send = partial(_send_or_die, folder / "died", send)
     elif event["do"] == "kill in a piece":
         send = partial(_send_piece_or_die, folder / "died", joining.Donor._send)
         joining.Donor._send = lambda self: send(self)  # type: ignore[method-assign]
