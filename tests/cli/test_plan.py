@@ -13,30 +13,39 @@ HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
 PAYLOAD = 1448 / 1514
 
 
+def table_of(printed: str) -> list[str]:
+    """The lines from the question on, after the advice."""
+    return printed.partition("\n\n")[2].splitlines()
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model-size", "10k", "--link", "1gbit", "--hooks", *HOOKS]
+    arguments = ["plan", "--model-size", "10k", "--link", "1gbit", "--compute-ms", "0"]
+    arguments += ["--hooks", *HOOKS]
     assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("0.01 M elements, 2 ranks, 1000 Mbit/s each way")
-    assert [line.split()[0] for line in lines[2:]] == HOOKS
+    found = capsys.readouterr().out
+    assert found.startswith("Take ")
+    lines = table_of(found)
+    assert lines[0].startswith("10 k parameters, 2 ranks, 1 Gbit/s each way")
+    assert [line.split()[0] for line in lines[2:6]] == HOOKS
     assert "round trips" not in lines[1]
+    assert "Warning: topk(0.01): most of each gradient is lost." in found
     assert main([*arguments, "--delay", "25", "--json"]) == 0
-    costs = json.loads(capsys.readouterr().out)
+    costs = json.loads(capsys.readouterr().out)["hooks"]
     assert [cost["hook"] for cost in costs] == HOOKS
     assert [cost["round_trips"] for cost in costs] == [1.5, 1.5, 2, 1.5]
     assert all(cost["step_seconds"] > 0.05 * cost["round_trips"] for cost in costs)
     assert main([*arguments, "--delay", "25"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "1000 Mbit/s and 25 ms each way" in lines[0] and "round trips" in lines[1]
+    lines = table_of(capsys.readouterr().out)
+    assert "1 Gbit/s and 25 ms each way" in lines[0] and "round trips" in lines[1]
     assert main(["plan", "--parallel", "fsdp", "--delay", "1"]) == 2
     assert "--delay: is for --parallel ddp alone" in capsys.readouterr().err
 
 
 def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model-size", "100k", "--world", "1000", "--nodes", "125", "--hooks"]
-    arguments += ["allreduce()", "hierarchical(blockwise())"]
+    arguments = ["plan", "--model-size", "100k", "--world", "1000", "--nodes", "125"]
+    arguments += ["--compute-ms", "0", "--hooks", "allreduce()", "hierarchical(blockwise())"]
     assert main([*arguments, "--json"]) == 0
-    flat, nested = json.loads(capsys.readouterr().out)
+    flat, nested = json.loads(capsys.readouterr().out)["hooks"]
     assert flat["bytes_sent"] == pytest.approx(2 * 400_000 * 0.999, rel=1e-3)
     assert flat["node_bytes"] == pytest.approx(flat["bytes_sent"])
     assert flat["connections"] == 30 and nested["connections"] == 218
@@ -44,8 +53,8 @@ def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert nested["round_trips"] < flat["round_trips"] / 10
     assert nested["messages"] < flat["messages"]
     assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("0.1 M elements, 1000 ranks on 125 nodes, 1000 Mbit/s each way")
+    lines = table_of(capsys.readouterr().out)
+    assert lines[0].startswith("100 k parameters, 1000 ranks on 125 nodes, 1 Gbit/s each way")
     for name in ("out of a node", "messages", "connections", "round trips"):
         assert name in lines[1]
 
@@ -199,8 +208,9 @@ def test_the_command_lists_hooks_for_shards(
     parallel: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", "--model-size", "10k", "--parallel", parallel, "--world", "4"]
+    arguments += ["--compute-ms", "0", "--optimizer", "sgd"]
     assert main([*arguments, "--json", "--reshard-after-forward", "no"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["hooks"]
     assert found[0]["hook"] == "allreduce()"
     assert [cost["backward_bytes"] for cost in found] == [0] * len(found)
     low_rank = [cost["hook"] for cost in found if "powersgd" in cost["hook"]]
@@ -211,6 +221,11 @@ def test_the_command_lists_hooks_for_shards(
     ("arguments", "message"),
     [
         (["--model-size", "many"], "must be a number such as 124M"),
+        (["--model-size", "7B"], "argument --compute-ms: how long does a step take without"),
+        (["--model-size", "7B", "--model", "a:b"], "not allowed with argument --model-size"),
+        (["--model-size", "7B", "--input", "4x8"], "argument --input: needs --model"),
+        (["--link", "1GB/s"], "must be a rate such as 200mbit"),
+        (["--link", "no_such.json"], "and there is none of this name"),
         (["--link", "fast"], "must be a rate such as 200mbit"),
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
         (["--world", "0"], "must be a number from 1 to 1024"),
@@ -218,17 +233,19 @@ def test_the_command_lists_hooks_for_shards(
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (
-            ["--model-size", "1k", "--hooks", "policy()"],
-            "can't be planned: it asks for more of a model than its size",
+            ["--model-size", "1k", "--compute-ms", "0", "--hooks", "policy()"],
+            "can't be planned: it asks for the names of parameters, which nobody has given",
         ),
-        (["--parallel", "fsdp", "--hooks", "none"], "is plain fully_shard: write allreduce()"),
-        (["--parallel", "fsdp", "--hooks", "topk(0.1)"], "error: topk(density=0.1): needs the gra"),
         (
-            ["--parallel", "hsdp", "--hooks", "clip(1.0)"],
+            ["--parallel", "fsdp", "--compute-ms", "0", "--hooks", "topk(0.1)"],
+            "error: topk(density=0.1): needs the gra",
+        ),
+        (
+            ["--parallel", "hsdp", "--compute-ms", "0", "--hooks", "clip(1.0)"],
             "error: clip(1) scales all gradients of a step",
         ),
         (
-            ["--parallel", "fsdp", "--weights", "topk(0.1)"],
+            ["--parallel", "fsdp", "--compute-ms", "0", "--weights", "topk(0.1)"],
             "weights must be a codec that sends",
         ),
         (["--weights", "fp8()"], "argument --weights: needs --parallel fsdp or hsdp, got ddp"),

@@ -85,6 +85,7 @@ def test_plain_ddp_is_an_all_reduce() -> None:
     none, plain = measure(["none", "allreduce()"], elements=10_000, world_size=2)
     assert none.hook == "none"
     assert none.issued == plain.issued
+    assert none.is_ddp and not plain.is_ddp
 
 
 def test_hooks_that_cannot_be_measured() -> None:

@@ -69,6 +69,7 @@ def test_a_small_first_bucket_is_on_its_way_early() -> None:
 
 #: Of a step of 25 buckets, the agreement included. All but the first takes half a round trip.
 ROUND_TRIPS = {
+    "none": {2: 26, 8: 182},  # as bench_round_trips measures DDP
     "allreduce()": {2: 1.5, 8: 2},
     "blockwise()": {2: 2, 8: 2},
     "topk(0.01)": {2: 1.5, 8: 1.5},

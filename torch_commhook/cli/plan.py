@@ -78,11 +78,12 @@ def main(argv: Sequence[str]) -> int:
             raise PlanError(f"argument --plot: {HOW_TO_GET_MATPLOTLIB}")
         subject = _subject(options)
         layout = _layout(options, subject)
+        hooks = _hooks(options, layout)
         question = _question(options, subject)
         if layout is None:
-            answer = _of_ddp(options, question)
+            answer = _of_ddp(options, question, hooks)
         else:
-            answer = _of_shards(options, question, layout)
+            answer = _of_shards(options, question, hooks, layout)
         if options.plot is not None:
             _draw(options, question, answer)
     except (HookExpressionError, HookError, ShardedOptionError, ModelError, PlanError) as error:
@@ -207,8 +208,16 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layou
     return plan_sharded.Layout(subject.model.elements, shards, replicas, after)
 
 
-def _with_plain(hooks: Sequence[str]) -> list[str]:
-    """The hooks, the plain all-reduce first: the others are compared with it."""
+def _hooks(options: argparse.Namespace, layout: plan_sharded.Layout | None) -> list[str]:
+    """The hooks, the plain all-reduce first: the others are compared with it.
+
+    Raises:
+        HookExpressionError: what is no hook.
+    """
+    default = DEFAULT_HOOKS
+    if layout is not None:
+        default = DEFAULT_SHARD_HOOKS if layout.replicas is None else DEFAULT_REPLICA_HOOKS
+    hooks = list(dict.fromkeys(options.hooks or default[options.optimizer]))
     plain = [text for text in hooks if _is_plain(text)] or [_PLAIN]
     return [*plain, *(text for text in hooks if text not in plain)]
 
@@ -223,10 +232,10 @@ def _is_plain(text: str) -> bool:
 # ---- the answer ----------------------------------------------------------------------------------
 
 
-def _of_ddp(options: argparse.Namespace, question: Question) -> _Answer:
+def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str]) -> _Answer:
     caps = options.bucket_cap_mb or BUCKET_CAPS_MB
     measured = measure(
-        _with_plain(options.hooks or DEFAULT_HOOKS[question.optimizer]),
+        hooks,
         model=question.model,
         world_size=question.world,
         bucket_cap_mb=caps,
@@ -267,11 +276,13 @@ def _of_ddp(options: argparse.Namespace, question: Question) -> _Answer:
 
 
 def _of_shards(
-    options: argparse.Namespace, question: Question, layout: plan_sharded.Layout
+    options: argparse.Namespace,
+    question: Question,
+    hooks: Sequence[str],
+    layout: plan_sharded.Layout,
 ) -> _Answer:
-    default = DEFAULT_SHARD_HOOKS if layout.replicas is None else DEFAULT_REPLICA_HOOKS
     measured = plan_sharded.measure_sharded(
-        _with_plain(options.hooks or default[question.optimizer]),
+        hooks,
         layout,
         shard_hook=options.shard_hook,
         weights=options.weights,
@@ -296,7 +307,7 @@ def _of_shards(
         costs,
         _advise(costs, sent, question),
         question.said(spread=spread_of(layout), link=within),
-        sharded_table_of(costs, layout),
+        sharded_table_of(costs, layout, question.optimizer),
         lambda rate: [cost.step_seconds for cost in costs_at(rate)],
     )
 

@@ -53,6 +53,15 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
+def say_seconds(seconds: float) -> str:
+    """Two digits, for a sentence: ``1.9 s``, ``0.42 s``, ``42 ms``."""
+    if seconds >= 9.95:
+        return f"{seconds:.0f} s"
+    if seconds >= 0.0995:
+        return f"{seconds:.{1 if seconds >= 0.995 else 2}f} s"
+    return f"{seconds * 1e3:.{0 if seconds >= 9.95e-3 or not seconds else 1}f} ms"
+
+
 def _in_units(value: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if value < 999.95:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_commhook.cli.plan_advice import Advice
+from torch_commhook.cli.plan_advice import Advice, Loss, judge_row, own_text
 from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
 from torch_commhook.cli.plan_sharded import Cost as ShardedCost
 from torch_commhook.cli.plan_sharded import Layout
@@ -108,14 +108,14 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
             *[f"{cost.round_trips:.3g}"] * is_far,
             *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
             f"{cost.ratio:.2f}",
-            _pays(cost.ratio, is_first=cost is costs[0]),
+            _pays(cost, question.optimizer, is_first=cost is costs[0]),
         )
         for cost in costs
     ]
     return _aligned(header, rows)
 
 
-def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
+def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: str) -> list[str]:
     """The lines of the table for a model in shards, and what error feedback takes in memory."""
     has_replicas = layout.replicas is not None
     header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
@@ -130,7 +130,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
             *[format_bytes(cost.reduced_bytes)] * has_replicas,
             *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
             f"{cost.ratio:.2f}",
-            _pays(cost.ratio, is_first=cost is costs[0]),
+            _pays(cost, optimizer, is_first=cost is costs[0]),
         ]
         for cost in costs
     ]
@@ -157,7 +157,7 @@ def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
     for cost in costs:
         if cost.error_bytes:
             lost = of_all if layout.replicas is None else of_shard
-            hook = cost.hook.partition(", shard_hook=")[0].partition(", weights=")[0]
+            hook = own_text(cost.hook)
             notes[f"{hook} remembers {format_bytes(cost.error_bytes)} on each rank: {lost}"] = None
     shard_error = max(cost.shard_error_bytes for cost in costs)
     if shard_error:
@@ -181,5 +181,10 @@ def _times(*seconds: float) -> list[str]:
     return list(map(format_seconds, seconds))
 
 
-def _pays(ratio: float, *, is_first: bool) -> str:
-    return "" if is_first else "yes" if ratio < _LEAST_RATIO else "no"
+def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
+    """Whether a hook makes the step shorter, and does the loss no harm that is known."""
+    if is_first:
+        return ""
+    if judge_row(cost.hook, optimizer).loss is Loss.HURTS:
+        return "hurts"
+    return "yes" if cost.ratio < _LEAST_RATIO else "no"

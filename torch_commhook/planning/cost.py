@@ -87,13 +87,15 @@ def plan(
 
 def _round_trips(measured: Measured, buckets: int) -> float:
     """That follow one another in a step, all that an exchange hides behind computing included."""
-    once = round_trips(measured.chains, measured.agreement, buckets)
+    once = round_trips(measured.chains, measured.agreement, buckets, is_ddp=measured.is_ddp)
     return once * measured.fragments / measured.every
 
 
 def _messages(measured: Measured, shares: Sequence[float]) -> float:
     shares = [share / measured.fragments for share in shares]
-    chains = [count_messages(issued, (), shares) for issued in measured.chains]
+    chains = [
+        count_messages(issued, (), shares, is_ddp=measured.is_ddp) for issued in measured.chains
+    ]
     once = sum(chains) + count_messages((), measured.agreement, shares)
     return once * measured.fragments / measured.every
 
@@ -136,6 +138,7 @@ def step_seconds(
         computed=computed,
         bits_per_second=bits_per_second * PAYLOAD,
         latency=delay_seconds,
+        is_ddp=measured.is_ddp,
     )
     if measured.overlaps:
         return through

@@ -10,7 +10,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_commhook import hooks
@@ -29,6 +29,8 @@ MOST_SIMULATED = 16
 MODEL = "model"
 _EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
 _NUMBER_BYTES = 4  # gradients in float32
+#: As of a bucket: some codecs take no more. What a larger model sends is in proportion.
+_MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Formula:
     members: dict[str, list[Sequence[int]]]
     hook: Any
 
+    def scaled(self, factor: float) -> Formula:
+        """Of so many times as many elements."""
+        issued = tuple(each.scaled(factor) for each in self.issued)
+        return replace(self, bytes_sent=self.bytes_sent * factor, issued=issued)
+
 
 def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
     """What a hook sends, by formulas; None where there are none for it.
@@ -57,6 +64,9 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | Non
         ranks: on all nodes.
         nodes: with equally many consecutive ranks each.
     """
+    if model.elements > _MOST_ELEMENTS and not isinstance(without_memory(hook), hooks.powersgd):
+        fewer = formula_of(hook, Model(_MOST_ELEMENTS), ranks, nodes)
+        return None if fewer is None else fewer.scaled(model.elements / _MOST_ELEMENTS)
     inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
     if type(inside) is hooks.hierarchical and inside.levels is not None:
@@ -187,7 +197,11 @@ def _ring_bytes(nbytes: float, ranks: int) -> float:
 
 
 def count_messages(
-    issued: Sequence[Issued], agreement: Sequence[Issued], shares: Sequence[float]
+    issued: Sequence[Issued],
+    agreement: Sequence[Issued],
+    shares: Sequence[float],
+    *,
+    is_ddp: bool = False,
 ) -> int:
     """The messages that a rank sends in a step.
 
@@ -195,10 +209,12 @@ def count_messages(
         issued: for all gradients as one bucket.
         agreement: at the end of a step.
         shares: of each bucket in the gradients.
+        is_ddp: whether DDP issues them itself.
     """
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
-        calls = with_exchanges([each.scaled(share) for each in issued])
+        calls = [each.scaled(share) for each in issued]
+        calls = calls if is_ddp else with_exchanges(calls)
         found += buckets * sum(part.count for each in calls for part in messages_of(each.traffic))
     return found
 

@@ -12,6 +12,7 @@ ranks apart for some steps are means over these steps.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,7 @@ class Measured:
             ``policy``.
         fragments: parts of the model that travel one by one in those steps.
         delay: steps during which a fragment travels behind computing.
+        is_ddp: whether it is no hook, but DDP by itself, whose buckets wait for one another.
     """
 
     hook: str
@@ -80,6 +82,7 @@ class Measured:
     beside: tuple[tuple[Issued, ...], ...] = field(default=(), repr=False)
     fragments: int = 1
     delay: int = 0
+    is_ddp: bool = False
 
     @property
     def chains(self) -> tuple[tuple[Issued, ...], ...]:
@@ -97,6 +100,7 @@ def measure(
     nodes: int | None = None,
     connections: int = 1,
     known_seconds: Mapping[str, float] | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -109,9 +113,11 @@ def measure(
         nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
         connections: as :func:`torch_commhook.attach` takes them.
         known_seconds: that hooks compute in a step, by their text; others are measured.
+        device: that hooks compute on.
 
     Returns:
-        One for each hook, in the same order. ``none``, plain DDP, is an all-reduce of float32.
+        One for each hook, in the same order. ``none`` is DDP's own all-reduce of float32, which
+        computes as ``allreduce()`` does.
 
     Raises:
         HookExpressionError: a text that is no hook.
@@ -130,7 +136,15 @@ def measure(
     found = []
     for given in hooks:
         hook = _parsed(given)
+        is_ddp = hook is None
+        if hook is None:
+            hook = library_hooks.allreduce()
         text = given if isinstance(given, str) else _name(given)
+        if getattr(hook, "chooses", False):
+            raise HookError(
+                f"the hook {text!r} can't be planned: it chooses one of several in the first steps "
+                "of a training; name these"
+            )
         try:
             if not isinstance(given, str):
                 hook = copy.deepcopy(given)
@@ -138,7 +152,7 @@ def measure(
             work = _work(outer.hook, model, world_size, nodes)
             computed = known.get(text)
             if computed is None:
-                whole = _compute_seconds(outer.hook, model, bucket, world_size)
+                whole = _compute_seconds(outer.hook, model, bucket, world_size, device)
                 passes = sum(measure_pass(one, model.elements, bucket) for one in outer.around)
                 computed = (whole + passes) / outer.every
             added = count_connections(work.hook, _all(work.chains), world_size, connections)
@@ -155,22 +169,22 @@ def measure(
                 not getattr(hook, "keeps_ranks_apart", False),
                 outer.every,
                 work.chains[0] if work.chains else (),
-                agreement,
-                added,
+                () if is_ddp else agreement,
+                0 if is_ddp else added,
                 work.members,
                 work.chains[1:],
                 outer.fragments,
                 outer.delay,
+                is_ddp,
             )
         )
     return found
 
 
 def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given one."""
+    """The hook of an expression, or the given one; None of ``none``."""
     if isinstance(given, str):
-        hook = parse_hook(given)
-        return library_hooks.allreduce() if hook is None else hook
+        return parse_hook(given)
     check_hook(given)
     return given
 
@@ -252,7 +266,9 @@ def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
     return [each for chain in chains for each in chain]
 
 
-def _compute_seconds(hook: Any, model: Model, bucket: int, world_size: int) -> float:
+def _compute_seconds(
+    hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
+) -> float:
     """What a hook computes for all gradients. A hierarchical one adds up, and encodes a share.
 
     Args:
@@ -260,15 +276,17 @@ def _compute_seconds(hook: Any, model: Model, bucket: int, world_size: int) -> f
         model: whose gradients these are.
         bucket: elements of one.
         world_size: ranks.
+        device: that it computes on.
     """
     if isinstance(hook, library_hooks.policy):
+        share = bucket / model.elements
         return sum(
-            _compute_seconds(each, part, -(-bucket * part.elements // model.elements), world_size)
+            _compute_seconds(each, part, math.ceil(share * part.elements), world_size, device)
             for each, part in _parts_of(hook, model)
         )
     parts, encoding = encoding_of(hook, world_size)
     shapes = model.sample(min(-(-bucket // parts), MOST_MEASURED))
-    computed = measure_seconds(encoding, -(-model.elements // parts), shapes)
+    computed = measure_seconds(encoding, -(-model.elements // parts), shapes, device)
     return computed + (measure_pass(_add_up, model.elements, bucket) if parts > 1 else 0.0)
 
 

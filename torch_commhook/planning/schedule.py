@@ -29,6 +29,8 @@ PAYLOAD = 1448 / 1514
 #: Messages of a part of a collective that are followed one by one, over all buckets.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
+#: Of Gloo's in a group that init_process_group makes.
+_DDP_THREADS = 2
 
 
 def through_seconds(
@@ -40,6 +42,7 @@ def through_seconds(
     computed: float = 0.0,
     bits_per_second: float,
     latency: float,
+    is_ddp: bool = False,
 ) -> float:
     """When a step's last collective has ended.
 
@@ -55,6 +58,8 @@ def through_seconds(
         computed: when the step's computing ends, in seconds.
         bits_per_second: of the link, each way.
         latency: of a message, one way, in seconds.
+        is_ddp: whether DDP issues the calls itself, on a group with two threads of Gloo's, and no
+            hook exchanges messages directly.
     """
     link = SlowLink(bits_per_second, latency)
     most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
@@ -70,14 +75,15 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
         issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
         for issued in chains:
-            chain = with_exchanges([each.scaled(share) for each in issued])
+            chain = [each.scaled(share) for each in issued]
+            chain = chain if is_ddp else with_exchanges(chain)
             link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
     link.at(end, partial(go_on, list(agreement), frozenset()))
@@ -114,12 +120,16 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
 
 
 def round_trips(
-    chains: Sequence[Sequence[Issued]], agreement: Sequence[Issued], buckets: int
+    chains: Sequence[Sequence[Issued]],
+    agreement: Sequence[Issued],
+    buckets: int,
+    *,
+    is_ddp: bool = False,
 ) -> float:
     """How many round trips follow one another in a step whose buckets are full at once.
 
     Args:
-        chains, agreement: as :func:`through_seconds` takes them.
+        chains, agreement, is_ddp: as :func:`through_seconds` takes them.
         buckets: equal parts of the gradients.
     """
     return through_seconds(
@@ -129,6 +139,7 @@ def round_trips(
         shares=[1 / buckets] * buckets,
         bits_per_second=float("inf"),
         latency=0.5,
+        is_ddp=is_ddp,
     )
 
 
