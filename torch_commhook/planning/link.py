@@ -52,6 +52,8 @@ _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
 _LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
+#: By which the first bytes of a flow may be later than two round trips.
+_LATE_SECONDS = 0.02
 #: The part of a flow at its beginning that is left out.
 _BEGINNING = 0.25
 #: Flows, until the best of so many is no better than those before by more than a share.
@@ -262,8 +264,8 @@ class Flow:
     def rate(self, round_trip: float) -> float:
         """Bytes per second: the slope of a line through what has come, over the time.
 
-        It is no more than the mean since the first byte can have come. A rank that did not run for
-        a while finds all at once that has come meanwhile.
+        It is no more than a mean since the first bytes have come, or should have. A rank that did
+        not run for a while finds all at once that has come meanwhile.
 
         Args:
             round_trip: in seconds.
@@ -272,9 +274,15 @@ class Flow:
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
         if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
-        most = self.nbytes * len(self.seconds) / max(last - round_trip, last / 4)
+        begun = min(first, 2 * round_trip + _LATE_SECONDS)
+        half = len(self.seconds) // 2
+        means = [
+            self.nbytes * (half + number) / (when - begun)
+            for number, when in enumerate(self.seconds[half:])
+            if when > begun
+        ]
         came = [float(self.nbytes * number) for number in range(len(times))]
-        return min(statistics.linear_regression(times, came).slope, most)
+        return min(statistics.linear_regression(times, came).slope, max(means))
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
