@@ -276,8 +276,9 @@ class Flow:
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
         begun = min(first, 2 * round_trip + _LATE_SECONDS)
         half = len(self.seconds) // 2
+        before = half + (begun < first)  # messages that came since then
         means = [
-            self.nbytes * (half + number) / (when - begun)
+            self.nbytes * (before + number) / (when - begun)
             for number, when in enumerate(self.seconds[half:])
             if when > begun
         ]
