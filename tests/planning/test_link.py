@@ -105,7 +105,7 @@ class MadeUpWire(Wire):
         self.flows += 1
         rate = RATE * min(1.0, (self.flows + 1) / (self.slow_flows + 1))
         each = nbytes / rate
-        return [self.delay + each * (number + 1) for number in range(count * self.others)]
+        return [self.delay + each * (number + 1) for number in range(count)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)

@@ -50,7 +50,7 @@ _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
-_LARGE_MESSAGE = 1 << 18
+_LARGE_MESSAGE = 1 << 15
 _LEAST_MESSAGE = 1 << 10
 #: By which the first bytes of a flow may be later than two round trips.
 _LATE_SECONDS = 0.02
@@ -135,8 +135,8 @@ def measure_link(
 ) -> MeasuredLink:
     """Measure the link between the ranks of a group: its rate each way and its delay.
 
-    All ranks call it at the same point, and get the same result, that of the slowest rank. They
-    send to all other ranks at once, in both directions. If a round trip takes 5 ms or more,
+    All ranks call it at the same point, and get the same result, that of the slowest rank. Each
+    sends to another rank, and gets from one, all at once. If a round trip takes 5 ms or more,
     messages of Gloo also take four connections, as :func:`torch_commhook.attach` tries them, and
     the result is the link over as many as ``attach`` would take.
 
@@ -287,11 +287,11 @@ class Flow:
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
-    """Send about ``nbytes`` in so many messages to each other rank; by default, in some."""
+    """Send about ``nbytes`` in so many messages to another rank; by default, in some."""
     if count is None:
-        large = int(nbytes / wire.others) // _LARGE_MESSAGE
+        large = int(nbytes) // _LARGE_MESSAGE
         count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
-    of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
+    of_message = max(_LEAST_MESSAGE, round(nbytes / count))
     return Flow(of_message, wire.arrivals(of_message, count))
 
 
