@@ -238,7 +238,7 @@ def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measur
     """What :func:`measure` gives for float32; None where a hook cannot be measured."""
     parameters = []
     for bucket in buckets:
-        names = bucket.names or [None] * len(bucket.layout.sizes)
+        names: Sequence[str | None] = bucket.names or [None] * len(bucket.layout.sizes)
         sizes = zip(bucket.layout.sizes, names, strict=True)
         parameters += [Parameter(tuple(size), name) for size, name in sizes]
     parameters.reverse()  # the last layers come first in a backward
