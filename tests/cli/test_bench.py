@@ -28,7 +28,9 @@ from torch import nn
 
 def make():
     assert torch.zeros(1).is_meta
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2, bias=False))
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2, bias=False))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    return model
 
 def number():
     return 3
@@ -165,6 +167,9 @@ class MadeUpWire(Wire):
 
     def seconds(self, nbytes: int) -> float:
         return 0.01 + nbytes * self.others / 1e6
+
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        return 0.01
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         return [nbytes * (number + 1) / 1e6 for number in range(count * self.others)]

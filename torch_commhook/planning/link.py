@@ -40,11 +40,15 @@ SECONDS = 5.0
 MOST_BYTES = 1 << 26
 #: Of the measurement of a round trip: the least tries, and the most, and the share of the time for
 #: those between. A busy machine makes many of them longer, and none shorter.
-_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 5, 100, 0.1
+_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.2
+#: Of whom each is tried with each other one.
+_FEW_RANKS = 4
+#: Seconds that other ranks wait meanwhile.
+_LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
-_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.3, 8
+_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
 _LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
@@ -163,7 +167,7 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
         raise ValueError(f"measure_link: seconds must be positive and finite, got {seconds}")
     round_trip = measure_round_trip(wire, seconds * _TRY_SHARE)
     is_far = round_trip >= _FAR_SECONDS and _can_connect(wire.group)
-    share = seconds / (2 if is_far else 1)
+    share = seconds * (1 - 2 * _TRY_SHARE) / (2 if is_far else 1)
     rates = {1: measure_rate(wire, round_trip, share)}
     if is_far:
         with _more_connections(wire):
@@ -174,21 +178,39 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
 
 
 def measure_round_trip(wire: Wire, seconds: float) -> float:
-    """The least of some round trips, each between the slowest two ranks, in seconds.
+    """The longest round trip between two ranks, in seconds.
 
-    Where no receiver asks for its messages, it is twice the time of one message.
+    Of each two it is the least of some tries. Where no receiver asks for its message, it is twice
+    the time of one message. Among many ranks each is tried with two others.
 
     Args:
         wire: the ranks.
         seconds: after which no try begins, once there were a few.
     """
-    least, begun = math.inf, time.perf_counter()
+    begun = time.perf_counter()
+    least = dict.fromkeys(pairs_of(wire.ranks), math.inf)
     for tries in range(_MOST_TRIES):
-        trip, elapsed = _slowest(wire, wire.seconds(1), time.perf_counter() - begun)
-        least = min(least, trip if wire.is_asked else 2 * trip)
+        elapsed = 0.0
+        for pair in least:
+            quiet = min(2 * min(least.values()) + _LEAST_QUIET, _MOST_QUIET)
+            found = wire.shared(wire.trip(*pair, quiet), time.perf_counter() - begun)
+            trip, elapsed = found.amax(0).tolist()
+            least[pair] = min(least[pair], trip)
         if tries + 1 >= _LEAST_TRIES and elapsed > seconds:
             break
-    return least
+    return max(least.values()) * (1 if wire.is_asked else 2)
+
+
+def pairs_of(ranks: int) -> list[tuple[int, int]]:
+    """The ranks that are tried together: all of a few, of many each with the next and the opposite.
+
+    Opposite ranks are on different hosts if consecutive ones share hosts.
+    """
+    if ranks <= _FEW_RANKS:
+        return [(first, second) for second in range(ranks) for first in range(second)]
+    half = ranks // 2
+    neighbours = [(first, (first + 1) % ranks) for first in range(0, ranks, 2)]
+    return [*((first, first + half) for first in range(ranks - half)), *neighbours]
 
 
 def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
@@ -203,22 +225,26 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     nbytes = _FIRST_BYTES
     while True:
         came = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
-        took, elapsed = _slowest(wire, came.seconds[-1], time.perf_counter() - begun)
+        found = wire.shared(came.seconds[-1], time.perf_counter() - begun)
+        took, elapsed = found.amax(0).tolist()
         is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
         if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
             break
         nbytes *= 2
     bytes_per_second = nbytes / max(took - round_trip, took / 4)
-    rates: list[float] = []
+    of_flows: list[list[float]] = []  # for each flow, the rates of all ranks
+    means: list[float] = []
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
         came = _flow(wire, min(wanted, MOST_BYTES))
-        of_ranks = wire.shared(came.rate(), time.perf_counter() - begun)
-        rates.append(float(of_ranks[:, 0].min()))
-        bytes_per_second = max(rates)
-        if is_steady(rates) or float(of_ranks[:, 1].max()) > seconds:
+        found = wire.shared(came.rate(round_trip), time.perf_counter() - begun)
+        of_flows.append(found[:, 0].tolist())
+        means.append(statistics.fmean(of_flows[-1]))
+        bytes_per_second = max(means)
+        if is_steady(means) or float(found[:, 1].max()) > seconds:
             break
-    return steady_rate(rates) * 8 / PAYLOAD
+    slowest = min(steady_rate(rates) for rates in zip(*of_flows, strict=True))
+    return slowest * 8 / PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -233,14 +259,22 @@ class Flow:
     nbytes: int
     seconds: Sequence[float]
 
-    def rate(self) -> float:
-        """Bytes per second: the slope of a line through what has come, over the time."""
+    def rate(self, round_trip: float) -> float:
+        """Bytes per second: the slope of a line through what has come, over the time.
+
+        It is no more than the mean since the first byte can have come. A rank that did not run for
+        a while finds all at once that has come meanwhile.
+
+        Args:
+            round_trip: in seconds.
+        """
         first, last = self.seconds[0], self.seconds[-1]
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
         if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
+        most = self.nbytes * len(self.seconds) / max(last - round_trip, last / 4)
         came = [float(self.nbytes * number) for number in range(len(times))]
-        return statistics.linear_regression(times, came).slope
+        return min(statistics.linear_regression(times, came).slope, most)
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
@@ -262,11 +296,6 @@ def is_steady(rates: Sequence[float]) -> bool:
 def steady_rate(rates: Sequence[float]) -> float:
     """The median of the flows that were neither disturbed nor slow at their beginning."""
     return statistics.median(rate for rate in rates if rate >= (1 - _DISTURBED) * max(rates))
-
-
-def _slowest(wire: Wire, *values: float) -> list[float]:
-    found: list[float] = wire.shared(*values).amax(0).tolist()
-    return found
 
 
 # ---- more connections ----------------------------------------------------------------------------

@@ -76,8 +76,31 @@ class Wire:
         sent, received = self._buffers(nbytes, 1)
         self.shared(0.0)  # all ranks begin
         begun = time.perf_counter()
-        self._issue(sent, received[0]).wait()
+        self._issue(sent, received[0], [nbytes] * self.ranks).wait()
         self._synchronize()
+        return time.perf_counter() - begun
+
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        """How long the smallest message takes from each of two ranks to the other.
+
+        Others send nothing, and get 0.
+
+        Args:
+            first, second: ranks.
+            quiet_seconds: that the others do nothing, since they may share processors.
+        """
+        sent, received = self._buffers(1, 1)
+        splits = [0] * self.ranks
+        if self._rank in (first, second):
+            splits[first + second - self._rank] = 1
+        count = sum(splits)
+        self.shared(0.0)
+        begun = time.perf_counter()
+        self._issue(sent[:count], received[0][:count], splits).wait()
+        self._synchronize()
+        if not count:
+            time.sleep(quiet_seconds)
+            return 0.0
         return time.perf_counter() - begun
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
@@ -100,7 +123,7 @@ class Wire:
             return self._exchanged(sent, received)
         self.shared(0.0)
         begun = time.perf_counter()
-        futures = [self._issue(sent, row) for row in received]
+        futures = [self._issue(sent, row, [nbytes] * self.ranks) for row in received]
         found = []
         for future in futures:
             future.wait()
@@ -132,8 +155,10 @@ class Wire:
         received = self._bytes("received", total * count).view(count, total)
         return self._bytes("sent", total), list(received)
 
-    def _issue(self, sent: Tensor, received: Tensor) -> torch.futures.Future[Tensor]:
-        splits = [sent.numel() // self.others] * self.ranks
+    def _issue(
+        self, sent: Tensor, received: Tensor, splits: list[int]
+    ) -> torch.futures.Future[Tensor]:
+        """Send so many bytes to each other rank, and get as many from it."""
         splits[self._rank] = 0
         return issue_all_to_all(sent, splits, splits, received, self.group)
 

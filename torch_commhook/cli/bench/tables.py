@@ -102,7 +102,7 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
             each.hook,
             _milliseconds(each.seconds),
             f"{each.to_allreduce:.2f}",
-            format_bytes(each.bytes) if each.bytes else "",
+            "" if each.bytes == 0 else format_bytes(each.bytes),
         ]
         for each in found
     ]
