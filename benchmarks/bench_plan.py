@@ -33,12 +33,14 @@ from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import NO_HOOK
 from torch_commhook.planning import LinkFile, Measured, Model, measure, plan
 from torch_commhook.planning.bench_times import with_bench_times
+from torch_commhook.planning.computing import copy_gradients
 
 RESULTS = FOLDER / "results"
 LINKS = RESULTS / "links"
 #: Of the measured time, and the share of rows that are to be as near.
 NEAR, AT_LEAST = 0.15, 1.0
-_WARM_UP, _STEPS = 3, 15
+_WARM_UP, _STEPS = 2, 9
+_BATCH = 2  # bench_link's
 _CLIPPED = 1.0  # train's
 _BENCH_SECONDS = 20.0
 
@@ -153,28 +155,42 @@ def measure_hooks(
     ]
 
 
-def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> float:
-    """The median step of training with no communication, as link_rank's."""
+def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> tuple[float, float]:
+    """The median step of training with no communication, as link_rank's, and DDP's copies."""
     config = TrainConfig(**shape, batch=batch)
     model = ByteTransformer(config.layers, config.dim, config.heads)
     optimizer = make_optimizer(model, config)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
+    parameters = list(model.parameters())
+    buckets = [torch.empty_like(each) for each in parameters]
     barrier.wait()
-    seconds = []
+    seconds, copies = [], []
     for step in range(_WARM_UP + _STEPS):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         windows = training_batch(data, seed=0, step=step + 1, rank=0, batch=batch, seq=config.seq)
         model(windows[:, :-1], windows[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIPPED)
         optimizer.step()
+        seconds.append(time.thread_time() - begun)
+        begun = time.thread_time()
+        copy_gradients(parameters, buckets)
+        copies.append(time.thread_time() - begun)
         optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[_WARM_UP:])
+    return statistics.median(seconds[_WARM_UP:]), statistics.median(copies[_WARM_UP:])
 
 
-def step_alone(shape: dict[str, int], batch: int) -> float:
-    """Seconds of a step of training without communication, while the other rank trains, too."""
-    return statistics.fmean(on_all_ranks(TrainConfig().ranks, _step_alone, shape, batch))
+def step_alone(shape: dict[str, int], batch: int) -> tuple[float, float]:
+    """What a step of training computes without communication, while the other rank trains, too.
+
+    Args:
+        shape: of the model: fields of its configuration.
+        batch: sequences.
+
+    Returns:
+        Seconds of the step, and of the copies of gradients into DDP's buckets.
+    """
+    steps, copies = zip(*on_all_ranks(TrainConfig().ranks, _step_alone, shape, batch), strict=True)
+    return statistics.fmean(steps), statistics.fmean(copies)
 
 
 def model_of(shape: dict[str, int]) -> Model:
@@ -214,7 +230,11 @@ def bench_link_file(link: str, folder: Path) -> LinkFile | None:
 
 
 def compare(
-    rows: Sequence[Row], measured: Sequence[Measured], model: Model, folder: Path | None
+    rows: Sequence[Row],
+    measured: Sequence[Measured],
+    model: Model,
+    copy_seconds: float,
+    folder: Path | None,
 ) -> Iterator[dict[str, Any]]:
     """Each row beside what plan foretells of it.
 
@@ -222,6 +242,7 @@ def compare(
         rows: of one model.
         measured: its hooks.
         model: see there.
+        copy_seconds: of gradients into DDP's buckets, which steps without DDP lack.
         folder: of files of ``commhook bench``; None: links are what they were set to.
     """
     config = TrainConfig()
@@ -238,7 +259,7 @@ def compare(
             found,
             bits_per_second=bits,
             delay_seconds=seconds,
-            compute_seconds=row.compute_seconds,
+            compute_seconds=row.compute_seconds + copy_seconds,
             buckets=sizes,
         )
         yield {
@@ -246,6 +267,7 @@ def compare(
             "link": row.link,
             "hook": row.hook,
             "compute_seconds": row.compute_seconds,
+            "copy_seconds": copy_seconds,
             "hook_seconds": cost.compute_seconds,
             "measured_seconds": row.seconds,
             "planned_seconds": cost.step_seconds,
@@ -263,11 +285,13 @@ def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     (batch,) = {run["plan"]["batch"] for run in runs}
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{options.wan_results} has runs of several models")
-    of_wan = wan_rows(runs, step_alone(shapes[0], batch))
-    for shape, rows in (({}, of_links), (shapes[0], of_wan)):
+    small, small_copy = step_alone(shapes[0], batch)
+    _, copy = step_alone({}, _BATCH)
+    of_wan = wan_rows(runs, small)
+    for shape, rows, copies in (({}, of_links, copy), (shapes[0], of_wan, small_copy)):
         hooks = list(dict.fromkeys(row.hook for row in rows))
         measured = measure_hooks(hooks, shape, config)
-        found += compare(rows, measured, model_of(shape), folder)
+        found += compare(rows, measured, model_of(shape), copies, folder)
     return found
 
 

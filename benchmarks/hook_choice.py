@@ -17,7 +17,7 @@ from bench_plan import measure_hooks, model_of
 from machine import FOLDER, environment
 
 from torch_commhook.cli.plan_advice import DEFAULT_HOOKS, advise
-from torch_commhook.cli.plan_numbers import format_rate, format_seconds
+from torch_commhook.cli.plan_numbers import format_rate, say_seconds
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.planning import measure, plan
 
@@ -75,8 +75,8 @@ def lines_of(known: dict[str, float]) -> Iterator[str]:
                 sent = [cost.bytes_sent for cost in costs]
                 take = advise(costs, sent, COMPUTE_SECONDS, optimizer).hook
                 (step,) = (cost.step_seconds for cost in costs if cost.hook == take)
-                plain = format_seconds(costs[0].step_seconds)
-                text = f"{format_seconds(step)} of {plain}" if take != costs[0].hook else plain
+                plain = say_seconds(costs[0].step_seconds)
+                text = f"{say_seconds(step)} of {plain}" if take != costs[0].hook else plain
                 cells.append(f"{short(take)}: {text}")
             far = f" and {delay * 1e3:g} ms" if delay else ""
             yield f"| {name}, {format_rate(rate)}{far} | {' | '.join(cells)} |"

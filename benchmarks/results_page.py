@@ -137,7 +137,7 @@ def shards(setting: str) -> Iterator[str]:
 
 
 def measured_links() -> Iterator[str]:
-    header = ["hosts", "rate", "measured", "round trip", "measured", "within 10%"]
+    header = ["hosts", "rate", "measured", "round trip", "measured", "near"]
     found = load(RESULTS / "bench_measured_link.json")["rows"]
     yield from rows(header, [bench_measured_link.cells(row) for row in found])
 

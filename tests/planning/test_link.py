@@ -18,6 +18,7 @@ from torch_commhook.planning.link import (
     measure_figures,
     measure_rate,
     measure_round_trip,
+    pairs_of,
     steady_rate,
 )
 from torch_commhook.planning.wire import Wire
@@ -37,30 +38,38 @@ def arrivals(delay: float, burst: int = 0, count: int = 40) -> list[float]:
 # ---- made-up times -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.025, 3.0])
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.02])
 def test_no_delay_is_in_a_rate(delay: float) -> None:
-    assert Flow(NBYTES, arrivals(delay)).rate() == pytest.approx(RATE)
+    assert Flow(NBYTES, arrivals(delay)).rate(2 * delay) == pytest.approx(RATE)
 
 
 def test_no_burst_is_in_a_rate() -> None:
-    assert Flow(NBYTES, arrivals(0.01, burst=8)).rate() == pytest.approx(RATE, rel=0.05)
+    assert Flow(NBYTES, arrivals(0.01, burst=8)).rate(0.1) == pytest.approx(RATE, rel=0.05)
 
 
 def test_no_slow_start_is_in_a_rate() -> None:
     slow = [0.1 * number for number in range(5)]
     steady = [when + 0.4 for when in arrivals(0.0, count=200)]
-    assert Flow(NBYTES, slow + steady).rate() == pytest.approx(RATE, rel=0.01)
+    assert Flow(NBYTES, slow + steady).rate(1.0) == pytest.approx(RATE, rel=0.01)
 
 
 def test_a_pause_of_one_message_hardly_changes_a_rate() -> None:
     times = arrivals(0.0)
     late = [when + 0.01 if number == 20 else when for number, when in enumerate(times)]
-    assert Flow(NBYTES, late).rate() == pytest.approx(RATE, rel=0.02)
+    assert Flow(NBYTES, late).rate(0.1) == pytest.approx(RATE, rel=0.02)
+
+
+def test_a_rank_that_did_not_run_sees_no_faster_link() -> None:
+    """All that has come in half of the time is there at once when it runs again."""
+    first, *others = arrivals(0.005)
+    late = [first, *(max(when, 0.2) for when in others)]
+    late = [when + 1e-4 * number for number, when in enumerate(late)]
+    assert Flow(NBYTES, late).rate(0.01) < 1.05 * RATE
 
 
 @pytest.mark.parametrize("times", [[0.01], [0.01, 0.01], [0.0] * 40, [0.01] * 40])
 def test_messages_that_come_at_once_have_a_finite_rate(times: list[float]) -> None:
-    assert 0 < Flow(NBYTES, times).rate() < math.inf
+    assert 0 < Flow(NBYTES, times).rate(0.0) < math.inf
 
 
 @pytest.mark.parametrize(
@@ -89,14 +98,14 @@ class MadeUpWire(Wire):
         self.device = torch.device("cpu")
         self.flows = 0
 
-    def seconds(self, nbytes: int) -> float:
-        return 2 * self.delay + nbytes * self.others / RATE
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        return 2 * self.delay
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         self.flows += 1
-        rate = RATE / 2 if self.flows <= self.slow_flows else RATE
-        each = nbytes * self.others / rate
-        return [self.delay + each * (number + 1) for number in range(count)]
+        rate = RATE * min(1.0, (self.flows + 1) / (self.slow_flows + 1))
+        each = nbytes / rate
+        return [self.delay + each * (number + 1) for number in range(count * self.others)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)
@@ -120,9 +129,49 @@ def test_a_flow_ends_in_time() -> None:
     assert wire.flows == 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 9, 64])
+def test_each_rank_is_tried_with_another(ranks: int) -> None:
+    found = pairs_of(ranks)
+    assert len(found) <= 2 * ranks and len(set(found)) == len(found)
+    assert {rank for pair in found for rank in pair} == set(range(ranks))
+    assert all(first != second and max(first, second) < ranks for first, second in found)
+    assert (0, ranks // 2) in found
+
+
+class FarWire(MadeUpWire):
+    """One on which rank 2 is far, and each other try is disturbed."""
+
+    def __init__(self) -> None:
+        super().__init__(0.001, 3)
+        self.tries = 0
+
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        self.tries += 1
+        return (0.05 if 2 in (first, second) else 0.002) * (1 + self.tries % 2)
+
+
+def test_a_round_trip_is_that_of_the_two_farthest_ranks() -> None:
+    assert measure_round_trip(FarWire(), 0.1) == 0.05
+
+
+class UnevenWire(MadeUpWire):
+    """One whose second rank sees half of each number."""
+
+    def shared(self, *values: float) -> torch.Tensor:
+        found = super().shared(*values)
+        found[1] /= 2
+        return found
+
+
+def test_the_slowest_rank_counts() -> None:
+    wire = UnevenWire(0.001)
+    assert measure_rate(wire, 0.002, 5.0) == pytest.approx(RATE / 2 * 8 / PAYLOAD, rel=1e-3)
+    assert measure_round_trip(wire, 0.1) == pytest.approx(0.002, rel=0.05)
+
+
 @pytest.mark.parametrize("delay", [0.0001, 0.025])
 def test_a_round_trip_is_the_least(delay: float) -> None:
-    assert measure_round_trip(MadeUpWire(delay)) == pytest.approx(2 * delay, rel=0.05)
+    assert measure_round_trip(MadeUpWire(delay), 0.1) == pytest.approx(2 * delay, rel=0.05)
 
 
 # ---- what comes out ------------------------------------------------------------------------------

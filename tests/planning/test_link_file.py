@@ -19,7 +19,7 @@ FULL = LinkFile(
     messages=[Message(1024, 0.05), Message(1 << 26, 2.7)],
     collectives=[CollectiveTime("all_reduce", 1 << 20, 0.1)],
     codecs=[CodecSpeed("fp8()", 3.9, 1e9, 2e9, 1.5, 0.9)],
-    hooks=[HookTime("allreduce()", 1.5, 1e8, 1.0)],
+    hooks=[HookTime("allreduce()", 1.5, 1e8, 1.0), HookTime("mine.py:hook", 1.5, None, 1.0)],
     machine={"torch": "2.13", "threads": 1},
 )
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch_commhook import GradBucket, attach, codecs, hooks, run_hook
 from torch_commhook.collectives import exchange
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.planning import measure, plan
+from torch_commhook.planning import Model, measure, plan
 from torch_commhook.planning.formulas import (
     Formula,
     bytes_out_of_node,
@@ -48,16 +48,8 @@ HOOKS = [
 ELEMENTS = 5_003
 
 
-def _no_simulation(ranks: int) -> Any:
-    raise AssertionError("formulas need none")
-
-
 def _formula(text: str, ranks: int, nodes: int = 1, elements: int = ELEMENTS) -> Formula:
-    def simulated(few: int) -> Any:
-        assert text.startswith("powersgd")
-        return _simulated(text, few)
-
-    found = formula_of(parse_hook(text), elements, ranks, nodes, simulated)
+    found = formula_of(parse_hook(text), Model(elements), ranks, nodes)
     assert found is not None
     return found
 
@@ -102,9 +94,9 @@ def test_formulas_of_few_elements(numel: int) -> None:
 
 def test_hooks_without_formulas() -> None:
     adaptive = hooks.adaptive(1000)
-    assert formula_of(adaptive, 100, 32, 1, _no_simulation) is None
+    assert formula_of(adaptive, Model(100), 32, 1) is None
     named = hooks.hierarchical(codecs.sign(), levels=["rack=1"])
-    assert formula_of(named, 100, 32, 1, _no_simulation) is None
+    assert formula_of(named, Model(100), 32, 1) is None
 
 
 # ---- between nodes -------------------------------------------------------------------------------

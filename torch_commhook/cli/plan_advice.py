@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from torch_commhook import hooks
+from torch_commhook import codecs, hooks
 from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
@@ -55,8 +55,6 @@ DEFAULT_SHARD_HOOKS = {
         "error_feedback(sign())",
     ),
 }
-#: A hook that does more to gradients must be so many times as fast as the one chosen so far.
-_LEAST_GAIN = 1.15
 
 
 class Loss(IntEnum):
@@ -69,13 +67,17 @@ class Loss(IntEnum):
     HURTS = 4
 
 
+#: How many times as fast as the one chosen so far a hook must be that does more to the gradients.
+_LEAST_GAIN = {Loss.AS_PLAIN: 1.15, Loss.MILD: 1.3, Loss.APART: 1.5}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What is known of a hook's loss.
 
     Attributes:
         loss: how much it suffers.
-        coarse: how little of a gradient travels, for the order among hooks of one ``loss``.
+        coarse: for the order among hooks of one ``loss``, by how much it suffers.
         warning: why it suffers, in a sentence or two; None where it does not.
     """
 
@@ -102,19 +104,19 @@ class Row(Protocol):
 
 # ---- what is known of hooks ----------------------------------------------------------------------
 
-_EXACT, _CAST, _EIGHT_BITS, _FOUR_BITS, _LOW_RANK, _FEW, _BIT = range(7)
+_EXACT, _CAST, _EIGHT_BITS, _UPDATES, _FOUR_BITS, _LOW_RANK, _FEW, _BIT = range(8)
 _KINDS: dict[type, int] = {
     hooks.allreduce: _EXACT,
     hooks.cast: _CAST,
     hooks.adaptive: _FOUR_BITS,
     hooks.powersgd: _LOW_RANK,
 }
-_CODECS = {
-    "fp8": _EIGHT_BITS,
-    "topk": _FEW,
-    "chunk_topk": _FEW,
-    "randomk": _FEW,
-    "sign": _BIT,
+_CODECS: dict[type, int] = {
+    codecs.fp8: _EIGHT_BITS,
+    codecs.topk: _FEW,
+    codecs.chunk_topk: _FEW,
+    codecs.randomk: _FEW,
+    codecs.sign: _BIT,
 }
 _BITS = {8: _EIGHT_BITS, 4: _FOUR_BITS, 2: _BIT}
 
@@ -152,8 +154,8 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
     if isinstance(hook, hooks.local_sgd):
         # What it averages are distances, not gradients, whatever the optimizer is.
         inside = _judge(hook.hook, "sgd")
-        least = Loss.APART if hook.H > 1 else Loss.MILD
-        return Verdict(max(inside.loss, least), inside.coarse, inside.warning)
+        least, coarse = (Loss.APART, inside.coarse) if hook.H > 1 else (Loss.MILD, _UPDATES)
+        return Verdict(max(inside.loss, least), coarse, inside.warning)
     if isinstance(hook, hooks.policy):
         return max(
             (_judge(each, optimizer) for each in hook.hooks_inside()),
@@ -167,8 +169,9 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
 
 def _kind_of(hook: Any) -> int | None:
     if isinstance(hook, (hooks.compressed, hooks.hierarchical)):
-        name = type(hook.codec).__name__
-        return _BITS.get(hook.codec.bits) if name == "blockwise" else _CODECS.get(name)
+        if isinstance(hook.codec, codecs.blockwise):
+            return _BITS[hook.codec.bits]
+        return _CODECS.get(type(hook.codec))
     return _KINDS.get(type(hook))
 
 
@@ -216,15 +219,15 @@ def advise(
         compute_seconds: of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
-    verdicts = {row.hook: judge(own_text(row.hook), optimizer) for row in rows}
+    verdicts = {row.hook: judge_row(row.hook, optimizer) for row in rows}
     plain = rows[0]
     by_mildness = sorted(
         rows, key=lambda row: (verdicts[row.hook].loss, verdicts[row.hook].coarse, row.step_seconds)
     )
     chosen = plain
     for row in by_mildness:
-        is_sound = verdicts[row.hook].loss < Loss.UNKNOWN
-        if is_sound and row.step_seconds * _LEAST_GAIN <= chosen.step_seconds:
+        gain = _LEAST_GAIN.get(verdicts[row.hook].loss)
+        if gain is not None and row.step_seconds * gain <= chosen.step_seconds:
             chosen = row
     bytes_of = {row.hook: count for row, count in zip(rows, sent, strict=True)}
     if chosen is plain:
@@ -239,6 +242,18 @@ def advise(
     return Advice(chosen.hook, reason, _warnings(verdicts))
 
 
+def judge_row(label: str, optimizer: str) -> Verdict:
+    """The worse verdict of a row's hook and of its ``shard_hook``.
+
+    Args:
+        label: of the row.
+        optimizer: as :func:`judge` takes it.
+    """
+    beside = label.partition(", shard_hook=")[2].partition(", weights=")[0]
+    texts = [own_text(label), *[beside] * bool(beside)]
+    return max((judge(text, optimizer) for text in texts), key=lambda each: each.loss)
+
+
 def own_text(label: str) -> str:
     """The hook of a row, without what else compresses there."""
     return label.partition(", shard_hook=")[0].partition(", weights=")[0]
@@ -249,7 +264,7 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
     text = (
         f"Take {plain.hook}, the plain all-reduce: a step takes {say_seconds(plain.step_seconds)}"
     )
-    if fastest.step_seconds * _LEAST_GAIN > plain.step_seconds:
+    if fastest.step_seconds * _LEAST_GAIN[Loss.MILD] > plain.step_seconds:
         return f"{text}, {say_seconds(compute)} of it computing, and no hook makes it much shorter."
     return (
         f"{text}. Only hooks that hurt the loss, or of which nothing is known, are faster: "
@@ -274,4 +289,4 @@ def _warnings(verdicts: dict[str, Verdict]) -> list[str]:
     for hook, verdict in verdicts.items():
         if verdict.warning is not None:
             of_reason.setdefault(verdict.warning, []).append(hook)
-    return [f"{', '.join(found)}: {reason}" for reason, found in of_reason.items()]
+    return [f"{'; '.join(found)}: {reason}" for reason, found in of_reason.items()]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_commhook.cli.plan_advice import Advice, Loss, judge, own_text
+from torch_commhook.cli.plan_advice import Advice, Loss, judge_row, own_text
 from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
 from torch_commhook.cli.plan_sharded import Cost as ShardedCost
 from torch_commhook.cli.plan_sharded import Layout
@@ -185,6 +185,6 @@ def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
     """Whether a hook makes the step shorter, and does the loss no harm that is known."""
     if is_first:
         return ""
-    if judge(own_text(cost.hook), optimizer).loss is Loss.HURTS:
+    if judge_row(cost.hook, optimizer).loss is Loss.HURTS:
         return "hurts"
     return "yes" if cost.ratio < _LEAST_RATIO else "no"

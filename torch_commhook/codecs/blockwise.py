@@ -94,6 +94,12 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
             )
         self._rounding = rounding
 
+    @property
+    def bits(self) -> int:
+        """Of a value: 8, 4 or 2."""
+        bits: int = self._settings["bits"]
+        return bits
+
     @classmethod
     def examples(cls) -> list[blockwise]:
         return [

@@ -34,8 +34,9 @@ def with_bench_times(
         world_size: its ranks.
     """
     there = file.machine.get(_ELEMENTS)
-    is_count = isinstance(there, (int, float)) and not isinstance(there, bool)
-    if file.link is None or file.ranks != world_size or not is_count or not 1 <= there < math.inf:
+    if isinstance(there, bool) or not isinstance(there, (int, float)) or not 1 <= there < math.inf:
+        return list(measured)
+    if file.link is None or file.ranks != world_size:
         return list(measured)
     seconds = {each.hook: each.seconds for each in file.hooks}
     alone = seconds.get(_ALONE, 0.0)

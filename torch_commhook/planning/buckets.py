@@ -37,7 +37,8 @@ def filled_buckets(numels: Sequence[int], bucket_cap_mb: Sequence[float]) -> lis
         bucket_cap_mb: as :func:`bucket_sizes` takes them.
     """
     caps = _caps(bucket_cap_mb)
-    sizes, size = [], 0
+    sizes: list[int] = []
+    size = 0
     for numel in numels:
         size += numel
         is_full = size >= caps[min(len(sizes), len(caps) - 1)]

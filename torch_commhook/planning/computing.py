@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch_commhook.planning.hook_work import compute_clock
 
 #: The optimizers that a step may be measured with.
 OPTIMIZERS = ("adamw", "sgd")
@@ -16,9 +17,10 @@ _RUNS = 3
 
 
 def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "adamw") -> float:
-    """Seconds of a forward, a backward and a step of the optimizer: the median of three.
+    """Seconds of a step without communication: the median of three.
 
-    The first step, which makes buffers, is not counted. Parameters keep their values.
+    A forward, a backward, the copy of all gradients into DDP's buckets, and a step of the
+    optimizer. The first step, which makes buffers, is not counted. Parameters keep their values.
 
     Args:
         module: whose parameters lie on this machine.
@@ -32,20 +34,37 @@ def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "ada
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"measure_step: optimizer must be adamw or sgd, got {optimizer!r}")
     parameters = [each for each in module.parameters() if each.requires_grad]
+    if not parameters:
+        raise ValueError("measure_step: the module must have a parameter that gets a gradient")
     # A learning rate of 0 leaves the parameters as they are.
     stepping: torch.optim.Optimizer
     if optimizer == "adamw":
         stepping = torch.optim.AdamW(parameters, lr=0.0)
     else:
         stepping = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+    buckets = [torch.empty_like(each) for each in parameters]
+    clock = compute_clock()
     seconds = []
     for _ in range(_RUNS + 1):
-        begun = time.perf_counter()
+        begun = clock()
         _loss(module(*inputs)).backward()
+        copy_gradients(parameters, buckets)
         stepping.step()
         stepping.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(clock() - begun)
     return statistics.median(seconds[1:])
+
+
+def copy_gradients(parameters: Sequence[Tensor], buckets: Sequence[Tensor]) -> None:
+    """What DDP does before a bucket travels.
+
+    Args:
+        parameters: with gradients, or without.
+        buckets: a tensor of the same shape for each.
+    """
+    for parameter, bucket in zip(parameters, buckets, strict=True):
+        if parameter.grad is not None:
+            bucket.copy_(parameter.grad)
 
 
 def _loss(outputs: Any) -> Tensor:

@@ -10,7 +10,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_commhook import hooks
@@ -29,6 +29,8 @@ MOST_SIMULATED = 16
 MODEL = "model"
 _EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
 _NUMBER_BYTES = 4  # gradients in float32
+#: As of a bucket: some codecs take no more. What a larger model sends is in proportion.
+_MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Formula:
     members: dict[str, list[Sequence[int]]]
     hook: Any
 
+    def scaled(self, factor: float) -> Formula:
+        """Of so many times as many elements."""
+        issued = tuple(each.scaled(factor) for each in self.issued)
+        return replace(self, bytes_sent=self.bytes_sent * factor, issued=issued)
+
 
 def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
     """What a hook sends, by formulas; None where there are none for it.
@@ -57,6 +64,9 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | Non
         ranks: on all nodes.
         nodes: with equally many consecutive ranks each.
     """
+    if model.elements > _MOST_ELEMENTS and not isinstance(without_memory(hook), hooks.powersgd):
+        fewer = formula_of(hook, Model(_MOST_ELEMENTS), ranks, nodes)
+        return None if fewer is None else fewer.scaled(model.elements / _MOST_ELEMENTS)
     inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
     if type(inside) is hooks.hierarchical and inside.levels is not None:

@@ -97,19 +97,39 @@ class _Exchange:
 
 
 def measure_pass(call: Callable[[Tensor], object], elements: int, bucket_elements: int) -> float:
-    """Of something that goes over all gradients."""
+    """Of something that goes over all gradients.
+
+    Args:
+        call: takes a flat float32 tensor.
+        elements: of all gradients.
+        bucket_elements: of that tensor, or fewer.
+    """
     gradient = torch.randn(min(bucket_elements, MOST_MEASURED), dtype=torch.float32, device="cpu")
     return median_seconds(partial(call, gradient)) * elements / gradient.numel()
 
 
-def median_seconds(call: Callable[[], object]) -> float:
-    """Of a few calls, after two in which buffers are made."""
+def median_seconds(call: Callable[[], object], *, is_cpu: bool = True) -> float:
+    """Of a few calls, after two in which buffers are made.
+
+    Args:
+        call: computes on the calling thread.
+        is_cpu: whether it computes on the CPU alone.
+    """
+    clock = compute_clock() if is_cpu else time.perf_counter
     times = []
     for _ in range(_RUNS + 2):
-        begun = time.perf_counter()
+        begun = clock()
         call()
-        times.append(time.perf_counter() - begun)
+        times.append(clock() - begun)
     return statistics.median(times[2:])
+
+
+def compute_clock() -> Callable[[], float]:
+    """A clock for what the calling thread computes on the CPU, with PyTorch's threads.
+
+    With one thread it counts the processor's time, so that other programs lengthen nothing.
+    """
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Tensor]:
@@ -186,6 +206,6 @@ def measure_seconds(
             if gradients[0].device.type == "cuda":
                 torch.cuda.current_stream(gradients[0].device).synchronize()
 
-        return median_seconds(average)
+        return median_seconds(average, is_cpu=gradients[0].device.type == "cpu")
 
     return run_ranks(of_bucket, 1, timeout=600)[0] * elements / measured

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import exchanges, has_few_ranks
+from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.gloo_groups import (
     connect_group,
     destroy_group,
@@ -29,7 +29,6 @@ from torch_commhook.collectives.gloo_groups import (
     has_more_connections,
     is_gloo,
     make_group,
-    use_more_connections,
 )
 from torch_commhook.planning.schedule import PAYLOAD
 from torch_commhook.planning.wire import Wire
@@ -39,14 +38,18 @@ from torch_commhook.step.link import MANY, Link
 SECONDS = 5.0
 #: What all messages of a rank that are under way at once have.
 MOST_BYTES = 1 << 26
-#: Of the measurement of a round trip: the least tries, and the most, and seconds for those between.
-_LEAST_TRIES, _MOST_TRIES, _TRY_SECONDS = 5, 50, 0.25
+#: Of the measurement of a round trip: the least tries, and the most, and the share of the time for
+#: those between. A busy machine makes many of them longer, and none shorter.
+_LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.2
+#: Of whom each is tried with each other one.
+_FEW_RANKS = 4
+#: Seconds that other ranks wait meanwhile.
+_LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
 #: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
-_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.3, 8
+_FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
-#: Several connections share messages that are as large.
 _LARGE_MESSAGE = 1 << 18
 _LEAST_MESSAGE = 1 << 10
 #: The part of a flow at its beginning that is left out.
@@ -162,28 +165,52 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"measure_link: seconds must be positive and finite, got {seconds}")
-    round_trip = measure_round_trip(wire)
+    round_trip = measure_round_trip(wire, seconds * _TRY_SHARE)
     is_far = round_trip >= _FAR_SECONDS and _can_connect(wire.group)
-    share = seconds / (2 if is_far else 1)
+    share = seconds * (1 - 2 * _TRY_SHARE) / (2 if is_far else 1)
     rates = {1: measure_rate(wire, round_trip, share)}
     if is_far:
-        with _more_connections(wire.group):
+        with _more_connections(wire):
             rates[MANY] = measure_rate(wire, round_trip, share)
-    return LinkFigures(round_trip, rates)
+    # Once more, at another moment of a machine that others use.
+    again = measure_round_trip(wire, seconds * _TRY_SHARE)
+    return LinkFigures(min(round_trip, again), rates)
 
 
-def measure_round_trip(wire: Wire) -> float:
-    """The least of some round trips, each between the slowest two ranks, in seconds.
+def measure_round_trip(wire: Wire, seconds: float) -> float:
+    """The longest round trip between two ranks, in seconds.
 
-    Where no receiver asks for its messages, it is twice the time of one message.
+    Of each two it is the least of some tries. Where no receiver asks for its message, it is twice
+    the time of one message. Among many ranks each is tried with two others.
+
+    Args:
+        wire: the ranks.
+        seconds: after which no try begins, once there were a few.
     """
-    least, begun = math.inf, time.perf_counter()
+    begun = time.perf_counter()
+    least = dict.fromkeys(pairs_of(wire.ranks), math.inf)
     for tries in range(_MOST_TRIES):
-        trip, elapsed = _slowest(wire, wire.seconds(1), time.perf_counter() - begun)
-        least = min(least, trip if wire.is_asked else 2 * trip)
-        if tries + 1 >= _LEAST_TRIES and elapsed > _TRY_SECONDS:
+        elapsed = 0.0
+        for pair in least:
+            quiet = min(2 * min(least.values()) + _LEAST_QUIET, _MOST_QUIET)
+            found = wire.shared(wire.trip(*pair, quiet), time.perf_counter() - begun)
+            trip, elapsed = found.amax(0).tolist()
+            least[pair] = min(least[pair], trip)
+        if tries + 1 >= _LEAST_TRIES and elapsed > seconds:
             break
-    return least
+    return max(least.values()) * (1 if wire.is_asked else 2)
+
+
+def pairs_of(ranks: int) -> list[tuple[int, int]]:
+    """The ranks that are tried together: all of a few, of many each with the next and the opposite.
+
+    Opposite ranks are on different hosts if consecutive ones share hosts.
+    """
+    if ranks <= _FEW_RANKS:
+        return [(first, second) for second in range(ranks) for first in range(second)]
+    half = ranks // 2
+    neighbours = [(first, (first + 1) % ranks) for first in range(0, ranks, 2)]
+    return [*((first, first + half) for first in range(ranks - half)), *neighbours]
 
 
 def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
@@ -198,22 +225,26 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     nbytes = _FIRST_BYTES
     while True:
         came = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
-        took, elapsed = _slowest(wire, came.seconds[-1], time.perf_counter() - begun)
+        found = wire.shared(came.seconds[-1], time.perf_counter() - begun)
+        took, elapsed = found.amax(0).tolist()
         is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
         if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
             break
         nbytes *= 2
     bytes_per_second = nbytes / max(took - round_trip, took / 4)
-    rates: list[float] = []
+    of_flows: list[list[float]] = []  # for each flow, the rates of all ranks
+    means: list[float] = []
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
         came = _flow(wire, min(wanted, MOST_BYTES))
-        of_ranks = wire.shared(came.rate(), time.perf_counter() - begun)
-        rates.append(float(of_ranks[:, 0].min()))
-        bytes_per_second = max(rates)
-        if is_steady(rates) or float(of_ranks[:, 1].max()) > seconds:
+        found = wire.shared(came.rate(round_trip), time.perf_counter() - begun)
+        of_flows.append(found[:, 0].tolist())
+        means.append(statistics.fmean(of_flows[-1]))
+        bytes_per_second = max(means)
+        if is_steady(means) or float(found[:, 1].max()) > seconds:
             break
-    return steady_rate(rates) * 8 / PAYLOAD
+    slowest = min(steady_rate(rates) for rates in zip(*of_flows, strict=True))
+    return slowest * 8 / PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -221,21 +252,29 @@ class Flow:
     """Messages that were under way at once.
 
     Attributes:
-        nbytes: of each number of message, from all other ranks.
-        seconds: when each had come.
+        nbytes: of each message.
+        seconds: when each had come, in order.
     """
 
     nbytes: int
     seconds: Sequence[float]
 
-    def rate(self) -> float:
-        """Bytes per second: the slope of a line through what has come, over the time."""
+    def rate(self, round_trip: float) -> float:
+        """Bytes per second: the slope of a line through what has come, over the time.
+
+        It is no more than the mean since the first byte can have come. A rank that did not run for
+        a while finds all at once that has come meanwhile.
+
+        Args:
+            round_trip: in seconds.
+        """
         first, last = self.seconds[0], self.seconds[-1]
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
         if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
+        most = self.nbytes * len(self.seconds) / max(last - round_trip, last / 4)
         came = [float(self.nbytes * number) for number in range(len(times))]
-        return statistics.linear_regression(times, came).slope
+        return min(statistics.linear_regression(times, came).slope, most)
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
@@ -244,7 +283,7 @@ def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
         large = int(nbytes / wire.others) // _LARGE_MESSAGE
         count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
     of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
-    return Flow(of_message * wire.others, wire.arrivals(of_message, count))
+    return Flow(of_message, wire.arrivals(of_message, count))
 
 
 def is_steady(rates: Sequence[float]) -> bool:
@@ -259,11 +298,6 @@ def steady_rate(rates: Sequence[float]) -> float:
     return statistics.median(rate for rate in rates if rate >= (1 - _DISTURBED) * max(rates))
 
 
-def _slowest(wire: Wire, *values: float) -> list[float]:
-    found: list[float] = wire.shared(*values).amax(0).tolist()
-    return found
-
-
 # ---- more connections ----------------------------------------------------------------------------
 
 
@@ -274,46 +308,34 @@ def _can_connect(group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def _more_connections(group: dist.ProcessGroup) -> Iterator[None]:
-    """Have large messages of a group take :data:`MANY` connections in a ``with`` block."""
+def _more_connections(wire: Wire) -> Iterator[None]:
+    """Have the messages of flows take :data:`MANY` connections in a ``with`` block."""
+    group = wire.group
     made: list[dist.ProcessGroup] = []
-    make = _maker(group, made)
     try:
-        pairs = []
         for _ in range(MANY - 1):
-            up = make()
-            pairs.append((up, make() if has_few_ranks(group) else up))
-        use_more_connections(group, pairs)
-        try:
-            yield
-        finally:
-            use_more_connections(group, [])
+            made.append(_made_for(group))
+            connect_group(made[-1])
+        wire.groups = [group, *made]
+        yield
         group.barrier().wait()  # a rank that still watches them would think they are lost
     finally:
+        wire.groups = [group]
         for each in made:
             destroy_group(each)
 
 
-def _maker(
-    group: dist.ProcessGroup, made: list[dist.ProcessGroup]
-) -> Callable[[], dist.ProcessGroup]:
-    """A function that makes groups over the same ranks, and adds each to a list."""
-    store, ranks = group_store(group), dist.get_process_group_ranks(group)
+def _made_for(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over the same ranks, which is not connected yet."""
+    _counts[group] = number = _counts.get(group, 0) + 1
+    name = f"{group_name(group)}/commhook-link-{number}"
+    store = group_store(group)
     assert store is not None  # _can_connect has asked
-
-    def make() -> dist.ProcessGroup:
-        _counts[group] = number = _counts.get(group, 0) + 1
-        name = f"{group_name(group)}/commhook-link-{number}"
-        found = make_group(
-            dist.PrefixStore(name, store),
-            group.rank(),
-            ranks,
-            name,
-            group_timeout(group),
-            description="commhook: measures a link",
-        )
-        made.append(found)
-        connect_group(found)
-        return found
-
-    return make
+    return make_group(
+        dist.PrefixStore(name, store),
+        group.rank(),
+        dist.get_process_group_ranks(group),
+        name,
+        group_timeout(group),
+        description="commhook: measures a link",
+    )

@@ -73,13 +73,13 @@ class HookTime:
     Attributes:
         hook: as it is written.
         seconds: of a step, on the slowest rank.
-        bytes: that each rank sends in a step.
+        bytes: that each rank sends in a step; None where the hook does not tell.
         to_allreduce: the time to that with ``allreduce()``.
     """
 
     hook: str
     seconds: float
-    bytes: float
+    bytes: float | None
     to_allreduce: float
 
 
@@ -183,8 +183,18 @@ def _mapping(found: object, what: str) -> Mapping[str, Any]:
 
 
 def _value(document: Mapping[str, Any], name: str, kind: str, whose: str) -> Any:
-    """A text, a whole number above 0, or a number of at least 0 that is finite."""
+    """A text, a whole number above 0, or a number of at least 0 that is finite.
+
+    Args:
+        document: an object.
+        name: of the value in it.
+        kind: a key of ``_KINDS``, followed by ``| None`` where there may be none.
+        whose: begins the error.
+    """
     found = document.get(name)
+    kind, _, none = kind.partition(" | ")
+    if none and name in document and found is None:
+        return None
     if kind == "str":
         is_right = isinstance(found, str)
     elif isinstance(found, bool) or not isinstance(found, (int, float)):

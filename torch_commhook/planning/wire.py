@@ -7,6 +7,7 @@ of them know (:meth:`Wire.shared`), so that they issue the same messages.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,10 @@ class Wire:
         group: two or more ranks; None for the default group.
         device: of the messages; None for the CPU if the group has a backend for it, else CUDA.
 
+    Attributes:
+        groups: over whose connections the messages of :meth:`arrivals` go: the group's, and others
+            that are added.
+
     Raises:
         RuntimeError, TypeError: as :func:`torch_commhook.collectives.resolve_group`.
         ValueError: as there, or the group has one rank.
@@ -45,6 +50,7 @@ class Wire:
         if device is None:
             device = "cuda" if lacks_cpu(self.group) else "cpu"
         self.device = torch.device(device)
+        self.groups = [self.group]
         self._rank: int = self.group.rank()
         self._memory: dict[str, Tensor] = {}
 
@@ -67,19 +73,63 @@ class Wire:
         Args:
             nbytes: of each message.
         """
-        return self._timed(nbytes, 1, asks_before=False)[0]
+        sent, received = self._buffers(nbytes, 1)
+        self.shared(0.0)  # all ranks begin
+        begun = time.perf_counter()
+        self._issue(sent, received[0], [nbytes] * self.ranks).wait()
+        self._synchronize()
+        return time.perf_counter() - begun
+
+    def trip(self, first: int, second: int, quiet_seconds: float) -> float:
+        """How long the smallest message takes from each of two ranks to the other.
+
+        Others send nothing, and get 0.
+
+        Args:
+            first, second: ranks.
+            quiet_seconds: that the others do nothing, since they may share processors.
+        """
+        sent, received = self._buffers(1, 1)
+        splits = [0] * self.ranks
+        if self._rank in (first, second):
+            splits[first + second - self._rank] = 1
+        count = sum(splits)
+        self.shared(0.0)
+        begun = time.perf_counter()
+        self._issue(sent[:count], received[0][:count], splits).wait()
+        self._synchronize()
+        if not count:
+            time.sleep(quiet_seconds)
+            return 0.0
+        return time.perf_counter() - begun
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
-        """When each of many messages has come that are under way at once.
+        """When each of many messages has come that are under way at once, in order.
+
+        Receivers have asked for all of them before. Where ranks exchange messages, each message is
+        told apart, of whatever rank and over whatever connection it comes. Elsewhere those of all
+        ranks come at once.
 
         Args:
             nbytes: of each message.
-            count: messages to each other rank, and from each.
+            count: messages to each other rank, and from each. They take turns on the connections.
 
         Returns:
-            Seconds on this rank from a common beginning, which is uncertain by the delay.
+            Seconds on this rank from a common beginning, which is uncertain by the delay;
+            ``count`` times the number of other ranks.
         """
-        return self._timed(nbytes, count, asks_before=True)
+        sent, received = self._buffers(nbytes, count)
+        if self.device.type == "cpu" and exchanges(self.group):
+            return self._exchanged(sent, received)
+        self.shared(0.0)
+        begun = time.perf_counter()
+        futures = [self._issue(sent, row, [nbytes] * self.ranks) for row in received]
+        found = []
+        for future in futures:
+            future.wait()
+            self._synchronize()
+            found += [time.perf_counter() - begun] * self.others
+        return found
 
     def shared(self, *values: float) -> Tensor:
         """A row of numbers from each rank, the same on all: ``[ranks, values]`` in float64."""
@@ -99,30 +149,47 @@ class Wire:
             self._memory[name] = found
         return found[:count]
 
-    def _timed(self, nbytes: int, count: int, *, asks_before: bool) -> list[float]:
-        """Seconds until each of so many messages of all ranks has come."""
-        splits = [nbytes] * self.ranks
+    def _buffers(self, nbytes: int, count: int) -> tuple[Tensor, list[Tensor]]:
+        """What goes to the other ranks, and where comes what comes from them, so many times."""
+        total = nbytes * self.others
+        received = self._bytes("received", total * count).view(count, total)
+        return self._bytes("sent", total), list(received)
+
+    def _issue(
+        self, sent: Tensor, received: Tensor, splits: list[int]
+    ) -> torch.futures.Future[Tensor]:
+        """Send so many bytes to each other rank, and get as many from it."""
         splits[self._rank] = 0
-        sent = self._bytes("sent", sum(splits))
-        received = list(self._bytes("received", sum(splits) * count).view(count, -1))
-        places = []
-        if asks_before and self.device.type == "cpu" and exchanges(self.group):
-            places = [place_in(self.group) for _ in received]
-            for place, row in zip(places, received, strict=True):
-                place.expect(0, row.split(splits))
-        self.shared(0.0)  # all ranks begin
+        return issue_all_to_all(sent, splits, splits, received, self.group)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _exchanged(self, sent: Tensor, received: Sequence[Tensor]) -> list[float]:
+        """Seconds until each message has come, of which each has an exchange of its own."""
+        nbytes = sent.numel() // self.others
+        none = sent[:0]
+        issued = []
+        for number, row in enumerate(received):
+            for distance, piece in enumerate(row.split(nbytes), start=1):
+                outputs = [none] * self.ranks
+                outputs[(self._rank - distance) % self.ranks] = piece
+                inputs = [none] * self.ranks
+                inputs[(self._rank + distance) % self.ranks] = sent[:nbytes]
+                place = place_in(self.groups[number % len(self.groups)])
+                place.expect(0, outputs)
+                issued.append((place, inputs, outputs))
+        self.shared(0.0)  # all ranks have asked, and begin
+        found: list[float] = []
         begun = time.perf_counter()
-        if places:
-            futures = [
-                place.exchange(0, sent.split(splits), row.split(splits), row)
-                for place, row in zip(places, received, strict=True)
-            ]
-        else:
-            futures = [issue_all_to_all(sent, splits, splits, row, self.group) for row in received]
-        found = []
-        for future in futures:
-            future.wait()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+
+        def came(future: torch.futures.Future[Tensor]) -> None:
             found.append(time.perf_counter() - begun)
-        return found
+            future.value()  # raises what has failed
+
+        futures = [
+            place.exchange(0, inputs, outputs, none).then(came) for place, inputs, outputs in issued
+        ]
+        torch.futures.wait_all(futures)
+        return sorted(found)

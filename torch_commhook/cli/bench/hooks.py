@@ -82,7 +82,9 @@ def measure_hooks(
     """
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
-    found = [(ALONE, _step_seconds(Steps(model), share / 4), 0.0)]
+    found: list[tuple[str, float, float | None]] = [
+        (ALONE, _step_seconds(Steps(model), share / 4), 0.0)
+    ]
     for text in hooks:
         try:
             found.append((text, *_with_hook(model, text, share)))
@@ -140,17 +142,20 @@ def _step_seconds(steps: Steps, seconds: float) -> float:
     return statistics.median(found)
 
 
-def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float]:
-    """Seconds of a step, and bytes that this rank sends in one."""
+def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
+    """Seconds of a step, and bytes that this rank sends in one, if the hook tells."""
     hook = parse_hook(text)
     every = unwrap_hook(hook).every
     handle = attach(model, hook)
     try:
         steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
         steps.turn()
-        done, sent = steps.done, handle.stats().bytes_sent
+        done, before = steps.done, handle.stats().bytes_sent
         took = _step_seconds(steps, seconds)
-        return took, (handle.stats().bytes_sent - sent) / (steps.done - done)
+        after = handle.stats().bytes_sent
+        if before is None or after is None:
+            return took, None
+        return took, (after - before) / (steps.done - done)
     finally:
         handle.remove()
         model.zero_grad(set_to_none=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.bench.hooks import ALONE
-from torch_commhook.cli.bench.tables import format_size, message_rate
+from torch_commhook.cli.bench.tables import format_rate, format_size, message_rate
 from torch_commhook.planning.link_file import HookTime, LinkFile
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def _draw_messages(axes: Axes, found: LinkFile) -> None:
     rates = [message_rate(each, found.ranks) / 1e6 for each in found.messages]
     axes.plot(sizes, rates, marker="o", color=_SMALLER, label="messages, with their round trip")
     if found.link is not None:
-        rate = found.link.bits_per_second / 1e6
+        rate = found.link.bits_per_second
         trip = 2e3 * found.link.delay_seconds
-        label = f"link: {rate:.4g} Mbit/s, round trip {trip:.3g} ms"
-        axes.axhline(rate, linestyle="--", color=_LARGER, label=label)
+        label = f"link: {format_rate(rate)} Mbit/s with headers, round trip {trip:.3g} ms"
+        axes.axhline(rate / 1e6, linestyle="--", color=_LARGER, label=label)
     axes.set(xscale="log", yscale="log", xlabel="message", ylabel="Mbit/s each way")
     axes.set_xticks(sizes, [format_size(size) for size in sizes], rotation=30, ha="right")
     axes.set_xticks([], minor=True)
@@ -66,7 +66,7 @@ def _draw_messages(axes: Axes, found: LinkFile) -> None:
 
 
 def _draw_hooks(axes: Axes, hooks: Sequence[HookTime]) -> None:
-    names = ["\n".join(textwrap.wrap(each.hook, _LABEL_CHARACTERS)) for each in hooks]
+    names = [_wrapped(each.hook) for each in hooks]
     seconds = [each.seconds for each in hooks]
     colors = [_LARGER if each.hook == ALONE else _SMALLER for each in hooks]
     bars = axes.barh(range(len(hooks)), seconds, color=colors)
@@ -81,3 +81,14 @@ def _draw_hooks(axes: Axes, hooks: Sequence[HookTime]) -> None:
     axes.set_xlim(0, max(seconds) * 1.3)
     axes.set(xlabel="step (s), and its ratio to allreduce()")
     axes.set_title("steps with each hook")
+
+
+def _wrapped(hook: str) -> str:
+    """A hook in lines that leave room for the bars; each ends behind a bracket or a comma."""
+    lines, line = [], ""
+    for piece in re.split(r"(?<=[(,])", hook):
+        if line and len(line) + len(piece) > _LABEL_CHARACTERS:
+            lines.append(line)
+            line = ""
+        line += piece.lstrip() if not line else piece
+    return "\n".join([*lines, line])

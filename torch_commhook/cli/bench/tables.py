@@ -34,11 +34,11 @@ def link_text(part: LinkPart, ranks: int) -> str:
     """The link, what more connections carry, and the messages."""
     figures = part.figures
     lines = [
-        f"link: {_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
+        f"link: {format_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
         f"round trip {_milliseconds(figures.round_trip)} ms"
     ]
     if MANY in figures.rates:
-        one, many = (_rate(figures.rates[count]) for count in (1, MANY))
+        one, many = (format_rate(figures.rates[count]) for count in (1, MANY))
         taken = "takes" if figures.connections == MANY else "would not take"
         lines.append(
             f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} these"
@@ -50,7 +50,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
         [
             format_size(each.bytes),
             _milliseconds(each.seconds),
-            _rate(message_rate(each, ranks)),
+            format_rate(message_rate(each, ranks)),
         ]
         for each in part.messages
     ]
@@ -102,7 +102,7 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
             each.hook,
             _milliseconds(each.seconds),
             f"{each.to_allreduce:.2f}",
-            format_bytes(each.bytes) if each.bytes else "",
+            "" if each.bytes == 0 else format_bytes(each.bytes),
         ]
         for each in found
     ]
@@ -137,6 +137,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _rate(bits_per_second: float) -> str:
+def format_rate(bits_per_second: float) -> str:
+    """In Mbit/s, without the unit."""
     value = bits_per_second / 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
