@@ -172,7 +172,7 @@ class MadeUpWire(Wire):
         return 0.01
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
-        return [nbytes * (number + 1) / 1e6 for number in range(count * self.others)]
+        return [nbytes * (number + 1) / 1e6 for number in range(count)]
 
     def shared(self, *values: float) -> torch.Tensor:
         return torch.tensor([values] * self.ranks, dtype=torch.float64)

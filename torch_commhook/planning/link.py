@@ -50,8 +50,10 @@ _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
 #: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
-_LARGE_MESSAGE = 1 << 18
+_LARGE_MESSAGE = 1 << 15
 _LEAST_MESSAGE = 1 << 10
+#: By which the first bytes of a flow may be later than two round trips.
+_LATE_SECONDS = 0.02
 #: The part of a flow at its beginning that is left out.
 _BEGINNING = 0.25
 #: Flows, until the best of so many is no better than those before by more than a share.
@@ -133,8 +135,8 @@ def measure_link(
 ) -> MeasuredLink:
     """Measure the link between the ranks of a group: its rate each way and its delay.
 
-    All ranks call it at the same point, and get the same result, that of the slowest rank. They
-    send to all other ranks at once, in both directions. If a round trip takes 5 ms or more,
+    All ranks call it at the same point, and get the same result, that of the slowest rank. Each
+    sends to another rank, and gets from one, all at once. If a round trip takes 5 ms or more,
     messages of Gloo also take four connections, as :func:`torch_commhook.attach` tries them, and
     the result is the link over as many as ``attach`` would take.
 
@@ -262,8 +264,8 @@ class Flow:
     def rate(self, round_trip: float) -> float:
         """Bytes per second: the slope of a line through what has come, over the time.
 
-        It is no more than the mean since the first byte can have come. A rank that did not run for
-        a while finds all at once that has come meanwhile.
+        It is no more than a mean since the first bytes have come, or should have. A rank that did
+        not run for a while finds all at once that has come meanwhile.
 
         Args:
             round_trip: in seconds.
@@ -272,17 +274,24 @@ class Flow:
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
         if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
-        most = self.nbytes * len(self.seconds) / max(last - round_trip, last / 4)
+        begun = min(first, 2 * round_trip + _LATE_SECONDS)
+        half = len(self.seconds) // 2
+        before = half + (begun < first)  # messages that came since then
+        means = [
+            self.nbytes * (before + number) / (when - begun)
+            for number, when in enumerate(self.seconds[half:])
+            if when > begun
+        ]
         came = [float(self.nbytes * number) for number in range(len(times))]
-        return min(statistics.linear_regression(times, came).slope, most)
+        return min(statistics.linear_regression(times, came).slope, max(means))
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
-    """Send about ``nbytes`` in so many messages to each other rank; by default, in some."""
+    """Send about ``nbytes`` in so many messages to another rank; by default, in some."""
     if count is None:
-        large = int(nbytes / wire.others) // _LARGE_MESSAGE
+        large = int(nbytes) // _LARGE_MESSAGE
         count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
-    of_message = max(_LEAST_MESSAGE, round(nbytes / count / wire.others))
+    of_message = max(_LEAST_MESSAGE, round(nbytes / count))
     return Flow(of_message, wire.arrivals(of_message, count))
 
 

@@ -106,29 +106,30 @@ class Wire:
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         """When each of many messages has come that are under way at once, in order.
 
-        Receivers have asked for all of them before. Where ranks exchange messages, each message is
-        told apart, of whatever rank and over whatever connection it comes. Elsewhere those of all
-        ranks come at once.
+        They go to the opposite rank, which is on another host if consecutive ranks share hosts, and
+        come from one. Where ranks exchange messages, receivers have asked for all of them before.
 
         Args:
             nbytes: of each message.
-            count: messages to each other rank, and from each. They take turns on the connections.
+            count: messages that this rank sends, and gets. They take turns on the connections.
 
         Returns:
-            Seconds on this rank from a common beginning, which is uncertain by the delay;
-            ``count`` times the number of other ranks.
+            Seconds on this rank from a common beginning, which is uncertain by the delay.
         """
-        sent, received = self._buffers(nbytes, count)
+        sent = self._bytes("sent", nbytes)
+        received = list(self._bytes("received", nbytes * count).view(count, nbytes))
         if self.device.type == "cpu" and exchanges(self.group):
             return self._exchanged(sent, received)
+        sends, gets = [0] * self.ranks, [0] * self.ranks
+        sends[self._opposite(1)] = gets[self._opposite(-1)] = nbytes
         self.shared(0.0)
         begun = time.perf_counter()
-        futures = [self._issue(sent, row, [nbytes] * self.ranks) for row in received]
+        futures = [issue_all_to_all(sent, sends, gets, row, self.group) for row in received]
         found = []
         for future in futures:
             future.wait()
             self._synchronize()
-            found += [time.perf_counter() - begun] * self.others
+            found.append(time.perf_counter() - begun)
         return found
 
     def shared(self, *values: float) -> Tensor:
@@ -166,20 +167,20 @@ class Wire:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _opposite(self, sign: int) -> int:
+        """The rank that flows go to, or with -1 the one that they come from."""
+        return (self._rank + sign * (self.ranks // 2)) % self.ranks
+
     def _exchanged(self, sent: Tensor, received: Sequence[Tensor]) -> list[float]:
         """Seconds until each message has come, of which each has an exchange of its own."""
-        nbytes = sent.numel() // self.others
         none = sent[:0]
         issued = []
         for number, row in enumerate(received):
-            for distance, piece in enumerate(row.split(nbytes), start=1):
-                outputs = [none] * self.ranks
-                outputs[(self._rank - distance) % self.ranks] = piece
-                inputs = [none] * self.ranks
-                inputs[(self._rank + distance) % self.ranks] = sent[:nbytes]
-                place = place_in(self.groups[number % len(self.groups)])
-                place.expect(0, outputs)
-                issued.append((place, inputs, outputs))
+            inputs, outputs = [none] * self.ranks, [none] * self.ranks
+            inputs[self._opposite(1)], outputs[self._opposite(-1)] = sent, row
+            place = place_in(self.groups[number % len(self.groups)])
+            place.expect(0, outputs)
+            issued.append((place, inputs, outputs))
         self.shared(0.0)  # all ranks have asked, and begin
         found: list[float] = []
         begun = time.perf_counter()
