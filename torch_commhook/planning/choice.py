@@ -35,8 +35,8 @@ from torch_commhook.planning.wire import Wire
 LEAST_GAIN = 0.05
 #: Steps that differ by less take as long, and the hook of the least error is taken.
 _AS_FAST = 0.02
-#: That the rate of the link is measured for.
-_LINK_SECONDS = 1.5
+#: That a round trip and the rate of the link are measured for.
+_TRIP_SECONDS, _LINK_SECONDS = 0.25, 1.5
 #: Calls of a hook, of which the last shows its error: low-rank factors get better.
 _CALLS = 2
 
@@ -188,7 +188,7 @@ def choose_hook(
     if len(allowed) == 1:
         found = [Candidate(*each) for each in zip(names, errors, strict=True)]
         return _told(choose(found, max_error), found)
-    round_trip = measure_round_trip(wire)
+    round_trip = measure_round_trip(wire, _TRIP_SECONDS)
     rate = measure_rate(wire, round_trip, _LINK_SECONDS)
     if not 0 < rate < math.inf:
         return Choice(0, "the link has no rate that could be measured")
