@@ -50,6 +50,7 @@ def draw_rates(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     labels = ["\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS)) for hook in seconds]
     lines = sum(label.count("\n") + 1 for label in labels)
@@ -64,7 +65,9 @@ def draw_rates(
     tens = [rate for rate in rates if str(round(rate))[0] == "1"]
     axes.set_xticks(tens, [format_rate(rate) for rate in tens], minor=False)
     axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.set_title("\n".join(textwrap.wrap(title, _LABEL_CHARACTERS)), fontsize="medium")
     # Under the axes, where it hides nothing.
