@@ -68,7 +68,9 @@ def test_no_fragment_is_empty(sizes: dict[str, int], count: int) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_more_fragments_than_parameters() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="fragments must be at most 2, the model's parameters"):
+    with pytest.raises(
+        ValueError, match="fragments must be at most 2, the number of the model's parameters"
+    ):
         attach(model, local_sgd(8, fragments=3))
     attach(model, local_sgd(8, fragments=2)).remove()
     _, handle = attached(local_sgd(20), model=net())

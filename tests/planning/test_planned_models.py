@@ -151,7 +151,7 @@ def test_a_policy_of_a_size_alone() -> None:
     nameless = Model.of_parameters([Parameter((4, 4))])
     with pytest.raises(HookError, match="asks for the names of parameters, which nobody has given"):
         measure(["policy([('*emb*', allreduce())], cast())"], model=nameless, world_size=2)
-    with pytest.raises(HookError, match="no parameter meets"):
+    with pytest.raises(HookError, match="no parameter matches"):
         measure(["policy([('no_such', allreduce())], cast())"], model=MODEL, world_size=2)
 
 

@@ -25,7 +25,8 @@ constexpr int64_t kAligned = 64;
 constexpr const char* kStopped = "exchange: the process group was closed (gloo)";
 
 constexpr std::chrono::hours kEver{24 * 365 * 10};
-constexpr std::chrono::milliseconds kAtOnce{1};
+// How long messages that came before the end of a connection may take to be noticed.
+constexpr std::chrono::milliseconds kNoticed{250};
 
 // Whether this thread waits for messages. Such a thread is not Gloo's, so it may hold a group.
 thread_local bool is_runner = false;
@@ -38,18 +39,9 @@ bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
          });
 }
 
-// Waits for a message. Returns false if it was aborted. Throws the error of a failed one.
-bool wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
-  if (work->wait()) {
-    return true;
-  }
-  // In Gloo, an abort takes precedence over a message that arrived before it, once. A peer may
-  // send its last message and close its connections before this thread runs.
-  try {
-    return work->wait(kAtOnce);
-  } catch (const std::exception&) {
-    return false;
-  }
+// Returns false if a Work was aborted. Throws the error of a failed one.
+bool wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  return std::all_of(works.begin(), works.end(), [](const auto& work) { return work->wait(); });
 }
 
 const Exchanges::Group& checked(const Exchanges::Group& group) {
@@ -380,6 +372,12 @@ void Exchanges::run_watcher(Lane& lane, Watched& watched) {
   }
   lock.lock();
   lane.lost = lane.lost ? lane.lost : lost;
+  // A peer may send its last message and close its connections at once. In Gloo, an abort takes
+  // precedence over a message that came before it. Works of a closed connection end by themselves.
+  if (lost) {
+    const int64_t present = lane.ended + static_cast<int64_t>(lane.under_way.size());
+    ended_.wait_for(lock, kNoticed, [&] { return stopped_ || lane.ended >= present; });
+  }
   for (const auto& [works, exchange] : lane.under_way) {
     for (const auto& other : works) {
       other->abort();
@@ -422,7 +420,7 @@ void Exchanges::run(Lane& lane) {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (!std::all_of(works.begin(), works.end(), wait_for)) {
+      if (!wait_for(works)) {
         error = std::make_exception_ptr(std::runtime_error(kStopped));
       }
     } catch (...) {
@@ -431,6 +429,7 @@ void Exchanges::run(Lane& lane) {
     lock.lock();
     auto exchange = std::move(lane.under_way.front().second);
     lane.under_way.pop_front();
+    ++lane.ended;
     if (error) {
       error = lane.lost ? lane.lost : error;
       failed_.push_back(std::move(works));

@@ -117,6 +117,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
     std::thread::id runner;   // waits for them; none before the first message
     bool is_telling = false;  // whether it runs callbacks
+    int64_t ended = 0;        // the number of its exchanges that have ended
     std::condition_variable added;
     std::deque<Watched> watched;  // one for each connection; the addresses are stable
     std::exception_ptr lost;      // the error that a watcher received
