@@ -1,6 +1,7 @@
 #include "runtime/collectives/exchanges.h"
 
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <chrono>
@@ -27,6 +28,18 @@ constexpr const char* kStopped = "exchange: the process group was closed (gloo)"
 constexpr std::chrono::hours kEver{24 * 365 * 10};
 // How long messages that came before the end of a connection may take to be noticed.
 constexpr std::chrono::milliseconds kNoticed{250};
+
+// Keeps modes of Python from the messages: they are none of a user's operators, and an error that
+// passes through Python would leave its mark there.
+class WithoutModes {
+ public:
+  WithoutModes()
+      : guard_(
+            c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})) {}
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
 
 // Whether this thread waits for messages. Such a thread is not Gloo's, so it may hold a group.
 thread_local bool is_runner = false;
@@ -150,6 +163,7 @@ void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t s
                       " is expected already");
     ++issuing_;
   }
+  const WithoutModes without;
   Parts parts;
   bool is_asked = true;
   try {
@@ -218,6 +232,7 @@ void Exchanges::issue_all() {
 }
 
 Exchanges::Outcome Exchanges::issue(const Messages& messages) {
+  const WithoutModes without;
   try {
     return {post(messages), nullptr};
   } catch (...) {  // connections that failed before; other collectives report these as errors too
