@@ -333,7 +333,7 @@ def main() -> int:
         nargs="*",
         default=[],
         metavar="OPERATOR",
-        help="operators without the namespace that have no CUDA kernel on purpose",
+        help="operators that are meant to have no CUDA kernel, without the namespace",
     )
     parser.add_argument(
         "--objects",
@@ -341,7 +341,7 @@ def main() -> int:
         type=Path,
         default=[],
         metavar="OBJECT",
-        help="check only the machine code of these files",
+        help="look at the machine code of these files, and at nothing else",
     )
     arguments = parser.parse_args()
     report = Report()

@@ -32,6 +32,7 @@ def _code(folder: Path, suffix: str, text: str) -> bytes:
     [
         (".py", PYTHON, "A module.", "Another."),
         (".py", PYTHON, "(x):\n", "(x):  # a comment\n\n"),
+        (".md", "A text.", "A text", "Another"),
         (".cpp", CPP, "// said", "/* said\nanew */"),
         (".cu", CPP, "auto count", "  // a count\n\n  auto count"),
     ],

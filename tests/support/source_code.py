@@ -21,8 +21,11 @@ def code_of(path: Path) -> bytes:
     """A source's code. Equal for two sources that differ in comments, docstrings and blank lines.
 
     Args:
-        path: of the source. All bytes of a file that is neither Python, C++ nor CUDA are code.
+        path: of the source. All bytes of a file that is neither Python, C++ nor CUDA are code,
+            except those of a document (``.md``).
     """
+    if path.suffix == ".md":
+        return b""
     if path.suffix in (".py", ".pyi"):
         return _python(path.read_text()).encode()
     if path.suffix in CPP_SUFFIXES:
