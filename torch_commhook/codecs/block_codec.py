@@ -260,7 +260,7 @@ class BlockCodec(Codec):
         rounding: Tensor | None = None,
         failed: Tensor | None = None,
     ) -> None:
-        """Reduce messages in separate tensors, such as shared memory; as :meth:`reduce`.
+        """Reduce messages in separate tensors, such as shared memory; as ``reduce``.
 
         Args:
             messages: 1 to 16 messages, each of ``numel`` values in one shard.
