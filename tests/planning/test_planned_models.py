@@ -151,7 +151,7 @@ def test_a_policy_of_a_size_alone() -> None:
     nameless = Model.of_parameters([Parameter((4, 4))])
     with pytest.raises(HookError, match="asks for the names of parameters, which nobody has given"):
         measure(["policy([('*emb*', allreduce())], cast())"], model=nameless, world_size=2)
-    with pytest.raises(HookError, match="no parameter meets"):
+    with pytest.raises(HookError, match="no parameter matches"):
         measure(["policy([('no_such', allreduce())], cast())"], model=MODEL, world_size=2)
 
 
@@ -263,5 +263,11 @@ def test_bench_times_that_do_not_fit() -> None:
         slow,
     ):
         assert with_bench_times([own], other, elements=1 << 20, world_size=2) == [own]
+    # Of two hooks it has one, or its model is small and a larger one is planned.
+    (more,) = measure(["fp8()"], elements=1 << 20, world_size=2, known_seconds={"fp8()": 0.5})
+    both = [own, more]
+    assert with_bench_times(both, file, elements=1 << 20, world_size=2) == both
+    small = replace(file, machine={"elements": 10_000})
+    assert with_bench_times([own], small, elements=1 << 20, world_size=2) == [own]
     (found,) = with_bench_times([own], file, elements=1 << 20, world_size=2)
     assert found.compute_seconds < 0.1
