@@ -98,6 +98,8 @@ def choose(
             f"{least.error:.2g}",
         )
     fastest = min((candidates[i] for i in admitted), key=lambda each: each.step_seconds)
+    if math.inf in (fastest.step_seconds, plain.step_seconds):
+        return Choice(0, "the times of the steps could not be predicted; the log says why")
     where = "" if link is None else f"over a link of {format_link(link)} "
     known = "" if has_computing else ", without the computing of the model, which is not known"
     if fastest.step_seconds > (1 - LEAST_GAIN) * plain.step_seconds:
