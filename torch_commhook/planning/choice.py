@@ -22,6 +22,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.first_steps import FirstSteps, random_sample
+from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.planning.hook_work import HookError
@@ -347,6 +348,7 @@ def relative_error(
     distance = length = 0.0
     for gradients, mean in zip(sample, means, strict=True):
         own = copy.deepcopy(hook)
+        _use_within(own, group)
         bucket = _bucket(gradients, group)
         values = bucket.buffer().clone()
         result = values
@@ -360,6 +362,14 @@ def relative_error(
         distance += float(off.abs().square().sum(dtype=torch.float64))
         length += float(mean.abs().square().sum(dtype=torch.float64))
     return math.sqrt(distance / length) if length else math.inf
+
+
+def _use_within(hook: Hook, group: dist.ProcessGroup) -> None:
+    """Have a copy of an attached hook average over the group that the library made for a model."""
+    if isinstance(hook, hierarchical):
+        hook.use_within(group)
+    for each in hook.hooks_inside():
+        _use_within(each, group)
 
 
 # ---- numbers as text -----------------------------------------------------------------------------
