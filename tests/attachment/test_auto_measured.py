@@ -113,6 +113,27 @@ def test_three_ranks_choose_alike(three_ranks: RankPool) -> None:
     assert choice in {"blockwise()", "fp8()"}, reason
 
 
+def _with_nodes(rank: int) -> tuple[str, str, bool]:
+    torch.manual_seed(rank)
+    model = nn.Linear(400, 400)
+    handle = attach(model, "auto(max_error=1e-6, hooks=[hierarchical(blockwise()), cast()])")
+    before = torch.get_rng_state()
+    for _ in range(STEPS + 1):
+        model.zero_grad()
+        model(torch.ones(8, 400)).sum().backward()
+    stats = handle.stats()
+    handle.remove()
+    return stats.choice, stats.reason, torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_hook_with_groups_is_measured_and_random_numbers_stay(two_ranks: RankPool) -> None:
+    found = two_ranks.run(_with_nodes, timeout=120)
+    assert found[0] == found[1]
+    _, reason, is_kept = found[0]
+    assert is_kept
+    assert "a step takes" in reason
+
+
 # ---- steps that fail, and ranks without inputs ---------------------------------------------------
 
 

@@ -68,7 +68,8 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("--ranks 0", "argument --ranks: must be at least 1, got 0"),
         ("--ranks 1025", "argument --ranks: must be at most 1024, got 1025"),
         ("--parts link,hook", "argument --parts: must be of link, collectives, codecs, hooks, got"),
-        ("--parts link", "argument --parts: link need two or more ranks; give --ranks 2"),
+        ("--parts link", "argument --parts: link needs two or more ranks; give --ranks 2"),
+        ("--hooks auto(0.1)", "argument --hooks: auto(0.1) chooses one of several hooks"),
         ("--parts collectives,link", "argument --parts: link and collectives need two or more ra"),
         ("--seconds 0", "argument --seconds: must be more than 0"),
         ("--seconds nan", "argument --seconds: must be more than 0"),
@@ -274,7 +275,7 @@ def bench(*arguments: str | Path, folder: Path) -> str:
 
 def test_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out, plot = tmp_path / "link.json", tmp_path / "link.png"
+    out, plot = tmp_path / "new" / "link.json", tmp_path / "link.png"
     hooks = ("--hooks", "cast()", "local_sgd(4)")
     printed = bench("--ranks", "2", "--out", out, "--plot", plot, *hooks, folder=tmp_path)
     assert printed.startswith("commhook bench: 2 ranks over gloo, 1 thread each, torch ")

@@ -112,6 +112,8 @@ def test_what_is_said() -> None:
         Row("error_feedback(sign())", 0.3, 0.06),
     ]
     found = advise(rows, [43e6, 21.5e6, 1e6], 0.225, "adamw")
+    slow = advise([Row("allreduce()", 9.0, 0.2), Row("cast()", 3.0, 0.1)], [2e6, 1e6], 0.2, "sgd")
+    assert "all-reduce. Most of the difference is delays or computing; a rank sends" in slow.reason
     assert found.reason == (
         "Take cast(): a step of 0.95 s instead of 1.9 s with a plain all-reduce, since a rank "
         "sends 21.5 MB in a step instead of 43.0 MB: 0.90 s on the link instead of 1.8 s. Without "

@@ -297,11 +297,12 @@ def test_a_link_of_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         backend="gloo",
         device="cpu",
         link=MeasuredLink(2e9, 0.01),
-        hooks=[HookTime("cast()", 5.0, 1.0, 1.0)],
+        hooks=[HookTime("allreduce()", 5.0, 1.0, 1.0), HookTime("cast()", 5.0, 1.0, 1.0)],
         machine={"elements": 10_000},
     )
     file.write(path)
     arguments = ["--model-size", "10k", "--compute-ms", "0", "--link", str(path)]
+    arguments += ["--hooks", "cast()"]
     found = planned(capsys, *arguments)
     assert (found["world"], found["bits_per_second"], found["delay_seconds"]) == (4, 2e9, 0.01)
     assert found["link_file"] == str(path)
@@ -311,7 +312,7 @@ def test_a_link_of_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     other = planned(capsys, *arguments, "--delay", "0", "--world", "2")
     assert (other["world"], other["delay_seconds"]) == (2, 0.0)
     assert other["hooks"][1]["compute_seconds"] < 1.0
-    assert main(["plan", *arguments, "--hooks", "cast()"]) == 0
+    assert main(["plan", *arguments]) == 0
     said = capsys.readouterr().out
     assert f"4 ranks, 2 Gbit/s and 10 ms each way ({path})" in said
 
@@ -319,7 +320,12 @@ def test_a_link_of_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 def test_files_that_are_no_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "link.json"
     LinkFile(ranks=1, backend="gloo", device="cpu").write(path)
-    for text, message in ((None, "has no link: one rank has none"), ("{}", "its format must be")):
+    parts = LinkFile(ranks=2, backend="gloo", device="cpu").text()
+    for text, message in (
+        (None, "has no link: one rank has none"),
+        (parts, "has no link: bench measured other --parts"),
+        ("{}", "its format must be"),
+    ):
         if text is not None:
             path.write_text(text)
         with pytest.raises(SystemExit) as ended:

@@ -80,8 +80,10 @@ def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
         assert run.wait() == 0, run.stderr
         run.assert_all_end()
     assert run.stderr == ""
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith(f"{hook} chose ")]
-    choice = line.removeprefix(f"{hook} chose ")
+    (line,) = [
+        line for line in run.stdout.splitlines() if line.startswith(f"{hook} averaged with ")
+    ]
+    choice = line.removeprefix(f"{hook} averaged with ")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [entry["choice"] for entry in summary["runs"]] == [choice]
     name, _, reason = choice.partition(": ")

@@ -262,6 +262,11 @@ def test_ranks_that_load_other_choices_are_refused(found: list[int]) -> None:
         (lambda: hooks.auto(10**400), ValueError, "must be above 0 and below 1e+06"),
         (lambda: hooks.auto(0.1, hooks=[]), ValueError, "must have at least one hook"),
         (
+            lambda: hooks.auto(0.1, hooks=[hooks.allreduce()]),
+            ValueError,
+            "hooks must have a hook other than allreduce(), which is always one",
+        ),
+        (
             lambda: hooks.auto(0.1, "cast()"),
             TypeError,
             "hooks must be a sequence of hooks, got str",

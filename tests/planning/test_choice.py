@@ -100,6 +100,14 @@ def test_a_hook_without_an_error_is_not_taken(error: float) -> None:
     assert choice.reason == f"no other hook has an error of at most 100000; that of b is {error:g}"
 
 
+def test_without_predictions_nothing_is_chosen() -> None:
+    for seconds in ((math.inf, math.inf), (math.inf, 1.0), (1.0, math.inf)):
+        found = [Candidate(name, 0.0, each) for name, each in zip("ab", seconds, strict=True)]
+        choice = choose(found, 0.5)
+        assert choice.number == 0
+        assert choice.reason == "the times of the steps could not be predicted; the log says why"
+
+
 def test_reasons() -> None:
     link = MeasuredLink(99.6e6, 0.0102)
     found = [Candidate("allreduce()", 0.0, 3.95), Candidate("blockwise()", 0.0081, 0.612)]

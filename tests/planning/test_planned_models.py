@@ -263,5 +263,11 @@ def test_bench_times_that_do_not_fit() -> None:
         slow,
     ):
         assert with_bench_times([own], other, elements=1 << 20, world_size=2) == [own]
+    # Of two hooks it has one, or its model is small and a larger one is planned.
+    (more,) = measure(["fp8()"], elements=1 << 20, world_size=2, known_seconds={"fp8()": 0.5})
+    both = [own, more]
+    assert with_bench_times(both, file, elements=1 << 20, world_size=2) == both
+    small = replace(file, machine={"elements": 10_000})
+    assert with_bench_times([own], small, elements=1 << 20, world_size=2) == [own]
     (found,) = with_bench_times([own], file, elements=1 << 20, world_size=2)
     assert found.compute_seconds < 0.1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from torch_commhook.attachment.road import Road, road_in_use
 from torch_commhook.hooks.auto import auto
 from torch_commhook.memory.hook_memory import HookMemory
@@ -52,13 +54,14 @@ class ChoosingByPlan:
     def _find(self) -> None:
         memory, hook = self._memory, self._hook
         assert memory.group is not None
-        choice = choose_hook(
-            hook.candidates,
-            hook.max_error,
-            buckets=memory.bucket_memories(),
-            first_steps=hook.first_steps(memory),
-            group=memory.group,
-        )
+        with torch.random.fork_rng(devices=[]):  # random gradients change no number of the training
+            choice = choose_hook(
+                hook.candidates,
+                hook.max_error,
+                buckets=memory.bucket_memories(),
+                first_steps=hook.first_steps(memory),
+                group=memory.group,
+            )
         hook.propose(memory, choice.number, choice.reason)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torch_commhook.cli import plan_sharded
+from torch_commhook.cli.outputs import OutputError, check_checkpoint
 from torch_commhook.cli.plan_advice import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
@@ -74,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(argv)
     torch.set_num_threads(options.threads)
     try:
-        if options.plot is not None and not can_draw():
-            raise PlanError(f"argument --plot: {HOW_TO_GET_MATPLOTLIB}")
+        _check_plot(options)
+        _world(options)
         subject = _subject(options)
         layout = _layout(options, subject)
         hooks = _hooks(options, layout)
@@ -111,6 +112,20 @@ def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
             for cost in answer.costs
         ],
     }
+
+
+def _check_plot(options: argparse.Namespace) -> None:
+    """Raise PlanError where a picture is wanted and can't be drawn or written."""
+    if options.plot is None:
+        return
+    if not can_draw():
+        raise PlanError(f"argument --plot: {HOW_TO_GET_MATPLOTLIB}")
+    try:
+        check_checkpoint(options.plot)
+    except OutputError as error:
+        raise PlanError(f"argument --plot: {error}") from error
+    if not options.plot.parent.is_dir():
+        raise PlanError(f"argument --plot: there is no folder {options.plot.parent}")
 
 
 # ---- the question --------------------------------------------------------------------------------
@@ -168,8 +183,14 @@ def _question(options: argparse.Namespace, subject: Subject) -> Question:
 
 
 def _world(options: argparse.Namespace) -> int:
-    """The ranks; those of the link's file where nobody has said."""
+    """The ranks; those of the link's file where nobody has said.
+
+    Raises:
+        PlanError: there is one.
+    """
     world: int = options.world or options.link.ranks or TrainConfig().ranks
+    if world == 1:
+        raise PlanError("argument --world: one rank sends nothing; give all ranks that train")
     return world
 
 

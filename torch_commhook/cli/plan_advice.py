@@ -70,6 +70,9 @@ class Loss(IntEnum):
 #: How many times as fast as the one chosen so far a hook must be that does more to the gradients.
 _LEAST_GAIN = {Loss.AS_PLAIN: 1.15, Loss.MILD: 1.3, Loss.APART: 1.5}
 
+#: The share of a saved time that the link explains, if fewer bytes are the reason for it.
+_MOSTLY = 0.5
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -273,9 +276,12 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
 
 
 def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
+    saved = plain.step_seconds - chosen.step_seconds
+    is_wire = plain.wire_seconds - chosen.wire_seconds >= _MOSTLY * saved
+    why = ", since a rank" if is_wire else ". Most of the difference is delays or computing; a rank"
     return (
         f"Take {chosen.hook}: a step of {say_seconds(chosen.step_seconds)} instead of "
-        f"{say_seconds(plain.step_seconds)} with a plain all-reduce, since a rank sends "
+        f"{say_seconds(plain.step_seconds)} with a plain all-reduce{why} sends "
         f"{format_bytes(sent[chosen.hook])} in a step instead of {format_bytes(sent[plain.hook])}: "
         f"{say_seconds(chosen.wire_seconds)} on the link instead of "
         f"{say_seconds(plain.wire_seconds)}. Without communication a step takes "

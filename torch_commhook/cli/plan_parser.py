@@ -66,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RATE|FILE",
         help=(
             "of each rank, each way, such as 200mbit or 100G; or a file of commhook bench --out, "
-            "with the delay and the hooks' times that it measured (1gbit)"
+            "with the delay that it measured, and the hooks' times if it has those of all --hooks "
+            "(1gbit)"
         ),
     )
     parser.add_argument(
@@ -78,7 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
             "file, else 0)"
         ),
     )
-    parser.add_argument("--world", type=_ranks, help="ranks (those of the file, else 2)")
+    parser.add_argument(
+        "--world", type=_ranks, help="ranks, two or more (those of the file, else 2)"
+    )
     parser.add_argument(
         "--nodes",
         type=_ranks,
@@ -256,7 +259,8 @@ def _link(text: str) -> LinkOption:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if file.link is None:
-        raise argparse.ArgumentTypeError(f"{text} has no link: one rank has none")
+        why = "one rank has none" if file.ranks == 1 else "bench measured other --parts"
+        raise argparse.ArgumentTypeError(f"{text} has no link: {why}")
     return LinkOption(file.link.bits_per_second, file.link.delay_seconds, text, file)
 
 

@@ -515,7 +515,7 @@ def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
     print(format_final_loss(results[0]), flush=True)
     for result in results:
         if result.choice:
-            print(f"{result.hook} chose {result.choice}", flush=True)
+            print(f"{result.hook} averaged with {result.choice}", flush=True)
     if not draw_loss(out / PLOT, results, title=_what_trains(options)):
         print(HOW_TO_GET_MATPLOTLIB)
     last = results[-1]

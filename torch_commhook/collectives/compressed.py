@@ -296,6 +296,11 @@ class _CompressedSum(CompressedCall):
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
         shards = self.codec.shards(self.numel, self.world_size)
+        if not isinstance(shards, list) or len(shards) != self.world_size:
+            raise ValueError(
+                f"compressed_all_reduce: shards({self.numel}, {self.world_size}) of "
+                f"{self.codec} must return a list with a Shard for each rank, got {shards!r}"
+            )
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         if not self.is_traced:

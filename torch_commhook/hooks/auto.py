@@ -60,7 +60,8 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     Raises:
         TypeError: ``max_error`` is no number, or ``hooks`` has something else than hooks of the
             library.
-        ValueError: ``max_error`` is not positive, or above all errors; no hooks; one of them twice,
+        ValueError: ``max_error`` is not positive, or above all errors; no hooks, or only
+                ``allreduce()``; one of them twice,
             or one that keeps ranks apart, scales steps or chooses itself.
 
     Example:
@@ -87,6 +88,10 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         given = _default_hooks() if hooks is None else _checked_hooks(hooks)
         self._plain = allreduce()
         others = [hook for hook in given if repr(hook) != repr(self._plain)]
+        if not others:
+            raise ValueError(
+                f"auto: hooks must have a hook other than {self._plain}, which is always one"
+            )
         #: The hooks to choose from; the first is ``allreduce()``.
         self.candidates: Sequence[Hook] = (self._plain, *others)
         self._by_number = dict(enumerate(self.candidates, start=_OPEN + 1))

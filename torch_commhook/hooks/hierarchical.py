@@ -233,6 +233,11 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         self.sizes = nesting.sizes
         self._over = group
 
+    def use_within(self, group: dist.ProcessGroup) -> None:
+        """Take another group over the same ranks for the model's; the hook's own groups stay."""
+        if self._over is not None:
+            self._over = group
+
     def _nesting(self, group: dist.ProcessGroup) -> Nesting:
         assert self.levels is not None
         labels = [

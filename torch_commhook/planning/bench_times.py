@@ -15,6 +15,8 @@ from torch_commhook.process_group.simulated.link import Issued
 #: A step in which the wire takes more says too little of the computing.
 _MOST_WIRE = 0.5
 _HALVINGS = 20
+#: A step of a smaller model is mostly what a step takes whatever its size, which does not grow.
+_LEAST_ELEMENTS = 1 << 20
 #: The row of bench without a hook, and the figure that says how large its model was.
 _ALONE, _ELEMENTS = "no communication", "elements"
 
@@ -25,7 +27,10 @@ def with_bench_times(
     """The hooks, with the computing that a file of ``commhook bench`` shows where it fits.
 
     It fits a hook that was measured there among as many ranks, if less than half of its step was
-    the wire. Its computing is what makes the planned step as long as the measured one.
+    the wire. Its computing is what makes the planned step as long as the measured one. A file that
+    does not fit all of the hooks counts for none: steps of ranks that share a machine are longer
+    than a hook that computes alone, and the two are not to be compared. Neither does a file of a
+    model that is small and smaller than this one.
 
     Args:
         measured: what :func:`torch_commhook.planning.measure` gives for a model.
@@ -38,6 +43,8 @@ def with_bench_times(
         return list(measured)
     if file.link is None or file.ranks != world_size:
         return list(measured)
+    if there < min(elements, _LEAST_ELEMENTS):
+        return list(measured)
     seconds = {each.hook: each.seconds for each in file.hooks}
     alone = seconds.get(_ALONE, 0.0)
     scale = there / elements
@@ -45,7 +52,9 @@ def with_bench_times(
     for each in measured:
         took = seconds.get(each.hook)
         own = None if took is None else _computing(_scaled(each, scale), took, alone, file, there)
-        found.append(each if own is None else replace(each, compute_seconds=own / scale))
+        if own is None:
+            return list(measured)
+        found.append(replace(each, compute_seconds=own / scale))
     return found
 
 

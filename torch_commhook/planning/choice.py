@@ -22,6 +22,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.first_steps import FirstSteps, random_sample
+from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.planning.hook_work import HookError
@@ -98,6 +99,8 @@ def choose(
             f"{least.error:.2g}",
         )
     fastest = min((candidates[i] for i in admitted), key=lambda each: each.step_seconds)
+    if math.inf in (fastest.step_seconds, plain.step_seconds):
+        return Choice(0, "the times of the steps could not be predicted; the log says why")
     where = "" if link is None else f"over a link of {format_link(link)} "
     known = "" if has_computing else ", without the computing of the model, which is not known"
     if fastest.step_seconds > (1 - LEAST_GAIN) * plain.step_seconds:
@@ -345,6 +348,7 @@ def relative_error(
     distance = length = 0.0
     for gradients, mean in zip(sample, means, strict=True):
         own = copy.deepcopy(hook)
+        _use_within(own, group)
         bucket = _bucket(gradients, group)
         values = bucket.buffer().clone()
         result = values
@@ -358,6 +362,14 @@ def relative_error(
         distance += float(off.abs().square().sum(dtype=torch.float64))
         length += float(mean.abs().square().sum(dtype=torch.float64))
     return math.sqrt(distance / length) if length else math.inf
+
+
+def _use_within(hook: Hook, group: dist.ProcessGroup) -> None:
+    """Have a copy of an attached hook average over the group that the library made for a model."""
+    if isinstance(hook, hierarchical):
+        hook.use_within(group)
+    for each in hook.hooks_inside():
+        _use_within(each, group)
 
 
 # ---- numbers as text -----------------------------------------------------------------------------

@@ -17,7 +17,13 @@ from torch_commhook.cli.place import Place
 from torch_commhook.cli.plan_numbers import format_count, parse_count
 from torch_commhook.cli.train_config import MOST, MOST_RANKS
 from torch_commhook.cli.train_options import OptionError, available_cores, check_device
-from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
+from torch_commhook.hooks.expressions import (
+    NO_HOOK,
+    HookExpressionError,
+    check_hook,
+    is_file_reference,
+    parse_hook,
+)
 
 #: The parts of a run, and their shares of its time.
 PARTS = {"link": 4, "collectives": 2, "codecs": 3, "hooks": 6}
@@ -191,7 +197,8 @@ def _resolve(given: argparse.Namespace, place: Place | None) -> BenchOptions:
     check_device(given, local_ranks)
     if ranks == 1 and not set(given.parts) - set(_OF_SEVERAL):
         raise OptionError(
-            f"argument --parts: {' and '.join(given.parts)} need two or more ranks; give "
+            f"argument --parts: {' and '.join(given.parts)} need{'s' * (len(given.parts) == 1)} "
+            "two or more ranks; give "
             "--ranks 2, or start bench by torchrun"
         )
     shapes, what = _shapes(given)
@@ -222,6 +229,11 @@ def _hooks(texts: Sequence[str]) -> tuple[str, ...]:
             check_hook(text)
         except HookExpressionError as error:
             raise OptionError(f"argument --hooks: {error}") from error
+        if not is_file_reference(text) and getattr(parse_hook(text), "chooses", False):
+            raise OptionError(
+                f"argument --hooks: {text} chooses one of several hooks in the first steps of a "
+                "training; name these"
+            )
     return tuple(dict.fromkeys([BASELINE, *texts]))
 
 

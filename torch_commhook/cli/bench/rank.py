@@ -94,6 +94,9 @@ def _machine(options: BenchOptions) -> dict[str, Any]:
 
 
 def _write(found: LinkFile, options: BenchOptions) -> None:
+    for path in (options.out, options.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     if options.out is not None:
         found.write(options.out)
     if options.plot is not None:
