@@ -90,7 +90,7 @@ sends 71.1 MB in a step instead of 55.1 GB: 5.9 ms on the link instead of 4.6 s.
 communication a step takes 4.0 s. Ranks then take steps apart, which changes the training: compare
 the loss.
 
-7 B parameters, 64 ranks on 8 nodes, 100 Gbit/s and 50 ms each way, a step of 4.00 s without communication, buckets of 1 25 MiB, SGD, 1 thread
+7 B parameters, 64 ranks on 8 nodes, 100 Gbit/s and 50 ms each way, a step of 4.00 s without communication, buckets of 1 and then 25 MiB, SGD, 1 thread
 hook                                                                       sent per step  out of a node   messages  connections  round trips    wire  computing       step  x plain   pays
 none                                                                             55.1 GB        55.1 GB  2.696e+05            0     6.74e+04  4.61 s    30.0 ms  6743.54 s     1.00
 cast()                                                                           27.6 GB         112 GB  2.022e+05           78     2.14e+03  2.31 s    30.0 ms   215.84 s     0.03    yes

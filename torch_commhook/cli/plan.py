@@ -292,7 +292,7 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
         ]
 
     advice = _advise(costs, [cost.bytes_sent for cost in costs], question)
-    said = question.said(beside=f", buckets of {' '.join(f'{cap:g}' for cap in caps)} MiB")
+    said = question.said(beside=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB")
     return _Answer(costs, advice, said, table_of(costs, question), seconds_at)
 
 

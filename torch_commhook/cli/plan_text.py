@@ -62,7 +62,7 @@ class Question:
         name = f" ({self.name})" if self.name else ""
         wire = format_rate(self.bits_per_second)
         if self.delay_seconds:
-            wire += f" and {self.delay_seconds * 1e3:g} ms"
+            wire += f" and {self.delay_seconds * 1e3:.3g} ms"
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
