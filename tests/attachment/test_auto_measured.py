@@ -33,14 +33,12 @@ def _train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 100))
     handle = attach(model, hook, process_group=group, bucket_cap_mb=0.3)
-    sent, seconds = [], []
+    sent = []
     for number in range(STEPS + 3):
         generator = torch.Generator().manual_seed(10 * number + rank)
         model.zero_grad()
-        begun = time.perf_counter()
         time.sleep(pause)
         model(torch.randn(8, 400, generator=generator)).square().mean().backward()
-        seconds.append(time.perf_counter() - begun)
         sent.append(handle.stats().bytes_sent_last_step)
     stats = handle.stats()
     gradient = [parameter.grad.clone() for parameter in model.parameters()]
@@ -49,7 +47,6 @@ def _train(
         "choice": stats.choice,
         "reason": stats.reason,
         "sent": sent,
-        "seconds": seconds,
         "gradient": gradient,
     }
 
