@@ -346,7 +346,7 @@ def _groups_made_anew(rank: int, folder: str) -> None:
             assert memory._controls[rank][-2:].tolist() == [6, 0]  # 4 barriers are the trial's
             if rank == step % 3:
                 symmetric.give_up(group)
-            with pytest.raises(RuntimeError, match="has not come"):
+            with pytest.raises(RuntimeError, match="did not reach"):
                 for _ in range(2):
                     out = torch.zeros(1000)
                     compressed_all_reduce(
