@@ -29,6 +29,7 @@ from lab_bench import (
     run_on_delays,
     runs_as_rank,
     use_one_thread,
+    write_figures,
 )
 from link_rank import WARM_UP, goes_on, set_link
 from torch import nn
@@ -122,9 +123,7 @@ def run_rank(path: Path) -> None:
         "gloo", store=store, rank=store.rank, world_size=store.ranks, timeout=_LIMIT
     )
     found = measure_rank(Plan(**json.loads(path.read_text())), store, path.parent)
-    if dist.get_rank() == 0:
-        path.with_name("figures.json").write_text(json.dumps(found))
-    dist.barrier()
+    write_figures(path, found)
     dist.destroy_process_group()
 
 

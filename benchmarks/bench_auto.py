@@ -1,4 +1,4 @@
-"""What a step takes over links with the hook that ``auto`` chooses, beside those it chooses from.
+"""Compares steps over links with the hook that ``auto`` chooses with those of its candidates.
 
 ``python benchmarks/bench_auto.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,21 +19,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_link import Link, links_of
+from bench_link import links_of
 from harness import Against, Job, Report, Samples, parse, parser
 from lab_bench import (
+    Link,
     check_hooks,
     congestion_control,
     delay_argument,
     finish_run,
     format_link,
+    measure_as_rank,
     rate_argument,
-    run_on_links,
+    run_on_each,
     runs_as_rank,
     use_one_thread,
 )
 from link_rank import Subject, goes_on, set_link
-from netlab import Lab, parse_rate
+from netlab import parse_rate
 
 from torch_commhook.cli.text_data import read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
@@ -43,10 +43,10 @@ from torch_commhook.cli.world import World
 from torch_commhook.hooks.first_steps import STEPS
 
 HOSTS = 2
-#: Those of auto's that are within the error that it may have here, as its log says.
+#: The default candidates of ``auto`` whose error is at most ``MAX_ERROR`` here, as its log shows.
 DEFAULT_HOOKS = ("allreduce()", "cast()", "blockwise()", "fp8()", "blockwise(bits=4)")
 MAX_ERROR = 0.2
-#: Of the time of the fastest hook.
+#: The most time of a step, as a share of the time with the fastest hook.
 AT_MOST = 1.10
 LEAST_ROUNDS = 3
 _LIMIT = timedelta(minutes=10)
@@ -54,16 +54,16 @@ _LIMIT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to measure.
+    """The plan of the measurement.
 
     Attributes:
-        auto: its expression.
-        hooks: those beside it.
-        links: how many there are.
-        batch: sequences of each rank in a step.
-        rounds: in each, every hook takes a step.
-        seconds: of a link, after which no round begins, once there were a few.
-        warm_up: steps of each hook before the rounds.
+        auto: the expression of ``auto``.
+        hooks: the expressions of the other hooks.
+        links: the number of links.
+        batch: the number of sequences of each rank in a step.
+        rounds: the number of rounds; in each, every hook takes a step.
+        seconds: the time for a link; afterwards no round begins, once there were a few.
+        warm_up: the number of steps of each hook before the rounds.
     """
 
     auto: str
@@ -76,7 +76,7 @@ class Plan:
 
 
 def measure_rank(plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """For each link the choice, what choosing took, and the seconds of steps by hook."""
+    """Returns for each link the choice, the seconds that it took, and those of steps by hook."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, torch.device("cpu"), "gloo")
     config = TrainConfig(ranks=size, batch=plan.batch)
@@ -125,36 +125,12 @@ def _seconds(subject: Subject) -> float:
 
 
 def run_rank(path: Path) -> None:
-    """A rank on a host."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_LIMIT)
-    found = measure_rank(Plan(**json.loads(path.read_text())), path.parent)
-    if dist.get_rank() == 0:
-        path.with_name("figures.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(plan: Plan, links: Sequence[Link], timeout: float) -> list[dict[str, Any]]:
-    """Run the ranks; what they have found on each link.
-
-    Raises:
-        LabError: there can be no hosts here, or a rank has failed, which has said why.
-    """
-    rate, delay = links[0]
-    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, rate, delay=delay) as lab:
-
-        def change(number: int) -> None:
-            lab.set_rate(links[number][0])
-            lab.set_delay(links[number][1] or 0.0)
-
-        program = Path(__file__).name
-        found: list[dict[str, Any]] = run_on_links(lab, Path(name), program, plan, change, timeout)
-    return found
+    """Runs a rank on a host."""
+    measure_as_rank(path, Plan, measure_rank, _LIMIT)
 
 
 def run(options: argparse.Namespace) -> Report:
-    torch.set_num_threads(1)  # as each rank has, which rows tell
+    torch.set_num_threads(1)  # like each rank; rows record it
     report = Report("bench_auto", options)
     report.environment["congestion_control"] = congestion_control()
     auto = f"auto(max_error={options.max_error:g})"
@@ -168,13 +144,16 @@ def run(options: argparse.Namespace) -> Report:
         seconds=options.seconds,
         warm_up=options.warm_up,
     )
-    for link, found in zip(links, measure(plan, links, options.timeout), strict=True):
+    figures = run_on_each(
+        HOSTS, links, Path(__file__).name, plan, warm_up=links[0], timeout=options.timeout
+    )
+    for link, found in zip(links, figures, strict=True):
         add_table(report, link, auto, found)
     return report
 
 
 def add_table(report: Report, link: Link, auto: str, found: dict[str, Any]) -> None:
-    """Add what was found on a link: the steps of auto beside those of the fastest hook."""
+    """Add the results of a link: the steps with auto against those with the fastest hook."""
     where = format_link(*link)
     seconds: dict[str, list[float]] = found["seconds"]
     hooks = [hook for hook in seconds if hook != auto]
@@ -198,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=rate_argument,
         nargs="+",
         default=[parse_rate(rate) for rate in ("100mbit", "200mbit", "1gbit")],
-        help="of the links, each way (default: 100mbit 200mbit 1gbit)",
+        help="rates of the links, each way (default: 100mbit 200mbit 1gbit)",
     )
     add(
         "--delay",
@@ -206,18 +185,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         metavar="MS",
         default=[0.0, 0.010, 0.050],
-        help="of the links, each way, with each rate (default: 0 10 50)",
+        help="delays of the links, each way, with each rate (default: 0 10 50)",
     )
-    add("--hooks", nargs="+", metavar="HOOK", default=list(DEFAULT_HOOKS), help="beside auto")
+    add(
+        "--hooks",
+        nargs="+",
+        metavar="HOOK",
+        default=list(DEFAULT_HOOKS),
+        help="to compare auto with",
+    )
     add(
         "--max-error",
         type=float,
         default=MAX_ERROR,
-        help=f"that auto may have (default: {MAX_ERROR:g})",
+        help=f"of auto (default: {MAX_ERROR:g})",
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
     add("--warm-up", type=int, default=2, help="steps of each hook on a link (default: 2)")
-    add("--timeout", type=float, default=7200.0, help="of the ranks, in seconds (default: 7200)")
+    add(
+        "--timeout",
+        type=float,
+        default=7200.0,
+        help="the limit of the ranks, in seconds (default: 7200)",
+    )
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if runs_as_rank(parsed, run_rank):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,18 +15,19 @@ import torch
 from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
 from lab_bench import (
+    Link,
     check_hooks,
     congestion_control,
     delay_argument,
     finish_run,
     format_link,
     rate_argument,
-    run_on_links,
+    run_on_each,
     use_one_thread,
 )
-from link_rank import ALONE, PYTORCH, WARM_UP, Plan
+from link_rank import ALONE, PYTORCH, Plan
 from machine import FOLDER
-from netlab import Lab, parse_rate
+from netlab import parse_rate
 from pictures import draw_rates, times_of
 
 from torch_commhook.cli.train_config import TrainConfig
@@ -63,12 +63,8 @@ AT_MOST = {
 AT_MOST_ALONE = {STREAMED: 1.05}
 BASELINE = "DDP"
 #: The rate while nothing is timed.
-WARM_UP_RATE = "10gbit"
+WARM_UP_RATE = parse_rate("10gbit")
 PICTURE = FOLDER.parent / "docs" / "images" / "link.png"
-
-
-#: Bits per second, and seconds each way; None for no delay.
-Link = tuple[int, float | None]
 
 
 def links_of(options: argparse.Namespace) -> list[Link]:
@@ -84,15 +80,14 @@ def measure(plan: Plan, options: argparse.Namespace) -> dict[Link, dict[str, Sam
     """
     links = links_of(options)
     least = None if links[0][1] is None else 0.0
-    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, WARM_UP_RATE, delay=least) as lab:
-
-        def change(number: int) -> None:
-            rate, delay = (WARM_UP_RATE, least) if number == WARM_UP else links[number]
-            lab.set_rate(rate)
-            if delay is not None:
-                lab.set_delay(delay)
-
-        figures = run_on_links(lab, Path(name), "link_rank.py", plan, change, options.timeout)
+    figures = run_on_each(
+        HOSTS,
+        links,
+        "link_rank.py",
+        plan,
+        warm_up=(WARM_UP_RATE, least),
+        timeout=options.timeout,
+    )
     return {
         link: {job: _samples(link[0], found) for job, found in jobs.items()}
         for link, jobs in zip(links, figures, strict=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,6 +22,7 @@ from lab_bench import (
     check_hooks,
     delay_argument,
     finish_run,
+    measure_as_rank,
     run_on_delays,
     runs_as_rank,
     use_one_thread,
@@ -104,13 +104,7 @@ def measure_rank(plan: Plan, folder: Path) -> list[dict[str, list[float]]]:
 
 def run_rank(path: Path) -> None:
     """Runs a rank on a host."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_LIMIT)
-    found = measure_rank(Plan(**json.loads(path.read_text())), path.parent)
-    if dist.get_rank() == 0:
-        path.with_name("figures.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    measure_as_rank(path, Plan, measure_rank, _LIMIT)
 
 
 def slope(delays: Sequence[float], seconds: Sequence[float]) -> float:

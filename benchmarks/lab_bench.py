@@ -9,9 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from harness import Report
 from link_rank import LINK, WARM_UP, link_file
 from machine import FOLDER
@@ -22,6 +25,9 @@ from netlab.ranks import print_line
 from torch_commhook.hooks.expressions import HookExpressionError, check_hook
 
 Found = TypeVar("Found")
+ThePlan = TypeVar("ThePlan")
+#: A link's rate, in bits per second, and its delay each way, in seconds. None: no forwarder.
+Link = tuple[int, float | None]
 
 
 def rate_argument(text: str) -> int:
@@ -117,6 +123,40 @@ def run_ranks(lab: Lab, folder: Path, program: str, plan: Any, **options: Any) -
     return json.loads((folder / "figures.json").read_text())
 
 
+def measure_as_rank(
+    path: Path,
+    make_plan: Callable[..., ThePlan],
+    measure: Callable[[ThePlan, Path], object],
+    limit: timedelta,
+) -> None:
+    """Run a rank of :func:`run_ranks` with Gloo and one thread.
+
+    Args:
+        path: of the plan.
+        make_plan: the plan's dataclass.
+        measure: called with the plan and the folder; what rank 0 returns goes to
+            ``figures.json``.
+        limit: the timeout of collectives.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=limit)
+    found = measure(make_plan(**json.loads(path.read_text())), path.parent)
+    write_figures(path, found)
+    dist.destroy_process_group()
+
+
+def write_figures(path: Path, found: object) -> None:
+    """Write what rank 0 has found to ``figures.json``, while the other ranks wait.
+
+    Args:
+        path: of the plan.
+        found: the contents, as JSON takes them.
+    """
+    if dist.get_rank() == 0:
+        path.with_name("figures.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
 def run_on_links(
     lab: Lab,
     folder: Path,
@@ -147,26 +187,49 @@ def run_on_links(
     return run_ranks(lab, folder, program, plan, timeout=timeout, output=take)
 
 
-def run_on_delays(
-    hosts: int, rate: str, program: str, plan: Any, delays: Sequence[float], timeout: float = 3600.0
+def run_on_each(
+    hosts: int,
+    links: Sequence[Link],
+    program: str,
+    plan: Any,
+    *,
+    warm_up: Link,
+    timeout: float = 3600.0,
 ) -> Any:
-    """:func:`run_on_links` in a new lab, for links with different delays.
+    """:func:`run_on_links` in a new lab, for links of different rates and delays.
 
     Args:
         hosts: the number of hosts.
-        rate: the rate of all links.
-        program, plan, timeout: as in :func:`run_on_links`; links are indices in ``delays``.
-        delays: of the links, each way, in seconds. Ranks warm up on links without a delay.
+        links: the links, all with or all without a delay.
+        program, plan, timeout: as in :func:`run_on_links`, with indices in ``links``.
+        warm_up: the link at the beginning, and for ``WARM_UP``.
 
     Returns:
         As :func:`run_ranks`, with the same errors.
     """
-    with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=0.0) as lab:
+    rate, delay = warm_up
+    with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=delay) as lab:
 
         def change(number: int) -> None:
-            lab.set_delay(0.0 if number == WARM_UP else delays[number])
+            rate, delay = warm_up if number == WARM_UP else links[number]
+            if rate != lab.rate:
+                lab.set_rate(rate)
+            if delay is not None:
+                lab.set_delay(delay)
 
         return run_on_links(lab, Path(name), program, plan, change, timeout)
+
+
+def run_on_delays(hosts: int, rate: str, program: str, plan: Any, delays: Sequence[float]) -> Any:
+    """:func:`run_on_each` for links of one rate. Ranks warm up on links without a delay.
+
+    Args:
+        rate: the rate of all links.
+        delays: of the links, each way, in seconds.
+    """
+    bits = parse_rate(rate)
+    links = [(bits, delay) for delay in delays]
+    return run_on_each(hosts, links, program, plan, warm_up=(bits, 0.0))
 
 
 def finish(name: str, run: Callable[[], Found], then: Callable[[Found], int]) -> int:
