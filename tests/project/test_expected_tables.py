@@ -65,7 +65,7 @@ Take error_feedback(blockwise(bits=4)): a step of 96 ms instead of 0.36 s with a
 since a rank sends 51.6 kB in a step instead of 400 kB: 43 ms on the link instead of 0.33 s. Without
 communication a step takes 50 ms.
 
-100 k parameters, 2 ranks, 10 Mbit/s each way, a step of 50.0 ms without communication, buckets of 0.05 0.2 MiB, AdamW, 1 thread
+100 k parameters, 2 ranks, 10 Mbit/s each way, a step of 50.0 ms without communication, buckets of 0.05 and then 0.2 MiB, AdamW, 1 thread
 hook                               sent per step      wire  computing      step  x plain  pays
 allreduce()                               400 kB  334.6 ms    30.0 ms  359.6 ms     1.00
 cast()                                    200 kB  167.3 ms    30.0 ms  203.5 ms     0.57   yes
