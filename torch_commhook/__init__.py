@@ -29,7 +29,7 @@ from torch_commhook.native.libraries import NativeLibraryError
 from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
-from torch_commhook.step.step_group import PeerError
+from torch_commhook.step.peer_error import PeerError
 
 __all__ = [
     "BucketLayout",

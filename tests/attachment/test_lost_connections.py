@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from torch_commhook.step.step_group import PeerError, StepGroup
+from torch_commhook.step.peer_error import PeerError
+from torch_commhook.step.step_group import StepGroup
 
 
 def _told(rank: int, said: str) -> tuple[str, bool] | None:

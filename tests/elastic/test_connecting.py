@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
+from torch_commhook.step.peer_error import PeerError
 from torch_commhook.step.rendezvous import Reason
-from torch_commhook.step.step_group import PeerError, StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 #: The pool gives up sooner.
 _COLLECTIVES_MAY_TAKE = timedelta(minutes=10)

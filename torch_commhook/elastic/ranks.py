@@ -22,8 +22,9 @@ from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import make_within
+from torch_commhook.step.peer_error import PeerError
 from torch_commhook.step.rendezvous import can_append, hashed, innermost
-from torch_commhook.step.step_group import PeerError, StepGroup, tell_unreachable
+from torch_commhook.step.step_group import StepGroup, tell_unreachable
 
 _log = logging.getLogger("torch_commhook.elastic")
 

@@ -17,7 +17,6 @@ backend for the CPU too, ranks do not agree: the group's own timeout detects fai
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -51,37 +50,16 @@ from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.comparison import Comparison, all_alike_by_maximum
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
+from torch_commhook.step.peer_error import (
+    PeerError,
+    is_lost,
+    may_be_cut,
+    peer_error,
+    reason_of,
+    reason_of_loss,
+)
 from torch_commhook.step.rendezvous import Reason, Rendezvous
 from torch_commhook.step.step_end import StepEnd, agree_on_used, begin_maximum
-
-
-class PeerError(RuntimeError):
-    """Another rank's hook failed, or its process ended, so this step counts on no rank.
-
-    Attributes:
-        rank: the rank at fault in the default group; None if unknown.
-
-    Example:
-        >>> error = PeerError("rank 1 failed")  # backward() raises one on the other ranks
-        >>> isinstance(error, RuntimeError), error.rank
-        (True, None)
-    """
-
-    rank: int | None = None
-    #: The reason as ranks send it to each other; None for an error that a user has made.
-    _reason: Reason | None = None
-
-
-#: Gloo's errors for a connection to a host that does not answer. Its processes may be alive.
-_NO_ANSWER = r"Connection timed out|No route to host|Network is unreachable"
-#: Gloo's errors for a connection that another rank has closed, or that ended with its process.
-_CONNECTION_LOST = re.compile(
-    rf"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|{_NO_ANSWER}"
-)
-#: Errors of a collective that another thread of this rank may have ended: Gloo's, and PyTorch's for
-#: a group that has no backend any more.
-_MAY_BE_CUT = re.compile(r"gloo|Could not retrieve or create the backend")
-_EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
 _log = logging.getLogger(__name__)
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -387,7 +365,7 @@ class StepGroup:
         except RuntimeError as error:
             if not self.recovers:
                 raise
-            if _is_lost(error):
+            if is_lost(error):
                 raise self._fail_with_lost(error) from error
             explained = self.explain(error)
             self.fail(explained)
@@ -416,8 +394,9 @@ class StepGroup:
             reason: the error or a text. A :class:`PeerError` passes on the reason of the rank at
                 fault.
         """
-        if isinstance(reason, PeerError) and reason._reason is not None:
-            self._fail_all(reason._reason)
+        told = reason_of(reason)
+        if told is not None:
+            self._fail_all(told)
             return
         if isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
@@ -462,11 +441,10 @@ class StepGroup:
             The error to raise: the error itself, or a :class:`PeerError` if another rank is at
             fault.
         """
-        is_explained = isinstance(error, PeerError) and error._reason is not None
-        if self.recovers and isinstance(error, RuntimeError) and not is_explained:
-            if _is_lost(error):
+        if self.recovers and isinstance(error, RuntimeError) and reason_of(error) is None:
+            if is_lost(error):
                 return self._fail_with_lost(error)
-            if _MAY_BE_CUT.search(str(error)) and self._reason() is not None:
+            if may_be_cut(error) and self._reason() is not None:
                 explained = self.explain(error)
                 self.fail(explained)
                 explained.__cause__ = error
@@ -475,25 +453,11 @@ class StepGroup:
         return error
 
     def _fail_with_lost(self, error: RuntimeError) -> PeerError:
-        """Fail the step because of a lost connection; as :meth:`fail`. Returns the error to raise.
-
-        A rank reports a reason before it closes its connections. Without a report, a process has
-        ended, unless its host does not answer.
-        """
-        lost = self._ranks[1 - self.rank] if self.size == 2 else None
-        found = _EXCHANGE_WITH.search(str(error))
-        if found is not None and int(found[1]) in self._ranks:
-            lost = int(found[1])
-        who = "another rank" if lost is None else f"rank {lost}"
-        has_ended = re.search(_NO_ANSWER, str(error)) is None
-        text = (
-            f"since the process of {who} ended, or left the others without saying why"
-            if has_ended
-            else f"since the host of {who} did not answer"
-        )
-        reason = Reason(f"{text}, as rank {self._global_rank} saw: {error}", lost, has_ended)
+        """Fail the step because of a lost connection; returns the error to raise."""
+        others = [rank for rank in self._ranks if rank != self._global_rank]
+        reason = reason_of_loss(error, self._global_rank, others)
         self._fail_all(reason)  # the first reported reason stays
-        explained = _peer_error(self._reason() or reason)
+        explained = peer_error(self._reason() or reason)
         explained.__cause__ = error
         return explained
 
@@ -501,12 +465,12 @@ class StepGroup:
         """The error to raise for a collective's error, with the report of the rank at fault."""
         reason = self._reason()
         if reason is not None:
-            return _peer_error(reason)
+            return peer_error(reason)
         text = (
             "since another rank left it, or its connection failed, as rank "
             f"{self._global_rank} saw: {error}"
         )
-        return _peer_error(Reason(text, None))
+        return peer_error(Reason(text, None))
 
     def close(self) -> None:
         """Close the group. Runs automatically when the object or the interpreter ends.
@@ -569,7 +533,7 @@ class StepGroup:
         if self._open:
             reason = self._rendezvous.wait_for_all(name, like.size())
             if reason is not None:
-                raise _peer_error(reason)
+                raise peer_error(reason)
         own = ConnectedGroup(
             self._rendezvous.store,
             name,
@@ -617,18 +581,6 @@ def _name_of(parent: dist.ProcessGroup, number: int) -> str:
 def _described(group: dist.ProcessGroup) -> str:
     """The description of the group through which a hook communicates instead of another."""
     return f"commhook: gradients over {group_description(group)}"
-
-
-def _peer_error(reason: Reason) -> PeerError:
-    """The error of a step, with the reason as ranks send it to each other."""
-    error = PeerError(f"torch_commhook: this step failed {reason.text}")
-    error.rank, error._reason = reason.rank, reason
-    return error
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether an error is Gloo's for a lost connection."""
-    return "gloo" in str(error) and _CONNECTION_LOST.search(str(error)) is not None
 
 
 def check_is_free(group: dist.ProcessGroup) -> None:
