@@ -43,7 +43,7 @@ inline void check_no_forward_gradient(const char* op, const char* argument, int6
   TORCH_CHECK_NOT_IMPLEMENTED(
       !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op, ": ",
       argument_name(argument, index),
-      " must be no dual tensor of torch.autograd.forward_ad, got one; the operator has no "
+      " must not be a dual tensor of torch.autograd.forward_ad: the operator has no "
       "forward-mode derivative");
 }
 
@@ -63,7 +63,7 @@ inline void check_has_version(const char* op, const char* argument, int64_t inde
                               const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": ",
               argument_name(argument, index),
-              " must be no inference tensor outside of torch.inference_mode(), got one");
+              " must not be an inference tensor outside of torch.inference_mode()");
 }
 
 }  // namespace commhook

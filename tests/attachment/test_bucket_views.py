@@ -125,7 +125,7 @@ def test_ddp_with_a_view_that_has_left_its_bucket(
     two_ranks: RankPool, move: Callable[[nn.Module], None]
 ) -> None:
     for message in two_ranks.run(_ddp_after_a_move, move):
-        assert "has left the memory of DistributedDataParallel's bucket" in message
+        assert "is outside the memory of DistributedDataParallel's bucket" in message
 
 
 def _unused_after_a_failure(rank: int, view: bool) -> list[bool]:

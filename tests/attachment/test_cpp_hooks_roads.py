@@ -283,7 +283,7 @@ def _wrong(rank: int, path: str, use_ddp: bool, how: str) -> str:
     ("how", "message"),
     [
         ("constructor", "RuntimeError: hook 'cpp('wrong', how='constructor')' on bucket 0 of"),
-        ("throws an int", "threw something that is no std::exception"),
+        ("throws an int", "threw an object that is not a std::exception"),
         ("null", "TypeError: hook 'cpp('wrong', how='null')' on bucket 0 of"),
         ("fails later", "how='fails later')' on bucket 0 of 1: lost on the way"),
         ("short", "ValueError: hook 'cpp('wrong', how='short')' on bucket 0 of"),
@@ -317,7 +317,7 @@ def _takes_the_buffer(rank: int, path: str, use_ddp: bool) -> str:
 def test_a_buffer_that_is_taken_away(two_ranks: RankPool, comm_hooks: str) -> None:
     assert two_ranks.run(_takes_the_buffer, comm_hooks, False) == ["good", "good"]
     for raised in two_ranks.run(_takes_the_buffer, comm_hooks, True):
-        assert "its buffer has been taken away" in raised or "this step failed on rank" in raised
+        assert "the buffer was moved out of this bucket" in raised or "this step failed on rank" in raised
 
 
 def _mean_in_gradient(state: object, bucket: GradBucket) -> torch.futures.Future:

@@ -249,7 +249,7 @@ def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) ->
     handle = attach(model, Futures())
     for _ in range(2):
         with pytest.warns(
-            UserWarning, match="on bucket 0 of 4: its Future is not complete 0.2 sec"
+            UserWarning, match="on bucket 0 of 4: its Future had not completed 0.2 sec"
         ):
             with pytest.raises(OwnError):
                 backward_step(model)

@@ -49,7 +49,7 @@ def test_among_others_in_order() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("throws an int", RuntimeError, "threw something that is no std::exception"),
+        ("throws an int", RuntimeError, "threw an object that is not a std::exception"),
         ("raises", RuntimeError, r"hook 'cpp\('wrong', how='raises'\)': out of order"),
         ("index", IndexError, r"(?s)no such place.*raised by hook 'cpp\('wrong'"),
         ("dtype", RuntimeError, "has changed the type of value .was torch.float32.*got torch.f"),

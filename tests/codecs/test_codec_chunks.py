@@ -242,7 +242,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             sizes=[600],
         ),
         ValueError,
-        "blockwise_encode: shards must be 1 where sizes are given, got 2",
+        "blockwise_encode: shards must be 1 if sizes are given, got 2",
     ),
     "too few of a codec without an operator": (
         lambda: TOPK.encode_chunks([X], message_of(TOPK, [300, 299]), [300, 299]),

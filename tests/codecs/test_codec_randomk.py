@@ -239,7 +239,7 @@ X = torch.ones(64)
             ([X], MESSAGE, ROUNDING),
             {"error": torch.ones(64), "unbiased": True},
             ValueError,
-            "error must be None where unbiased is True",
+            "error must be None if unbiased is True",
         ),
         (([X.expand(1 << 26, 64)], MESSAGE, ROUNDING), {}, ValueError, r"less than 2\^31 elements"),
         (

@@ -368,7 +368,7 @@ def test_inference_tensors() -> None:
     with torch.inference_mode():
         tensor = torch.ones(4)
         broadcast_coalesced(Alone(2), [tensor], 8)
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] must be no inference tensor outside"):
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] must not be an inference tensor outside"):
         broadcast_coalesced(Alone(2), [tensor], 8)
 
 

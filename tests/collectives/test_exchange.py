@@ -262,7 +262,7 @@ def test_one_rank_and_nothing_to_send(one_rank: None) -> None:
 def test_what_is_refused(one_rank: None) -> None:
     byte, group, result = torch.zeros(1, dtype=torch.uint8), dist.group.WORLD, torch.ones(1)
     for groups in ((None, group), (group, None)):
-        with pytest.raises(ValueError, match="there must be process groups"):
+        with pytest.raises(ValueError, match="a process group must be given, got None"):
             _C.Exchanges(*groups, False)
     for inputs, outputs in (
         ([], []),
@@ -373,11 +373,11 @@ def _expected_in_vain(rank: int) -> list[str]:
 def test_what_is_refused_of_expected_messages(two_ranks: RankPool) -> None:
     for rank, said in enumerate(two_ranks.run(_expected_in_vain)):
         again, elsewhere, few, place, uneven = said
-        assert again == "exchange: stage 0 of place 0 is expected already"
+        assert again == "exchange: stage 0 of place 0 was expected before"
         assert elsewhere == (
-            "exchange: outputs must be those that expect() had in this place, and that of rank "
-            f"{1 - rank} is another"
+            "exchange: outputs must be the tensors that expect() was given for this place; that of "
+            f"rank {1 - rank} differs"
         )
-        assert few == "exchange: there must be flat bytes on the CPU for each rank"
+        assert few == "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank"
         assert place.startswith("exchange: place must be one that reserve() gave")
-        assert uneven == "exchange: ups and downs must be as many, got 1 and 0"
+        assert uneven == "exchange: ups and downs must have the same length, got 1 and 0"

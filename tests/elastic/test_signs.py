@@ -63,5 +63,5 @@ def test_how_often_somebody_has_asked_to_take_part(store: dist.Store) -> None:
 
 def test_an_interval_that_is_none(store: dist.Store) -> None:
     for interval in (0.0, -1.0, float("nan"), 1e9):
-        with pytest.raises(ValueError, match="interval must be from 0 to 3600 s"):
+        with pytest.raises(ValueError, match="interval must be above 0 and at most 3600 s"):
             _C.SignsOfLife(store, "own", interval)

@@ -264,7 +264,7 @@ ERRORS: list[tuple[dict[str, Callable[[Problem], Any]], type[Exception], str]] =
     (
         {"matrices": lambda p: p.buffer.as_strided((2, 3, 4), (4, 4, 1))},
         ValueError,
-        "matrices must be row-major, one behind the other",
+        "matrices must be row-major, one after the other",
     ),
     ({"matrices": lambda p: p.matrices.to_sparse()}, TypeError, "matrices must be dense"),
     ({"left": lambda p: p.left.double()}, TypeError, "left must have the matrices' dtype"),

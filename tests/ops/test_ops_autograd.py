@@ -244,7 +244,7 @@ def test_forward_mode_is_refused_rather_than_lost():
             lambda: ops.unflatten_into(dual(), [new(3)]),
             lambda: ops.unflatten_into(new(3), [dual()]),
         ):
-            with pytest.raises(NotImplementedError, match="must be no dual tensor"):
+            with pytest.raises(NotImplementedError, match="must not be a dual tensor"):
                 call()
         ops.flatten([new(3)])
         ops.unflatten(new(3), [dual()])  # whose contents are not read

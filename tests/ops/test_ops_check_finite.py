@@ -134,7 +134,7 @@ def test_what_only_the_kernel_of_check_finite_sees(level: str) -> None:
             check_finite([x, x.to_mkldnn()], count)
         with torch.inference_mode():
             inference = new_count()
-        with pytest.raises(RuntimeError, match="count must be no inference tensor outside of"):
+        with pytest.raises(RuntimeError, match="count must not be an inference tensor outside of"):
             check_finite([x], inference)
         x.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match=r"^check_finite: tensors\[0\] must have a storage of"):

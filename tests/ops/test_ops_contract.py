@@ -197,9 +197,9 @@ def test_inference_mode():
         assert buffer.tolist() == [4.0] * 7
         assert ops.flatten_stats(tensors).sum_of_squares == 28
         assert [tensor.shape for tensor in ops.unflatten(buffer, tensors)] == [(3,), (2, 2)]
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] must be no inference tensor outside"):
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] must not be an inference tensor outside"):
         ops.unflatten_into(torch.ones(7), tensors)
-    with pytest.raises(RuntimeError, match="out must be no inference tensor outside"):
+    with pytest.raises(RuntimeError, match="out must not be an inference tensor outside"):
         ops.flatten([torch.ones(7)], out=buffer)
     assert buffer.tolist() == [4.0] * 7 and tensors[0].tolist() == [2.0] * 3
 

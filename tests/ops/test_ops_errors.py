@@ -94,7 +94,7 @@ def cases():
             lambda: (([f(2), f(2), f(2).half()],), {}),
             TypeError,
             (
-                "dtype must be given where the tensors differ in theirs, got none for "
+                "dtype must be given if the tensors have different dtypes, got none for "
                 r"tensors\[0\] of torch.float32 and tensors\[2\] of torch.float16",
             ),
         )

@@ -203,7 +203,7 @@ ops.flatten([x.int()])
 ops.flatten([x, x.to_sparse()])
     TypeError: flatten: tensors[1] must be dense (torch.strided), got layout Sparse
 ops.flatten([x, x.half()])
-    TypeError: flatten: dtype must be given where the tensors differ in theirs, got none for tensors[0] of torch.float32 and tensors[1] of torch.float16
+    TypeError: flatten: dtype must be given if the tensors have different dtypes, got none for tensors[0] of torch.float32 and tensors[1] of torch.float16
 ops.flatten([x], dtype=torch.int32)
     TypeError: flatten: dtype must be float64, float32, float16 or bfloat16, got torch.int32
 ops.flatten([x], out=x[1:].clone())
@@ -229,11 +229,11 @@ commhook.topk_encode([], message)
 commhook.topk_encode([x.long()], message)
     TypeError: topk_encode: tensors[0] must be of dtype float64, float32, float16 or bfloat16, got torch.int64
 commhook.topk_encode([x], message[:12])
-    ValueError: topk_encode: message must hold 8 bytes for each entry, of which there are from 1 to 64, got 12 bytes
+    ValueError: topk_encode: message must hold 8 bytes for each of 1 to 64 entries, got 12 bytes
 commhook.topk_encode([x], message[:0])
-    ValueError: topk_encode: message must hold 8 bytes for each entry, of which there are from 1 to 64, got 0 bytes
+    ValueError: topk_encode: message must hold 8 bytes for each of 1 to 64 entries, got 0 bytes
 commhook.topk_encode([x[:1]], message)
-    ValueError: topk_encode: message must hold 8 bytes for each entry, of which there are from 1 to 1, got 16 bytes
+    ValueError: topk_encode: message must hold 8 bytes for each of 1 to 1 entries, got 16 bytes
 commhook.topk_encode([x], message.float())
     TypeError: topk_encode: message must be of dtype uint8, got torch.float32
 commhook.topk_encode([x], bytes(32)[::2])

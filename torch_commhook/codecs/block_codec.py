@@ -103,7 +103,7 @@ def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) 
     if sizes is None:
         return
     if shards != 1:
-        raise ValueError(f"{op}: shards must be 1 where sizes are given, got {shards}")
+        raise ValueError(f"{op}: shards must be 1 if sizes are given, got {shards}")
     if not 1 <= len(sizes) <= _MOST_SHARDS:
         raise ValueError(
             f"{op}: sizes must be at least 1 number and at most 2^20, got {len(sizes)}"

@@ -23,8 +23,8 @@ def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None
     torch._check_value(
         nbytes % bytes_of_entry == 0 and min(numel, 1) <= count <= numel,
         lambda: (
-            f"{op}: a message must hold {bytes_of_entry} bytes for each entry, of which there are "
-            f"from 1 to {numel}, got {nbytes} bytes"
+            f"{op}: a message must hold {bytes_of_entry} bytes for each of 1 to {numel} entries, "
+            f"got {nbytes} bytes"
         ),
     )
 

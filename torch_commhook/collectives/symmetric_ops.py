@@ -68,7 +68,7 @@ def _symmetric_barrier_fake(controls: Sequence[Tensor], rank: int, *, timeout: f
     torch._check_value(
         0 <= rank < ranks,
         lambda: (
-            f"{op}: rank must be at least 0 and below {ranks}, as many as controls are, got {rank}"
+            f"{op}: rank must be at least 0 and below {ranks}, the number of controls, got {rank}"
         ),
     )
     for i, each in enumerate(controls):

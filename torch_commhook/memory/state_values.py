@@ -83,7 +83,7 @@ def check_tensor(
     if not has_memory:
         raise refuse(f"{what} must have its numbers in memory, got a tensor without")
     if not fits:
-        raise refuse(f"{what} must hold finite numbers, got others")
+        raise refuse(f"{what} must hold finite numbers only")
     return numbers
 
 

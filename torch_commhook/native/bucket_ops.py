@@ -115,8 +115,8 @@ def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None)
             _check_type(
                 tensor.dtype == dtype,
                 lambda i=i, tensor=tensor: (
-                    f"{op}: dtype must be given where the tensors differ in "  # type: ignore[misc]
-                    f"theirs, got none for tensors[0] of {dtype} and tensors[{i}] "
+                    f"{op}: dtype must be given if the tensors have "  # type: ignore[misc]
+                    f"different dtypes, got none for tensors[0] of {dtype} and tensors[{i}] "
                     f"of {tensor.dtype}"
                 ),
             )

@@ -58,7 +58,7 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
     try:
         file.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"load_cpp_hooks: path must have a form in UTF-8, got {file!a}") from None
+        raise ValueError(f"load_cpp_hooks: path must be encodable in UTF-8, got {file!a}") from None
     if not os.path.isfile(file):
         raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
     if _is_cut_short(file):

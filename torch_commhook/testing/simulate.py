@@ -75,8 +75,8 @@ class Simulation:
             for i, (one, other) in enumerate(zip(first, others, strict=True)):
                 if not torch.equal(_bits(one), _bits(other)):
                     raise ValueError(
-                        f"simulate: gradient {i} must be the same on all ranks, got others on "
-                        f"ranks 0 and {rank}; results has each rank's"
+                        f"simulate: gradient {i} must be the same on all ranks, but ranks "
+                        f"0 and {rank} differ; results has each rank's"
                     )
         return first
 

@@ -40,9 +40,9 @@ inline c10::intrusive_ptr<c10::ivalue::Future> allReduce(GradBucket& bucket, at:
   const bool complex = tensor.is_complex();
   std::vector<at::Tensor> tensors{complex ? at::view_as_real(tensor) : tensor};
   const auto work = group->allreduce(tensors);
-  TORCH_CHECK(work, "allReduce: the process group gave no Work");
+  TORCH_CHECK(work, "allReduce: the process group returned no Work");
   auto future = work->getFuture();
-  TORCH_CHECK(future, "allReduce: the process group's Work gave no Future");
+  TORCH_CHECK(future, "allReduce: the process group's Work has no Future");
   if (!tensor.device().is_cpu() && future->devices().empty()) {
     // A group without device support, such as Gloo, completes when the host has done its part,
     // perhaps before copies to the device have ended. wait() makes streams wait for these copies.

@@ -160,7 +160,7 @@ class COMMHOOK_EXPORT GradBucket {
   const at::Tensor& like() const { return buffer_.defined() ? buffer_ : parameters_.front(); }
 
   GradientSource& source() const {
-    TORCH_CHECK(source_ != nullptr, "GradBucket: its buffer has been taken away");
+    TORCH_CHECK(source_ != nullptr, "GradBucket: the buffer was moved out of this bucket");
     return *source_;
   }
 

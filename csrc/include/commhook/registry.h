@@ -120,7 +120,7 @@ bool addCommHook(const char* name, const Option<T>&... options) {
 template <typename Make, typename... T>
 bool addAutogradHook(Make make, const char* name, const Option<T>&... options) {
   static_assert(std::is_invocable_v<Make, T...>,
-                "what makes an autograd hook takes the values of its options in their order");
+                "the factory of an autograd hook takes the values of its options in their order");
   hookRegistry().autograd_hooks.push_back(
       {name, {options.spec()...}, [make](const std::vector<OptionValue>& values) {
          return withValues<T...>(values, std::index_sequence_for<T...>(), [&](const T&... value) {

@@ -56,7 +56,7 @@ at::ScalarType check_flatten(const char* op, at::TensorList tensors,
   }
   for (size_t i = 1; i < tensors.size(); ++i) {
     TORCH_CHECK_TYPE(tensors[i].scalar_type() == tensors[0].scalar_type(), op,
-                     ": dtype must be given where the tensors differ in theirs, got none for "
+                     ": dtype must be given if the tensors have different dtypes, got none for "
                      "tensors[0] of ",
                      dtype_name(tensors[0].scalar_type()), " and tensors[", i, "] of ",
                      dtype_name(tensors[i].scalar_type()));

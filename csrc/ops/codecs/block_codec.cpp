@@ -27,7 +27,7 @@ Chunks chunks_of(const char* op, const BlockForm& form, int64_t numel, int64_t s
   if (!sizes.has_value()) {
     return {form, numel, shards};
   }
-  TORCH_CHECK_VALUE(shards == 1, op, ": shards must be 1 where sizes are given, got ", shards);
+  TORCH_CHECK_VALUE(shards == 1, op, ": shards must be 1 if sizes are given, got ", shards);
   const auto count = static_cast<int64_t>(sizes->size());
   TORCH_CHECK_VALUE(count >= 1 && count <= kMostShards, op,
                     ": sizes must be at least 1 number and at most 2^20, got ", count);

@@ -24,8 +24,8 @@ namespace commhook::chunk_topk {
 
 void check_places(const char* op, bool are_good) {
   TORCH_CHECK_VALUE(are_good, op,
-                    ": a message's places must be ascending in each chunk, and be places of the "
-                    "chunk's values, got others");
+                    ": a message's positions must ascend within each chunk, and be less than the "
+                    "chunk's number of values");
 }
 
 namespace {

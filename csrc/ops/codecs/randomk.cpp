@@ -34,8 +34,8 @@ int64_t check(const char* op, at::TensorList tensors, const at::Tensor& message,
   const int64_t bytes = message.numel();
   const int64_t count = bytes / kBytesOfEntry;
   TORCH_CHECK_VALUE(bytes % kBytesOfEntry == 0 && count <= numel && (count > 0 || numel == 0), op,
-                    ": message must hold 4 bytes for each entry, of which there are from 1 to ",
-                    numel, ", got ", bytes, " bytes");
+                    ": message must hold 4 bytes for each of 1 to ", numel, " entries, got ", bytes,
+                    " bytes");
   const auto device = tensors[0].device();
   codecs::check_device(op, "message", message, device);
   codecs::check_rounding(op, rounding, device);
@@ -52,8 +52,8 @@ int64_t check_encode(at::TensorList tensors, const at::Tensor& message, const at
   codecs::check_encoded_apart(kOp, tensors, message, error);
   if (unbiased) {
     TORCH_CHECK_VALUE(!codecs::is_there(error), kOp,
-                      ": error must be None where unbiased is True, since what is sent is scaled, "
-                      "got a tensor");
+                      ": error must be None if unbiased is True, because the sent values are "
+                      "scaled; got a tensor");
     const int64_t count = std::max<int64_t>(1, message.numel() / kBytesOfEntry);
     scale *= static_cast<double>(numel) / static_cast<double>(count);
   }

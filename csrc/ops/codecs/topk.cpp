@@ -24,8 +24,7 @@ namespace commhook::topk {
 
 void check_indices(const char* op, bool are_good, int64_t numel) {
   TORCH_CHECK_VALUE(are_good, op,
-                    ": a message's indices must be ascending, at least 0 and less than ", numel,
-                    ", got others");
+                    ": a message's indices must be ascending, at least 0 and less than ", numel);
 }
 
 namespace {
@@ -40,9 +39,8 @@ void check_bytes(const char* op, const char* argument, int64_t bytes, int64_t nu
                     ": tensors must hold less than 2^31 elements, got ", numel);
   const int64_t count = bytes / kBytesOfEntry;
   TORCH_CHECK_VALUE(bytes % kBytesOfEntry == 0 && count <= numel && (count > 0 || numel == 0), op,
-                    ": ", argument,
-                    " must hold 8 bytes for each entry, of which there are from 1 to ", numel,
-                    ", got ", bytes, " bytes");
+                    ": ", argument, " must hold 8 bytes for each of 1 to ", numel, " entries, got ",
+                    bytes, " bytes");
 }
 
 void check_decoded(const char* op, const char* argument, const at::Tensor& messages, int64_t bytes,

@@ -43,7 +43,7 @@ void check_matrices(const char* op, const at::Tensor& matrices) {
                         (sizes[1] <= 1 || strides[1] == sizes[2]) &&
                         (sizes[0] <= 1 || strides[0] >= sizes[1] * sizes[2]);
   TORCH_CHECK_VALUE(matrices.numel() == 0 || is_stack, op,
-                    ": matrices must be row-major, one behind the other, got sizes ", sizes,
+                    ": matrices must be row-major, one after the other, got sizes ", sizes,
                     " with strides ", strides);
 }
 

@@ -44,7 +44,7 @@ int64_t check_barrier(at::TensorList controls, int64_t rank, double timeout) {
   const auto ranks = static_cast<int64_t>(controls.size());
   check_ranks(kOp, "controls", ranks, 2);
   TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, kOp, ": rank must be at least 0 and below ", ranks,
-                    ", as many as controls are, got ", rank);
+                    ", the number of controls, got ", rank);
   TORCH_CHECK_VALUE(timeout > 0 && timeout <= kMostSeconds, kOp,
                     ": timeout must be above 0 and at most 10^9 seconds, got ", timeout);
   for (int64_t i = 0; i < ranks; ++i) {

@@ -35,7 +35,7 @@ void bind_collectives(py::module_& m) {
       [](const std::vector<int64_t>& bytes, const std::vector<int64_t>& kinds,
          int64_t buffer_size) {
         TORCH_CHECK_VALUE(bytes.size() == kinds.size(),
-                          "broadcast_buckets: kinds must be as many as bytes, ", bytes.size(),
+                          "broadcast_buckets: kinds must have the length of bytes, ", bytes.size(),
                           ", got ", kinds.size());
         std::vector<std::vector<size_t>> indices;
         for (auto& bucket : make_buckets(bytes, kinds, buffer_size)) {

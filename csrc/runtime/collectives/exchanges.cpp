@@ -58,7 +58,7 @@ bool wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
 }
 
 const Exchanges::Group& checked(const Exchanges::Group& group) {
-  TORCH_CHECK_VALUE(group, "exchange: there must be process groups");
+  TORCH_CHECK_VALUE(group, "exchange: a process group must be given, got None");
   return group;
 }
 
@@ -66,7 +66,7 @@ const Exchanges::Group& checked(const Exchanges::Group& group) {
 
 c10::intrusive_ptr<c10d::Work> ask_early(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                          const at::Tensor& output, int rank, int tag) {
-  TORCH_CHECK_VALUE(group, "exchange: there must be process groups");
+  TORCH_CHECK_VALUE(group, "exchange: a process group must be given, got None");
   const at::DisableRecordFunctionGuard unseen;
   std::vector<at::Tensor> outputs{output};
   return group->recv(outputs, rank, tag);
@@ -108,8 +108,9 @@ void Exchanges::use(std::vector<Connection> connections) {
 }
 
 void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>& downs) {
-  TORCH_CHECK_VALUE(ups.size() == downs.size(), "exchange: ups and downs must be as many, got ",
-                    ups.size(), " and ", downs.size());
+  TORCH_CHECK_VALUE(ups.size() == downs.size(),
+                    "exchange: ups and downs must have the same length, got ", ups.size(), " and ",
+                    downs.size());
   for (const auto* groups : {&ups, &downs}) {
     for (const auto& group : *groups) {
       TORCH_CHECK_VALUE(group && group->getSize() == size_ && group->getRank() == rank_,
@@ -152,7 +153,7 @@ int Exchanges::tag_of(int64_t place, int64_t stage) const {
 
 void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t stage) {
   TORCH_CHECK_VALUE(are_messages(outputs, size_),
-                    "exchange: there must be flat bytes on the CPU for each rank");
+                    "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank");
   const int tag = tag_of(place, stage);
   {
     const std::lock_guard lock(mutex_);
@@ -160,7 +161,7 @@ void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t s
       return;
     }
     TORCH_CHECK_VALUE(expected_.count(tag) == 0, "exchange: stage ", stage, " of place ", place,
-                      " is expected already");
+                      " was expected before");
     ++issuing_;
   }
   const WithoutModes without;
@@ -188,8 +189,9 @@ void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t s
 c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
                                             std::vector<at::Tensor> outputs, at::Tensor result,
                                             int64_t place, int64_t stage) {
-  TORCH_CHECK_VALUE(are_messages(inputs, size_) && are_messages(outputs, size_),
-                    "exchange: there must be flat bytes on the CPU for each rank");
+  TORCH_CHECK_VALUE(
+      are_messages(inputs, size_) && are_messages(outputs, size_),
+      "exchange: inputs and outputs must hold a flat uint8 tensor on the CPU for each rank");
   const int tag = tag_of(place, stage);
   auto done = c10::make_intrusive<Future>(c10::TensorType::get());
   Messages messages{std::move(inputs), std::move(outputs), std::move(result), done, place, tag};
@@ -311,8 +313,9 @@ Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
     TORCH_CHECK_VALUE(
         rank == rank_ ||
             (output.data_ptr() == wanted.data_ptr() && output.numel() == wanted.numel()),
-        "exchange: outputs must be those that expect() had in this place, and that of rank ", rank,
-        " is another");
+        "exchange: outputs must be the tensors that expect() was given for this place; that of "
+        "rank ",
+        rank, " differs");
   }
   return std::move(expected_.extract(found).mapped().parts);
 }

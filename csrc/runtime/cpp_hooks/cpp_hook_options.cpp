@@ -102,14 +102,14 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
         const bool too_large = PyErr_Occurred() != nullptr;
         PyErr_Clear();
         TORCH_CHECK_VALUE(!too_large, where, ": ", option.name,
-                          " must fit into a float of 64 bits, got an int of more");
+                          " must fit into a float of 64 bits, got a larger int");
         return number;
       }
       break;
     case 3:
       if (PyUnicode_Check(value.ptr())) {
         auto text = utf8(value);
-        TORCH_CHECK_VALUE(text, where, ": ", option.name, " must have a form in UTF-8, got ",
+        TORCH_CHECK_VALUE(text, where, ": ", option.name, " must be encodable in UTF-8, got ",
                           printed(value));
         return OptionValue(std::in_place_type<std::string>, *std::move(text));
       }
@@ -126,7 +126,7 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
 
 std::string checked_name(const py::str& name) {
   auto text = utf8(name);
-  TORCH_CHECK_VALUE(text, "cpp: name must have a form in UTF-8, got ", printed(name));
+  TORCH_CHECK_VALUE(text, "cpp: name must be encodable in UTF-8, got ", printed(name));
   return *std::move(text);
 }
 

@@ -84,9 +84,10 @@ class HookLibraries {
     check_loads(library != nullptr, path, "has not been opened");
     const auto get =
         reinterpret_cast<const HookLibrary* (*)()>(dlsym(library, "commhook_hook_library"));
-    TORCH_CHECK_VALUE(get != nullptr, "load_cpp_hooks: '", path,
-                      "' is no library of hooks: its sources must include commhook/comm_hook.h or "
-                      "commhook/autograd_hook.h");
+    TORCH_CHECK_VALUE(
+        get != nullptr, "load_cpp_hooks: '", path,
+        "' is not a library of hooks: its sources must include commhook/comm_hook.h or "
+        "commhook/autograd_hook.h");
     const HookLibrary& found = *get();
     check_loads(found.headers_version == COMMHOOK_HEADERS_VERSION, path,
                 "was built with headers of version ", found.headers_version,
@@ -125,14 +126,14 @@ class HookLibraries {
       TORCH_CHECK_VALUE(
           !option.name.empty() && option.name != "process_group" && seen[option.name]++ == 0,
           "load_cpp_hooks: '", path, "' registers a hook '", spec.name,
-          "' whose options must have names of their own, other than process_group; "
-          "got '",
+          "' whose options must have distinct names, not empty and not "
+          "process_group; got '",
           option.name, "'");
       for (const auto& rule : option.rules) {
         TORCH_CHECK_VALUE(!option.default_value || rule.holds(*option.default_value),
                           "load_cpp_hooks: '", path, "' registers a hook '", spec.name,
                           "' whose option '", option.name, "' must be ", rule.contract,
-                          ", but has another default");
+                          ", but its default is not");
       }
     }
   }
@@ -144,7 +145,7 @@ class HookLibraries {
     const auto found = known.find(name);
     TORCH_CHECK_VALUE(found != known.end(), "cpp: there is no ", kind, " hook '", name,
                       "' in C++, only ", names_of(known),
-                      "; load_cpp_hooks(path) takes in those of a library");
+                      "; load_cpp_hooks(path) loads the hooks of a library");
     return *found->second.spec;
   }
 

@@ -28,7 +28,7 @@ auto named_errors(const std::string& where, const Call& call) {
   } catch (const std::exception& error) {
     throw std::runtime_error(where + ": " + error.what());
   } catch (...) {
-    throw std::runtime_error(where + ": threw something that is no std::exception");
+    throw std::runtime_error(where + ": threw an object that is not a std::exception");
   }
 }
 

@@ -23,7 +23,7 @@ SignsOfLife::SignsOfLife(c10::intrusive_ptr<c10d::Store> store, std::string own,
           std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(interval))),
       answered_(Clock::now()) {
   TORCH_CHECK_VALUE(interval > 0 && interval <= 3600,
-                    "SignsOfLife: interval must be from 0 to 3600 s, got ", interval);
+                    "SignsOfLife: interval must be above 0 and at most 3600 s, got ", interval);
   thread_ = std::thread([this] { run(); });
 }
 

@@ -41,7 +41,8 @@ int64_t integer(const py::object& value, const MethodOf& method) {
     refuse(method, "an int", value);
   }
   const auto number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
-  TORCH_CHECK_VALUE(overflow == 0, method.name(), ": must return an int of 64 bits, got more");
+  TORCH_CHECK_VALUE(overflow == 0, method.name(),
+                    ": must return an int of 64 bits, got a larger one");
   return number;
 }
 

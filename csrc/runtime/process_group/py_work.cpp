@@ -329,7 +329,7 @@ c10::intrusive_ptr<Future> PyWork::getFuture() {
   return call<c10::intrusive_ptr<Future>>(kGetFuture, [&]() -> c10::intrusive_ptr<Future> {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, class_name(*this),
-        ".get_future is not implemented: define get_future(self), which DDP and others ask for");
+        ".get_future is not implemented: define get_future(self), which DDP calls");
   });
 }
 

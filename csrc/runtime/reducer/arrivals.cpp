@@ -36,8 +36,8 @@ Arrivals::Arrivals(py::object listener, int64_t parameter_count)
 void Arrivals::assign(std::vector<int64_t> bucket_of) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(static_cast<int64_t>(bucket_of.size()) == parameter_count_,
-                    "Arrivals: there are ", parameter_count_, " parameters, got buckets of ",
-                    bucket_of.size());
+                    "Arrivals: bucket_of must have one entry for each of ", parameter_count_,
+                    " parameters, got ", bucket_of.size());
   std::vector<int64_t> sizes(bucket_of.size());
   for (const auto bucket : bucket_of) {
     TORCH_CHECK_VALUE(bucket >= 0 && bucket < parameter_count_,

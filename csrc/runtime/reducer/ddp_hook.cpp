@@ -437,9 +437,9 @@ void DdpHook::drain(double seconds, const Running* late) const {
     const std::chrono::duration<double> left = deadline - Clock::now();
     try {
       if (!wait_for(*running->future, std::max(left.count(), 0.0))) {
-        TORCH_WARN(running->spec->where, ": its Future is not complete ", seconds,
-                   " seconds after another bucket failed. It is given up; should its collective "
-                   "still be under way, this group cannot be used any more.");
+        TORCH_WARN(running->spec->where, ": its Future had not completed ", seconds,
+                   " seconds after another bucket failed, so the step ends without it. If its "
+                   "collective is still running, its process group cannot be used any more.");
       }
     } catch (py::error_already_set& interrupt) {
       py::gil_scoped_acquire gil;
@@ -456,12 +456,12 @@ void DdpHook::check_views(const Running& running, int64_t index) const {
   }
   for (size_t i = 0; i < running.parameters.size(); ++i) {
     const auto& gradient = running.parameters[i].grad();
-    TORCH_CHECK(!gradient.defined() || gradient.is_alias_of(running.buffer),
-                "torch_commhook: gradient ", i, " of bucket ", index, ", of shape ",
-                gradient.sizes(),
-                ", has left the memory of DistributedDataParallel's bucket, in which "
-                "gradient_as_bucket_view=True keeps it; convert the module, and replace what is in "
-                ".grad, before it is wrapped");
+    TORCH_CHECK(
+        !gradient.defined() || gradient.is_alias_of(running.buffer), "torch_commhook: gradient ", i,
+        " of bucket ", index, ", of shape ", gradient.sizes(),
+        ", is outside the memory of DistributedDataParallel's bucket, where "
+        "gradient_as_bucket_view=True keeps it; convert the module and replace .grad before "
+        "DistributedDataParallel wraps the module");
   }
 }
 

@@ -102,8 +102,8 @@ void ReducerBucket::drop_gradients() {
 std::vector<at::Tensor> ReducerBucket::taken_gradients() const {
   auto gradients = this->gradients();
   TORCH_CHECK(!gradients.empty(),
-              "GradBucket: the backward of this bucket is over; its gradients are there while the "
-              "hook runs");
+              "GradBucket: the backward of this bucket has ended; its gradients exist only while "
+              "the hook runs");
   return gradients;
 }
 
