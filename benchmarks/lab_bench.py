@@ -83,7 +83,7 @@ def runs_as_rank(parsed: argparse.Namespace, run_rank: Callable[[Path], object])
 def check_hooks(
     options: argparse.ArgumentParser, hooks: Sequence[str], argument: str = "--hooks"
 ) -> None:
-    """Report an argument's error at the first text that is no hook expression."""
+    """Report an argument's error at the first text that is not a hook expression."""
     for hook in hooks:
         try:
             check_hook(hook)

@@ -28,7 +28,7 @@ def test_a_hook_as_text() -> None:
     [
         ("blokwise", "unknown hook 'blokwise' (did you mean 'blockwise'?)"),
         ("cast(bf16)", "neither a dtype nor a hook (did you mean 'bfloat16'?)"),
-        ("none", "attach: 'none' is no hook; hooks.allreduce() is the plain mean"),
+        ("none", "attach: 'none' is not a hook; hooks.allreduce() is the plain mean"),
         ("adaptive(1e6)", "adaptive: budget must be an int"),
     ],
 )

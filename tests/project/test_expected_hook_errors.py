@@ -73,7 +73,7 @@ hooks.cast("float16")
 hooks.cast("bf16")
     TypeError: cast: dtype must be torch.float16 or torch.bfloat16, got 'bf16'; write torch.bfloat16
 hooks.compressed(hooks.blockwise(bits=4))
-    TypeError: compressed: codec must be a Codec, got compressed; a hook is no codec; use codecs.blockwise(bits=4)
+    TypeError: compressed: codec must be a Codec, got compressed; a hook is not a codec; use codecs.blockwise(bits=4)
 hooks.compressed(hooks.blockwise)
     TypeError: compressed: codec must be a Codec, got function; it makes a hook; use codecs.blockwise()
 hooks.compressed(codecs.topk)

@@ -18,7 +18,7 @@ from torch_commhook.codecs import CODECS
 
 Case = Callable[[int, int, Any], list[Tensor]]
 
-#: The error of each for an argument that is no group.
+#: The error of each for an argument that is not a group.
 NO_GROUP = TypeError, "process_group must be a ProcessGroup, got int"
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -171,7 +171,7 @@ def runs_of(kind: str, all_shards: Sequence[int] = (1, 3)) -> list[Runs]:
     """Runs of the kernels of a form, or of one of OTHERS; these reach all their barriers."""
     if kind in OTHERS:
         return [other_runs(kind, _some_tensors(kind))]
-    # The second size keeps its values in shared memory, and is no power of two if possible.
+    # The second size keeps its values in shared memory, and is not a power of two if possible.
     sizes = (least_block(kind), {8: 72, 16: 208, 32: 64}[least_block(kind)], 256, 1024)
     tensors = _some_tensors(kind)
     return [block_runs(kind, size, shards, tensors) for size in sizes for shards in all_shards]

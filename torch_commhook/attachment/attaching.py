@@ -124,14 +124,14 @@ def attach(
     the number of all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: ``model`` is no module, ``scaler`` no scaler, ``connections`` no int, or
-            :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
+        TypeError: ``model`` is not a module, ``scaler`` is not a scaler, ``connections`` is not an
+            int; :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
             ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; the hook
             of a sharded model needs whole gradients, which no rank has.
-        ValueError: a text is no hook expression; an annotation says that the hook takes no bucket
-            or returns no tensor; the scale is not positive and finite (``backward()`` raises this
-            too); ``connections`` is out of range; a setting belongs to DDP; no parameter requires
-            grad; a parameter is on the meta device, or has an optimizer in backward.
+        ValueError: a text is not a hook expression; an annotation says that the hook takes no
+            bucket or returns no tensor; the scale is not positive and finite (``backward()`` raises
+            this too); ``connections`` is out of range; a setting belongs to DDP; no parameter
+            requires grad; a parameter is on the meta device, or has an optimizer in backward.
         RuntimeError: a hook is attached to the model, to another model with one of its parameters,
             or to DDP itself; replicate() was applied to a module; the ranks' parameters differ; a
             step over the group has failed, and its collectives may still be running;

@@ -60,7 +60,7 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
         A handle that removes the hook.
 
     Raises:
-        TypeError: ``tensor`` is no tensor, or ``fn`` not callable. In ``backward()``: ``fn``
+        TypeError: ``tensor`` is not a tensor, or ``fn`` not callable. In ``backward()``: ``fn``
             returned no tensor.
         RuntimeError: the tensor does not require grad. In ``backward()``: the new gradient has
             another dtype, layout, device or size.
@@ -153,9 +153,9 @@ def register_post_accumulate_grad_hook(
         A handle that removes the hook.
 
     Raises:
-        TypeError: ``tensor`` is no tensor, or ``fn`` not callable.
-        RuntimeError: the tensor is no leaf that requires grad. In ``backward()``: ``fn`` returned
-            a value.
+        TypeError: ``tensor`` is not a tensor, or ``fn`` not callable.
+        RuntimeError: the tensor is not a leaf that requires grad. In ``backward()``: ``fn``
+            returned a value.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -186,7 +186,7 @@ def call_hooks(
         kind: ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``.
 
     Raises:
-        TypeError: a hook is not callable, or a value no tensor.
+        TypeError: a hook is not callable, or a value is not a tensor.
         ValueError: ``kind`` is another text, or the number of values is wrong.
         TypeError, RuntimeError: as in ``backward()``; see the functions that register.
 

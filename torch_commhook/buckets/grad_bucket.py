@@ -39,7 +39,7 @@ class GradBucket:
     Raises:
         ValueError: neither ``gradients`` nor ``buffer`` is given; lengths, shapes or devices do not
             fit; or ``index`` is not below ``bucket_count``.
-        TypeError: an argument is no tensor, or of a dtype other than float64, float32, float16,
+        TypeError: an argument is not a tensor, or of a dtype other than float64, float32, float16,
             bfloat16 and complex ones; or sparse gradients are mixed with others.
 
     Example:
@@ -277,7 +277,7 @@ class GradBucket:
         """Make a bucket over PyTorch's: the same buffer and parameters, nothing copied.
 
         Raises:
-            TypeError: ``bucket`` is no bucket of PyTorch's.
+            TypeError: ``bucket`` is not a bucket of PyTorch's.
         """
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(

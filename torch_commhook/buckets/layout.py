@@ -192,6 +192,6 @@ def checked_list(what: str, name: str, values: Any) -> list[Any]:
 
 
 def check_tensor(what: str, name: str, value: object) -> None:
-    """Raise a TypeError if a user's value is no tensor."""
+    """Raise a TypeError if a user's value is not a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{what}: {name} must be a tensor, got {_C.type_name(value)}")

@@ -18,10 +18,10 @@ _SALT = 0x6D6F6D65
 
 
 def check_decay(what: str, decay: object) -> None:
-    """Refuse a decay that is no factor in (0, 1].
+    """Refuse a decay that is not a factor in (0, 1].
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: it is out of range, or NaN.
     """
     if not isinstance(decay, (int, float, torch.SymFloat)) or isinstance(decay, bool):

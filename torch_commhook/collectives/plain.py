@@ -54,7 +54,7 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     Raises:
         RuntimeError: torch.distributed is not initialized.
         ValueError: this rank is not in the group, or the group has been destroyed.
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is not a process group.
 
     Example:
         >>> run_ranks(lambda rank: collectives.resolve_group(None).size(), 2)
@@ -100,8 +100,8 @@ def all_reduce(
         it is complete at once.
 
     Raises:
-        TypeError: ``tensor`` is no tensor, or has a layout that cannot be sent; the group returns
-            no Work, or its Work no Future.
+        TypeError: ``tensor`` is not a tensor, or has a layout that cannot be sent; the group
+            returns no Work, or its Work no Future.
         ValueError: ``tensor`` is not contiguous, or on the meta device.
         RuntimeError: torch.distributed is not initialized; the backend does not support the dtype.
 
@@ -243,7 +243,7 @@ def reduce_scatter(
         A Future of a new tensor: the share of the rows with this rank's number.
 
     Raises:
-        ValueError: the number of rows is no multiple of the number of ranks; or as
+        ValueError: the number of rows is not a multiple of the number of ranks; or as
             :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
 
@@ -335,7 +335,7 @@ def broadcast(
         A Future of that rank's tensor. In eager code this is the same tensor, written in place.
 
     Raises:
-        ValueError: ``src`` is no rank; or as :func:`all_reduce`.
+        ValueError: ``src`` is not a rank; or as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
 
     Example:

@@ -19,7 +19,7 @@ def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = 
         rows: whether it must have a first dimension, along which it is split.
 
     Raises:
-        TypeError: it is no tensor, or has a layout that cannot be sent.
+        TypeError: it is not a tensor, or has a layout that cannot be sent.
         ValueError: it has no memory, is not contiguous, or is a lazy conjugate or negative.
     """
     if not isinstance(tensor, Tensor):
@@ -61,7 +61,7 @@ def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> li
     """Equal numbers of rows for all ranks.
 
     Raises:
-        ValueError: the number of rows is no multiple of the number of ranks.
+        ValueError: the number of rows is not a multiple of the number of ranks.
     """
     if tensor.shape[0] % world_size:
         raise ValueError(
@@ -93,7 +93,7 @@ def result_tensor(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | N
     """A tensor of this shape, with the dtype and device of ``tensor``: ``out`` if given.
 
     Raises:
-        TypeError: ``out`` is no tensor, or of another dtype.
+        TypeError: ``out`` is not a tensor, or of another dtype.
         ValueError: it has another shape or device, or is not contiguous.
     """
     if out is None:

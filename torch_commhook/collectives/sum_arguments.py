@@ -185,7 +185,7 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
 
     Raises:
         ValueError: there are none, or they are on several devices.
-        TypeError: a value is no tensor, or has another dtype.
+        TypeError: a value is not a tensor, or has another dtype.
     """
     if not isinstance(tensors, (Tensor, Iterable)):
         raise TypeError(

@@ -90,7 +90,7 @@ def future_of_work(
     """The Future of a group's result, checked.
 
     Raises:
-        TypeError: the result is no Work, or has no Future.
+        TypeError: the result is not a Work, or has no Future.
     """
     if not isinstance(work, dist.Work):
         raise TypeError(

@@ -37,7 +37,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         block_size: as for :class:`torch_commhook.codecs.blockwise`.
 
     Raises:
-        TypeError: ``budget`` or ``every`` is no int.
+        TypeError: ``budget`` or ``every`` is not an int.
         ValueError: one of them is not positive, or the codec refuses the block size.
 
     Example:

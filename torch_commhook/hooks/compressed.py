@@ -43,7 +43,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         process_group: the ranks to average over; see :class:`Hook`.
 
     Raises:
-        TypeError: ``codec`` is no codec, or ``seed`` no int.
+        TypeError: ``codec`` is not a codec, or ``seed`` is not an int.
 
     Example:
         >>> gradients = [[torch.linspace(-1, 1, 4096)], [torch.linspace(0, 1, 4096)]]
@@ -206,7 +206,7 @@ def no_codec(value: object) -> str:
     """
     instead = "see torch_commhook.codecs"
     if isinstance(value, compressed):
-        instead = f"a hook is no codec; use codecs.{value.codec!r}"
+        instead = f"a hook is not a codec; use codecs.{value.codec!r}"
     elif isinstance(value, type) and issubclass(value, Codec):
         instead = f"it is a class of codecs; call it: {value.__name__}(...)"
     elif (made_by := call_of_maker(value)) is not None:

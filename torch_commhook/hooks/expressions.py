@@ -64,7 +64,7 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
         hooks: the module with the names that may be called; None means ``torch_commhook.hooks``.
 
     Raises:
-        TypeError: ``expression`` is no text.
+        TypeError: ``expression`` is not a text.
         HookExpressionError: a ValueError: the expression has another form, a name is unknown,
             the file does not run, or the arguments do not fit the hook.
 
@@ -100,7 +100,9 @@ def as_hook(hook: Any, op: str = "attach") -> Any:
         return hook
     found = parse_hook(hook)
     if found is None:
-        raise HookExpressionError(f"{op}: {hook!r} is no hook; hooks.allreduce() is the plain mean")
+        raise HookExpressionError(
+            f"{op}: {hook!r} is not a hook; hooks.allreduce() is the plain mean"
+        )
     return found
 
 

@@ -82,7 +82,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             each are left out. None until the hook has its groups.
 
     Raises:
-        TypeError: ``codec`` is no codec, a group no process group, or ``levels`` of another type.
+        TypeError: ``codec`` is not a codec, a group is not a process group, or
+            ``levels`` has another type.
         ValueError: a group excludes this rank, or the groups share another rank; ``levels`` is
             empty, or given together with groups. When it is attached: the groups do not consist of
             exactly the model's ranks; ranks of an ``inter_group`` have different positions in their

@@ -36,7 +36,7 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
         nesterov: whether to use Nesterov's momentum. Without momentum it changes nothing.
 
     Raises:
-        TypeError: ``lr`` or ``momentum`` is no number, or ``nesterov`` no bool.
+        TypeError: ``lr`` or ``momentum`` is not a number, or ``nesterov`` is not a bool.
         ValueError: ``lr`` is not positive, or ``momentum`` is not in [0, 1).
 
     Example:

@@ -119,8 +119,8 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
             memory is rounded at random, without bias.
 
     Raises:
-        TypeError: ``hook`` is no hook of the library, ``decay`` no number, or ``dtype`` another
-            dtype.
+        TypeError: ``hook`` is not a hook of the library, ``decay`` is not a number, or
+            ``dtype`` is another dtype.
         ValueError: ``hook`` loses nothing, remembers its errors already, or is unbiased by scaling;
             ``decay`` is out of range.
 
@@ -225,7 +225,7 @@ class after(Wrapper):  # noqa: N801
         before: averages the first steps. The default is :class:`allreduce`.
 
     Raises:
-        TypeError: ``step`` is no int, or a hook is none of the library.
+        TypeError: ``step`` is not an int, or a hook is none of the library.
         ValueError: ``step`` is negative; only one of two lossy hooks remembers its errors;
             ``before`` remembers errors and ``hook`` does not; their memories differ in dtype or
             decay; both send parts of a bucket.
@@ -361,7 +361,7 @@ class clip(Wrapper):  # noqa: N801
 
     Raises:
         ValueError: ``max_norm`` is not positive.
-        TypeError: ``max_norm`` is no number, or ``hook`` no hook of the library.
+        TypeError: ``max_norm`` is not a number, or ``hook`` is not a hook of the library.
 
     Example:
         >>> def train(rank):

@@ -322,8 +322,8 @@ class HookMemory:
         """Check a :meth:`state_dict` for :meth:`load_state`.
 
         Raises:
-            ValueError: it is no state, or belongs to another number of ranks, to other parameters
-                or shapes, or to a hook with another memory.
+            ValueError: it is not a state, or belongs to another number of ranks, to other
+                parameters or shapes, or to a hook with another memory.
         """
         by_name = dict(self.store.named_parameters())
         rank, ranks = self.place

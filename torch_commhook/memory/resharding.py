@@ -71,7 +71,7 @@ def reshard_states(
         The state of each new rank.
 
     Raises:
-        TypeError: ``states`` is no list of states, or a number is no int.
+        TypeError: ``states`` is not a list of states, or a number is not an int.
         ValueError: the states are not those of all ranks of one training; ``world_size`` is out of
             range; or the states are of a hierarchical hook, whose memory belongs to nodes.
 

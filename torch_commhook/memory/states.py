@@ -74,8 +74,8 @@ def checked_state(
         rank, world_size: this process's rank and the number of ranks.
 
     Raises:
-        ValueError: it is no state of these parameters, this rank, this number of ranks, and such a
-            hook.
+        ValueError: it is not a state of these parameters, this rank, this number of ranks, and this
+            kind of hook.
     """
     if not isinstance(state, dict) or not is_number(state.get("version"), VERSION):
         got = shown(state)

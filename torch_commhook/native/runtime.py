@@ -69,7 +69,7 @@ def parse_hook_result(value: object, bucket: Any) -> Tensor:
         The tensor, contiguous, in the shape of ``bucket.buffer()``.
 
     Raises:
-        TypeError: it is no tensor, or has another dtype or layout than the buffer.
+        TypeError: it is not a tensor, or has another dtype or layout than the buffer.
         ValueError: it has another number of elements or device, or there are several tensors.
         Exception: ``value``, if it is an exception.
 

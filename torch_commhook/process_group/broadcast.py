@@ -52,8 +52,8 @@ def broadcast_coalesced(
         rank: the rank within the group that sends its tensors.
 
     Raises:
-        TypeError: ``tensors`` is no list of tensors, or one of them is sparse or quantized;
-            ``buffer_size`` or ``rank`` is no int; ``process_group`` is none.
+        TypeError: ``tensors`` is not a list of tensors, or one of them is sparse or quantized;
+            ``buffer_size`` or ``rank`` is not an int; ``process_group`` is none.
         ValueError: ``buffer_size`` or ``rank`` is out of range; tensors share memory, with each
             other or among their own elements (expanded tensors), or have no memory (the meta
             device). Compiled code does not detect all of these.

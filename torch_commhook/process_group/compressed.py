@@ -87,7 +87,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
             counts the uncompressed bytes that a hook gives to the group.
 
     Raises:
-        TypeError: ``parent`` is no process group; ``codec`` is another value; ``seed`` is no int.
+        TypeError: ``parent`` is not a process group; ``codec`` is not a codec; ``seed`` is
+            not an int.
         ValueError: ``min_numel`` is negative.
 
     Example:

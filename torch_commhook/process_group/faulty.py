@@ -54,7 +54,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         injected: the faults that have happened, in order.
 
     Raises:
-        TypeError: ``parent`` is no process group, or ``faults`` is no list of faults.
+        TypeError: ``parent`` is not a process group, or ``faults`` is not a list of faults.
         ValueError: a fault names ranks that the group does not have.
 
     Example:

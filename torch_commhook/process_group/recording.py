@@ -110,8 +110,8 @@ class RecordingProcessGroup(WrapperProcessGroup):
         limit: the number of latest records that are kept; counters include all operations.
 
     Raises:
-        TypeError: ``parent`` is no process group.
-        ValueError: ``limit`` is no positive int.
+        TypeError: ``parent`` is not a process group.
+        ValueError: ``limit`` is not a positive int.
 
     Example:
         >>> def reduce(rank):

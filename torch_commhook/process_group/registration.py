@@ -38,7 +38,7 @@ def register(
             that it wraps, or 0, 1, 2 and so on for a group of your own.
 
     Raises:
-        TypeError: ``group`` is neither a class nor a group; ``name`` is no string.
+        TypeError: ``group`` is neither a class nor a group; ``name`` is not a string.
         ValueError: the name is taken, or no backend's name; the number of ``ranks`` is not the
             group's size; they are not given, and this rank is not 0, 1, 2 and so on.
 

@@ -109,7 +109,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             around other groups.
 
     Raises:
-        TypeError: ``parent`` is no process group, or another argument no number.
+        TypeError: ``parent`` is not a process group, or another argument no number.
         ValueError: ``bandwidth`` or ``threads`` is not positive, or ``latency`` or ``burst`` is
             negative.
 

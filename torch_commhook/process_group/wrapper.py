@@ -56,7 +56,7 @@ class WrapperProcessGroup(ProcessGroup):
         parent: the process group that does the work.
 
     Raises:
-        TypeError: ``parent`` is no process group.
+        TypeError: ``parent`` is not a process group.
 
     Example:
         >>> class Counting(process_group.WrapperProcessGroup):

@@ -27,7 +27,7 @@ def check_connections(count: object) -> None:
         count: the user's argument; None is valid.
 
     Raises:
-        TypeError, ValueError: it is no int, or not in [1, :data:`MOST`].
+        TypeError, ValueError: it is not an int, or not in [1, :data:`MOST`].
     """
     if count is None:
         return

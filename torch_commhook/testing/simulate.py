@@ -115,7 +115,8 @@ def simulate(
         The last step's gradients, traffic and error.
 
     Raises:
-        TypeError: ``hook`` is no hook, a gradient no tensor, or a hook or state cannot be copied.
+        TypeError: ``hook`` is not a hook, a gradient is not a tensor, or a hook or state
+            cannot be copied.
         ValueError: there are no gradients, or they differ in shape or dtype among ranks.
         BaseException: the hook raised it, as from ``run_ranks``.
 

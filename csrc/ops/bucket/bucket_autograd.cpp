@@ -1,5 +1,5 @@
 // Derivatives of the bucket operators that return new tensors. C++ saves the cost of Python in a
-// call that records nothing. It also refuses a number that is no dtype before PyTorch makes a
+// call that records nothing. It also refuses a number that is not a dtype before PyTorch makes a
 // Python object of it, which ends the process. (Tensors from inference mode do not get here.)
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

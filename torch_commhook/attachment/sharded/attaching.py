@@ -234,7 +234,7 @@ def check_weights_codec(weights: object) -> None:
     """Refuse a codec that cannot compress parameters.
 
     Raises:
-        TypeError, ValueError: it is no codec, or does not send all values.
+        TypeError, ValueError: it is not a codec, or does not send all values.
     """
     if not isinstance(weights, Codec):
         raise TypeError(

@@ -49,7 +49,7 @@ def _checked_plan(op: str, text: str) -> Plan:
     """The plan of a text.
 
     Raises:
-        ValueError: the text is no plan, or a part exceeds the bucket.
+        ValueError: the text is not a plan, or a part exceeds the bucket.
     """
     try:
         plan = plan_of(text)

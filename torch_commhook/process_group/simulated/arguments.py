@@ -19,7 +19,7 @@ def tensors_of(
     """The tensors of an argument; a single tensor counts as a list of one.
 
     Raises:
-        TypeError: a value is no tensor, or a tensor is sparse.
+        TypeError: a value is not a tensor, or a tensor is sparse.
         ValueError: there are more or fewer tensors.
     """
     tensors = [value] if isinstance(value, Tensor) else value
@@ -107,8 +107,8 @@ def peer_of(operation: str, name: str, rank: Any, size: int) -> int:
     """Check a rank of the group, and return it.
 
     Raises:
-        TypeError: it is no int.
-        ValueError: it is no rank of the group.
+        TypeError: it is not an int.
+        ValueError: it is not a rank of the group.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{operation}: {name} must be a rank, got {type_name(rank)}")
