@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from unittest import mock
 
@@ -41,3 +42,17 @@ def test_a_rank_that_has_never_connected_says_why(ranks: ElasticRanks) -> None:
         pytest.raises(TooFewRanksError, match="1 of the last 2 ranks can reach"),
     ):
         ranks._connect()
+
+
+def test_a_step_of_an_old_view_fails_without_an_error_of_a_connection(ranks: ElasticRanks) -> None:
+    first, second = View(1, (1,)), View(2, (2,))
+    failed = threading.Event()
+    ranks.membership.view = first
+    ranks.group = mock.Mock()
+    ranks.group.lose.side_effect = lambda *args: failed.set()
+    threading.Thread(target=ranks._look_after, daemon=True).start()
+    ranks.membership._propose(None, first)
+    assert not failed.wait(0.3)
+    ranks.membership._propose(first, second)
+    assert failed.wait(10.0)
+    ranks.group.lose.assert_called_with(None, "since the other ranks continue without this one")

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol
 _LONGEST_PAUSE = 0.05
 #: Each member waits this much longer than the one before it, so that only one writes a view.
 _TURN = 0.02
+#: The key of the last view's number; it may lag behind the view, but is never ahead.
+VIEW_NUMBER = "view_number"
 
 
 class LeftOutError(RuntimeError):
@@ -393,7 +395,9 @@ class Membership:
         expected = "" if before is None else self._read("view") or ""
         if before is not None and View.from_text(expected).number != before.number:
             return
-        self._store.compare_set("view", expected, after.as_text())
+        text = after.as_text()
+        if self._store.compare_set("view", expected, text).decode() == text:
+            self._store.set(VIEW_NUMBER, str(after.number))
 
     def _entry(self, steps: int, lost: Lost) -> str:
         fields = self.own, steps, int(self.is_new), *map(_numbers, lost)

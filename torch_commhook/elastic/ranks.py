@@ -330,14 +330,20 @@ class ElasticRanks:
             self._signs.watch(self._others())
 
     def _look_after(self) -> None:
-        """Fail the step when a member shows no more sign of life."""
+        """Fail the step when a member shows no sign of life, or the others have a newer view."""
         half = self.settings.grace / 2
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
             silent = self.silent(self._others())
-            if silent and group is not None and self.view is view:
+            # A rank that was stopped for a while may have lost messages and get no error for them.
+            is_old = self._signs is not None and self._signs.view_number() > view.number
+            if group is None or self.view is not view:
+                continue
+            if silent:
                 lost = min(silent)
                 group.lose(lost, f"since rank {lost} has shown no sign of life for {half:g} s")
+            elif is_old:
+                group.lose(None, "since the other ranks continue without this one")
 
 
 def _lost(error: PeerError) -> Lost:

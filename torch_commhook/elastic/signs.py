@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from torch_commhook import _C
+from torch_commhook.elastic.membership import VIEW_NUMBER
 
 #: The number of signs in the time after which a rank counts as lost.
 _SIGNS = 5
@@ -32,7 +33,7 @@ class StoreSigns:
     def watch(self, ranks: Collection[int]) -> None:
         """Watch these processes, and no others."""
         self._watched = set(ranks)
-        self._signs.watch([self.WANTED, *map(_key, sorted(self._watched))])
+        self._signs.watch([self.WANTED, VIEW_NUMBER, *map(_key, sorted(self._watched))])
 
     def silent(self, ranks: Collection[int]) -> set[int]:
         """Return those that show no sign of life. They are watched from now on."""
@@ -47,7 +48,14 @@ class StoreSigns:
 
     def wanted(self) -> int:
         """The number of requests to join that this process has seen."""
-        return self._signs.signs().get(self.WANTED, (0, 0.0))[0]
+        return self._number(self.WANTED)
+
+    def view_number(self) -> int:
+        """The number of the last view that this process has seen in the store; 0 if none."""
+        return self._number(VIEW_NUMBER)
+
+    def _number(self, key: str) -> int:
+        return self._signs.signs().get(key, (0, 0.0))[0]
 
     def seconds_without_store(self) -> float:
         """Seconds since the store's last answer."""
