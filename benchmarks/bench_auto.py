@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +51,8 @@ MAX_ERROR = 0.2
 #: The most time of a step, as a share of the time with the fastest hook.
 AT_MOST = 1.10
 LEAST_ROUNDS = 3
+#: After these rounds, hooks slower than this multiple of the fastest one take no more steps.
+_CONTENDS = 1.5
 _LIMIT = timedelta(minutes=10)
 
 
@@ -61,7 +65,8 @@ class Plan:
         hooks: the expressions of the other hooks.
         links: the number of links.
         batch: the number of sequences of each rank in a step.
-        rounds: the number of rounds; in each, every hook takes a step.
+        rounds: the number of rounds. In each, every hook takes a step that does not count, after
+            which its connections are no longer idle, and one that does.
         seconds: the time for a link; afterwards no round begins, once there were a few.
         warm_up: the number of steps of each hook before the rounds.
     """
@@ -76,7 +81,7 @@ class Plan:
 
 
 def measure_rank(plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """Returns for each link the choice, the seconds that it took, and those of steps by hook."""
+    """The choice on each link, its forecasts and its time, and the times of steps by hook."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, torch.device("cpu"), "gloo")
     config = TrainConfig(ranks=size, batch=plan.batch)
@@ -86,7 +91,8 @@ def measure_rank(plan: Plan, folder: Path) -> list[dict[str, Any]]:
     for link in range(plan.links):
         set_link(link, folder)
         chooser = Subject(plan.auto, config, world, data)
-        first = [_seconds(chooser) for _ in range(STEPS + 1)]
+        with _forecasts() as forecasts:
+            first = [_seconds(chooser) for _ in range(STEPS + 1)]
         stats = chooser.run.handle.stats()
         subjects = {plan.auto: chooser}
         subjects.update((hook, Subject(hook, config, world, data)) for hook in plan.hooks)
@@ -99,13 +105,23 @@ def measure_rank(plan: Plan, folder: Path) -> list[dict[str, Any]]:
         for number in range(plan.rounds):
             if not goes_on(rank, number < LEAST_ROUNDS or time.perf_counter() < end):
                 break
+            if number == LEAST_ROUNDS:
+                fastest = min(map(statistics.median, seconds.values()))
+                order = [
+                    name
+                    for name in subjects
+                    if name == plan.auto
+                    or goes_on(rank, statistics.median(seconds[name]) < _CONTENDS * fastest)
+                ]
             shuffle(order)
             for name in order:
+                subjects[name].step()
                 seconds[name].append(_seconds(subjects[name]))
         found.append(
             {
                 "choice": stats.choice,
                 "reason": stats.reason,
+                "forecasts": forecasts,
                 "choosing": first[STEPS] - statistics.median(first[1:STEPS]),
                 "seconds": seconds,
             }
@@ -115,6 +131,28 @@ def measure_rank(plan: Plan, folder: Path) -> list[dict[str, Any]]:
         del subjects, subject, chooser
         gc.collect()
     return found
+
+
+@contextmanager
+def _forecasts() -> Iterator[dict[str, str]]:
+    """The step times that ``auto`` forecasts and logs, by hook."""
+    found: dict[str, str] = {}
+
+    def note(record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple) and len(record.args) == 3:
+            hook, _, step = record.args
+            found[str(hook)] = str(step)
+        return True
+
+    log = logging.getLogger("torch_commhook.planning.choice")
+    before = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(note)
+    try:
+        yield found
+    finally:
+        log.removeFilter(note)
+        log.setLevel(before)
 
 
 def _seconds(subject: Subject) -> float:
@@ -165,12 +203,14 @@ def add_table(report: Report, link: Link, auto: str, found: dict[str, Any]) -> N
     for name in samples:
         samples[name].details["choosing s"] = found["choosing"] if name == auto else 0.0
     report.note(f"{where}: {auto} chose {found['choice']}: {found['reason']}")
+    forecasts = ", ".join(f"{hook} {step}" for hook, step in found["forecasts"].items())
+    report.note(f"{where}: forecasts of a step: {forecasts}")
     report.add(where, jobs, samples, f"step, {HOSTS} ranks with one thread each, {where}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
-    options.set_defaults(rounds=7, seconds=90.0)
+    options.set_defaults(rounds=21, seconds=75.0)
     add = options.add_argument
     add(
         "--rates",
