@@ -269,7 +269,7 @@ def test_what_is_refused(one_rank: None) -> None:
         ([byte], [byte.view(1, 1)]),
         ([torch.zeros(1)], [byte]),
     ):
-        with pytest.raises(ValueError, match="flat bytes on the CPU for each rank"):
+        with pytest.raises(ValueError, match="hold a flat uint8 tensor on the CPU for each rank"):
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
 
 
