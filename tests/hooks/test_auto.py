@@ -309,8 +309,8 @@ def test_ranks_that_load_other_choices_are_refused(found: list[int]) -> None:
         (
             lambda: measure(["auto(max_error=0.1)"], elements=100, world_size=2),
             HookError,
-            "the hook 'auto(max_error=0.1)' can't be planned: it chooses one of several in the "
-            "first steps of a training; name these",
+            "the hook 'auto(max_error=0.1)' can't be planned: it chooses one of several hooks in "
+            "the first steps of a training; plan these hooks instead",
         ),
     ],
 )
