@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def styles(count: int) -> list[dict[str, Any]]:
-    """Colours and dashes of so many lines; no two lines share both."""
+    """Colours and dashes of ``count`` lines; no two lines share both."""
     dashes = cycle(_DASHES)
     found: list[dict[str, Any]] = []
     while len(found) < count:

@@ -189,8 +189,8 @@ def times_to_loss() -> Iterator[str]:
     yield from rows(header, body)
 
 
-def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows of a table of losses, with ``what`` as the first column."""
+def loss_table(column: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows of a table of losses, with ``column`` as the first one."""
     body = []
     for row in found:
         most = row["at_most"]
@@ -203,10 +203,10 @@ def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
             verdict,
             f"{row['held_out_loss']:.4f}",
         )
-        body.append([f"`{row[what]}`", f"{row['seeds']}", *numbers])
+        body.append([f"`{row[column]}`", f"{row['seeds']}", *numbers])
         if "MB per step" in row:
             body[-1].append(f"{row['MB per step']:.2f}")
-    header = [what, "seeds", "loss", "of uncompressed", "target", "held-out loss"]
+    header = [column, "seeds", "loss", "of uncompressed", "target", "held-out loss"]
     yield from rows([*header, "MB sent per step"][: len(body[0])], body)
 
 

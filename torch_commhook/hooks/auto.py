@@ -164,7 +164,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         """Set the reason why no hook is chosen."""
         self._progress.of(memory).why_open = reason
 
-    def told(self, memory: HookMemory) -> tuple[str, str]:
+    def choice_and_reason(self, memory: HookMemory) -> tuple[str, str]:
         """The text of the hook that averages a model's gradients, and the reason for it."""
         hook, progress = self.chosen(memory), self._progress.of(memory)
         if hook is None:

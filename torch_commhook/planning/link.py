@@ -233,22 +233,13 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
         seconds: the time after which no flow begins, except the first one.
     """
     begun = time.perf_counter()
-    nbytes = _FIRST_BYTES
-    while True:
-        came = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
-        found = wire.shared(came.seconds[-1], time.perf_counter() - begun)
-        took, elapsed = found.amax(0).tolist()
-        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
-        if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
-            break
-        nbytes *= 2
-    bytes_per_second = nbytes / max(took - round_trip, took / 4)
+    bytes_per_second = _rough_rate(wire, round_trip, begun, seconds)
     of_flows: list[list[float]] = []  # the rates of all ranks, for each flow
     means: list[float] = []
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
-        came = _flow(wire, min(wanted, MOST_BYTES))
-        found = wire.shared(came.rate(round_trip), time.perf_counter() - begun)
+        flow = _flow(wire, min(wanted, MOST_BYTES))
+        found = wire.shared(flow.rate(round_trip), time.perf_counter() - begun)
         of_flows.append(found[:, 0].tolist())
         means.append(statistics.fmean(of_flows[-1]))
         bytes_per_second = max(means)
@@ -256,6 +247,19 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
             break
     slowest = min(steady_rate(rates) for rates in zip(*of_flows, strict=True))
     return slowest * 8 / PAYLOAD
+
+
+def _rough_rate(wire: Wire, round_trip: float, begun: float, seconds: float) -> float:
+    """Bytes per second of the first flow that is long enough; each is twice as long as the last."""
+    nbytes = _FIRST_BYTES
+    while True:
+        flow = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
+        found = wire.shared(flow.seconds[-1], time.perf_counter() - begun)
+        took, elapsed = found.amax(0).tolist()
+        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
+        if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
+            return float(nbytes / max(took - round_trip, took / 4))
+        nbytes *= 2
 
 
 @dataclass(frozen=True)

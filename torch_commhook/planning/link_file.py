@@ -177,20 +177,20 @@ def _no_file(path: str | os.PathLike[str], reason: str) -> str:
     return f"{os.fspath(path)} is not a file of commhook bench --out: {reason}"
 
 
-def _mapping(found: object, what: str) -> Mapping[str, Any]:
+def _mapping(found: object, name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        raise _WrongError(f"{what} must be an object, got {json.dumps(found)[:80]}")
+        raise _WrongError(f"{name} must be an object, got {json.dumps(found)[:80]}")
     return found
 
 
-def _value(document: Mapping[str, Any], name: str, kind: str, whose: str) -> Any:
+def _value(document: Mapping[str, Any], name: str, kind: str, prefix: str) -> Any:
     """A value of an object: a string, a whole number above 0, or a finite number of at least 0.
 
     Args:
         document: the object.
         name: the value's key.
         kind: a key of ``_KINDS``, followed by ``| None`` if null is allowed.
-        whose: the beginning of an error's text.
+        prefix: the beginning of an error's text.
 
     Raises:
         _WrongError: the value is missing, or of another kind.
@@ -209,7 +209,7 @@ def _value(document: Mapping[str, Any], name: str, kind: str, whose: str) -> Any
         is_right = 0 <= found <= sys.float_info.max
     if not is_right:
         got = "nothing" if name not in document else json.dumps(found)[:80]
-        raise _WrongError(f"{whose}{name} must be {_KINDS[kind]}, got {got}")
+        raise _WrongError(f"{prefix}{name} must be {_KINDS[kind]}, got {got}")
     return float(found) if kind == "float" else found  # type: ignore[arg-type]
 
 
@@ -228,10 +228,10 @@ def _entries(document: Mapping[str, Any], name: str, kind: type[_Entry]) -> list
         raise _WrongError(f"its {name} must be a list, got {json.dumps(found)[:80]}")
     entries = []
     for number, each in enumerate(found):
-        whose = f"its {name}[{number}]"
-        given = _mapping(each, whose)
+        prefix = f"its {name}[{number}]"
+        given = _mapping(each, prefix)
         values = {
-            part.name: _value(given, part.name, str(part.type), f"{whose}.")
+            part.name: _value(given, part.name, str(part.type), f"{prefix}.")
             for part in fields(kind)
         }
         entries.append(kind(**values))

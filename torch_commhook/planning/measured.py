@@ -164,19 +164,19 @@ def measure(
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         found.append(
             Measured(
-                text,
-                work.bytes_sent / outer.every,
-                computed,
-                not getattr(hook, "keeps_ranks_apart", False),
-                outer.every,
-                work.chains[0] if work.chains else (),
-                () if is_ddp else agreement,
-                0 if is_ddp else added,
-                work.members,
-                work.chains[1:],
-                outer.fragments,
-                outer.delay,
-                is_ddp,
+                hook=text,
+                bytes_sent=work.bytes_sent / outer.every,
+                compute_seconds=computed,
+                overlaps=not getattr(hook, "keeps_ranks_apart", False),
+                every=outer.every,
+                issued=work.chains[0] if work.chains else (),
+                agreement=() if is_ddp else agreement,
+                connections=0 if is_ddp else added,
+                members=work.members,
+                beside=work.chains[1:],
+                fragments=outer.fragments,
+                delay=outer.delay,
+                is_ddp=is_ddp,
             )
         )
     return found
