@@ -174,7 +174,7 @@ class NewRanks:
         if self.sent_again:
             _log.warning(
                 "rank %d: the donor sent %d parameters and their optimizer state again, while the "
-                "other ranks waited, because an optimizer does not update each element by itself",
+                "other ranks waited, because an optimizer does not update elements independently",
                 own,
                 self.sent_again,
             )
