@@ -86,7 +86,7 @@ def choices(path: Path) -> Iterator[str]:
     yield "## What `auto` chooses"
     yield ""
     yield "`make bench-auto`: steps of the same model over links of given rates and delays each"
-    yield "way, with `auto` after its choice, and with each hook whose error is small enough. The"
+    yield "way, with `auto` after its choice, and with each hook with a small enough error. The"
     yield f"target is {AT_MOST:g} times the step with the fastest of these hooks."
     yield ""
     results = load(path)
@@ -341,7 +341,7 @@ def page() -> str:
         "",
         "## Steps over a far link",
         "",
-        "`make bench-far`: the same over a link whose round trip takes 50 ms.",
+        "`make bench-far`: the same over a link with a round trip of 50 ms.",
         "",
         *links("bench_link_far.json"),
         "",

@@ -38,7 +38,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     ranks measure their link, each hook's computing time, and each hook's error on a sample of the
     model's own gradients. From these figures and from the times at which buckets were full, rank 0
     predicts the time of a step with each hook. From the end of that step on, all ranks use the
-    fastest hook whose error is at most ``max_error``, or :class:`allreduce` if no hook saves at
+    fastest hook with an error of at most ``max_error``, or :class:`allreduce` if no hook saves at
     least 5 % of a step. ``handle.stats()`` has the choice and its reason. Rank 0 logs the figures
     of all hooks (``torch_commhook.planning.choice``, level INFO; other ranks: DEBUG).
 

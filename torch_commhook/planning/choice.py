@@ -80,7 +80,7 @@ def choose(
     *,
     has_computing: bool = True,
 ) -> Choice:
-    """The hook with the shortest step among those whose error is small enough.
+    """The hook with the shortest step among those with a small enough error.
 
     Args:
         candidates: the first is ``allreduce()``. It stays unless another one saves 5 % of its step.

@@ -212,7 +212,7 @@ def measure_round_trip(wire: Wire, seconds: float) -> float:
 
 
 def pairs_of(ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks whose round trip is measured.
+    """The pairs of ranks for measurements of the round trip.
 
     Few ranks: all pairs. Many ranks: each with the next one and with the opposite one, which is on
     another host if consecutive ranks share hosts.

@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Model:
-    """A model whose gradients are averaged, in float32.
+    """A model with float32 gradients.
 
     Attributes:
         elements: the number of elements of all parameters.
