@@ -1,4 +1,4 @@
-"""What ``commhook bench`` measures of links of given rates and round trips, beside the truth.
+"""Compares measurements of ``commhook bench`` with links of given rates and round trips.
 
 ``python benchmarks/bench_measured_link.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -21,14 +21,14 @@ from netlab import Lab, LabError, format_rate, parse_rate
 from torch_commhook.planning import LinkFile
 
 RESULT = FOLDER / "results" / "bench_measured_link.json"
-#: Share of the truth by which a rate, or a round trip, may be off.
+#: The allowed deviation of a rate or a round trip, as a share of the true value.
 MOST_OFF = 0.10
-#: By so many milliseconds for each host a round trip may be longer, if that is more. Messages take
-#: some time to get through the hosts, which all share the processors of this machine.
+#: The allowed deviation of a round trip in milliseconds for each host, if that is more. Messages
+#: take some time in the hosts, which all share this machine's processors.
 MOST_LONGER_MS = 0.5
 RATES = ("100mbit", "200mbit", "1gbit")
 ROUND_TRIPS_MS = (0.0, 10.0, 50.0)
-#: The most that all links of more than two hosts carry together: this machine has to carry all.
+#: The most bits per second of more than two hosts' links together: this machine carries them all.
 MOST_CARRIED = 10**9
 HOSTS = (2, 4, 8)
 _LIMIT_SECONDS = 120.0
@@ -36,12 +36,12 @@ _LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """Links that are measured.
+    """Links to measure.
 
     Attributes:
-        hosts: each with a link, and a rank.
-        rate: of the links, each way, in bits per second.
-        round_trip_ms: between two hosts.
+        hosts: the number of hosts, each with a link and a rank.
+        rate: the links' rate, each way, in bits per second.
+        round_trip_ms: the round trip between two hosts, in milliseconds.
     """
 
     hosts: int
@@ -51,11 +51,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Row(Case):
-    """What was measured, in each run.
+    """The measurements of links.
 
     Attributes:
-        measured_rates: bits per second.
-        measured_round_trips_ms: milliseconds.
+        measured_rates: the rate of each run, in bits per second.
+        measured_round_trips_ms: the round trip of each run, in milliseconds.
     """
 
     measured_rates: list[float]
@@ -63,17 +63,17 @@ class Row(Case):
 
     @property
     def rate_off(self) -> float:
-        """The share of the truth by which the worst rate is off."""
+        """The largest deviation of a rate, as a share of the true rate."""
         return max((found / self.rate - 1 for found in self.measured_rates), key=abs)
 
     @property
     def round_trip_off_ms(self) -> float:
-        """The milliseconds by which the worst round trip is off."""
+        """The largest deviation of a round trip, in milliseconds."""
         return max((found - self.round_trip_ms for found in self.measured_round_trips_ms), key=abs)
 
     @property
     def holds(self) -> bool:
-        """Whether all runs are near enough to the truth."""
+        """Whether all deviations are small enough."""
         most = max(MOST_OFF * self.round_trip_ms, MOST_LONGER_MS * self.hosts)
         return abs(self.rate_off) <= MOST_OFF and abs(self.round_trip_off_ms) <= most
 
@@ -89,10 +89,10 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def measure(case: Case, options: argparse.Namespace) -> Row:
-    """Run ``bench`` over links some times, with new hosts each time.
+    """Run ``bench`` over links several times, with new hosts each time.
 
     Raises:
-        LabError: there can be no hosts here, or a rank has failed, which has said why.
+        LabError: this machine cannot make the hosts, or a rank failed and has printed the reason.
     """
     found = [_run(case, options.seconds) for _ in range(options.rounds)]
     rates = [link.bits_per_second for link in found]
@@ -116,13 +116,13 @@ def _run(case: Case, seconds: float) -> Any:
 
 
 def _print_errors(rank: int, is_error: bool, line: bytes) -> None:
-    """The table is of no interest here. The hosts have no names, of which c10d warns."""
+    """Print errors of bench only: not its tables, and not c10d's warning of hosts without names."""
     if is_error and b"[W" not in line[:4]:
         print(f"[{rank}] {line.decode(errors='replace').rstrip()}", file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Measure all links; print and store each, so that a run may be ended early."""
+    """Measure all links. Prints and stores each at once, so that a run can end early."""
     print("| hosts | rate | measured | round trip | measured | near |")
     print("|---|---|---|---|---|---|")
     rows = []
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A line of the table, of what is stored of a row."""
+    """The cells of a stored row in the table."""
     found = Row(**{name: row[name] for name in Row.__dataclass_fields__})
     rates = [f"{rate / 1e6:.1f}" for rate in found.measured_rates]
     trips = [f"{trip:.2f}" for trip in found.measured_round_trips_ms]
@@ -149,7 +149,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write what was measured so far."""
+    """Write the rows measured so far."""
     document = {
         "name": "bench_measured_link",
         "environment": {**environment("cpu"), "congestion_control": congestion_control()},
@@ -160,23 +160,29 @@ def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
 
 
 def judge(rows: Sequence[Row]) -> int:
-    """Say how many links were measured well; the exit status, 1 where one was not."""
+    """Print the number of links that hold. Returns the exit status: 1 if one does not hold."""
     right = sum(row.holds for row in rows)
-    print(f"{right} of {len(rows)} links are measured as they are.")
+    print(f"{right} of {len(rows)} links are measured within the allowed deviations.")
     return 0 if right == len(rows) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--hosts", type=int, nargs="+", default=list(HOSTS), help="of the labs (default: 2 4 8)")
+    add(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=list(HOSTS),
+        help="numbers of hosts (default: 2 4 8)",
+    )
     add(
         "--rates",
         type=rate_argument,
         nargs="+",
         default=[parse_rate(rate) for rate in RATES],
-        help="of the links, each way; more than two hosts take only those that are 1 Gbit/s "
-        f"together (default: {' '.join(RATES)})",
+        help="rates of the links, each way; with more than two hosts, only those of at most "
+        f"1 Gbit/s for all hosts together (default: {' '.join(RATES)})",
     )
     add(
         "--round-trips",
@@ -184,10 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=list(ROUND_TRIPS_MS),
         metavar="MS",
-        help="of the links (default: 0 10 50)",
+        help="round trips of the links (default: 0 10 50)",
     )
-    add("--seconds", type=float, default=10.0, help="of bench on each link (default: 10)")
-    add("--rounds", type=int, default=2, help="how often each is measured (default: 2)")
+    add("--seconds", type=float, default=10.0, help="time of bench on each link (default: 10)")
+    add("--rounds", type=int, default=2, help="runs on each link (default: 2)")
     add("--out", type=Path, default=RESULT, metavar="FILE", help="where to store the results")
     options = parser.parse_args(arguments)
     return finish("bench_measured_link", lambda: run(options), judge)

@@ -1,7 +1,7 @@
-"""Compares the step times that ``commhook plan`` predicts with measured ones.
+"""Compares predicted step times of ``commhook plan`` with measured ones.
 
-``python benchmarks/bench_plan.py`` plans for the models, buckets and links of the stored results of
-bench_link and bench_wan, on the machine that measured them; see benchmarks/README.md.
+``python benchmarks/bench_plan.py`` plans for the models, buckets and links in the stored results of
+bench_link and bench_wan. It must run on the machine of these results; see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch_commhook.planning.computing import copy_gradients
 
 RESULTS = FOLDER / "results"
 LINKS = RESULTS / "links"
-#: Of the measured time, and the share of rows that are to be as near.
+#: The allowed deviation from the measured time, and the required share of rows within it.
 NEAR, AT_LEAST = 0.15, 1.0
 _WARM_UP, _STEPS = 2, 9
 _BATCH = 2  # bench_link's
@@ -47,14 +47,14 @@ _BENCH_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Row:
-    """A step that was measured.
+    """A measured step.
 
     Attributes:
-        source: of which benchmark.
-        link: as :func:`lab_bench.format_link` writes it.
-        hook: as ``train`` takes it.
-        seconds: of the step.
-        compute_seconds: of one without communication.
+        source: the name of the benchmark.
+        link: the link, in the form of :func:`lab_bench.format_link`.
+        hook: the hook, in the form of ``train``.
+        seconds: the time of the step.
+        compute_seconds: the time of a step without communication.
     """
 
     source: str
@@ -64,11 +64,11 @@ class Row:
     compute_seconds: float
 
 
-# ---- what was measured ---------------------------------------------------------------------------
+# ---- measured steps ------------------------------------------------------------------------------
 
 
 def link_rows(results: dict[str, Any]) -> list[Row]:
-    """The rows of results of bench_link, of its first buckets; without PyTorch's own hooks."""
+    """The rows of bench_link's results with its first buckets, without PyTorch's own hooks."""
     caps = results["options"]["bucket_cap_mb"][0]
     groups: dict[str, dict[str, float]] = {}
     for row in results["rows"]:
@@ -89,7 +89,7 @@ def link_rows(results: dict[str, Any]) -> list[Row]:
 
 
 def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row]:
-    """A row for each way of bench_wan that is a hook or none: the median step of its seeds."""
+    """A row for each hook of bench_wan, and for none: the median step over seeds."""
     steps: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         if run["way"] not in PYTORCH and run["way"] not in TORCHFT:
@@ -106,14 +106,15 @@ def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row
 
 
 def on_all_ranks(ranks: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function gives on each of so many processes, which run it at the same time.
+    """Run a function in several processes at the same time, and return their results.
 
-    The ranks of a lab share this machine's processors and memory.
+    They share this machine's processors and memory, as the ranks of a lab do.
 
     Args:
-        ranks: how many.
-        run: called with a barrier of all processes, and ``arguments``; gives what JSON can hold.
-        arguments: passed on.
+        ranks: the number of processes.
+        run: the function; it gets a barrier of all processes and ``arguments``. JSON must be able
+            to represent its result.
+        arguments: further arguments.
     """
     with tempfile.TemporaryDirectory() as name:
         context = mp.get_context("spawn")
@@ -145,7 +146,7 @@ def _computing_of_hooks(
 def measure_hooks(
     hooks: Sequence[str], shape: dict[str, int], config: TrainConfig
 ) -> list[Measured]:
-    """What hooks compute and send, with the mean computing of all ranks."""
+    """The figures of hooks, with the mean computing time over the ranks."""
     caps = config.bucket_cap_mb
     every = on_all_ranks(config.ranks, _computing_of_hooks, list(hooks), shape, caps)
     measured = measure(hooks, model=model_of(shape), world_size=config.ranks, bucket_cap_mb=caps)
@@ -156,7 +157,7 @@ def measure_hooks(
 
 
 def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> tuple[float, float]:
-    """The median step of training with no communication, as link_rank's, and DDP's copies."""
+    """The median times of a step without communication, as in link_rank, and of DDP's copies."""
     config = TrainConfig(**shape, batch=batch)
     model = ByteTransformer(config.layers, config.dim, config.heads)
     optimizer = make_optimizer(model, config)
@@ -180,21 +181,21 @@ def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> tuple[float,
 
 
 def step_alone(shape: dict[str, int], batch: int) -> tuple[float, float]:
-    """What a step of training computes without communication, while the other rank trains, too.
+    """Measure a step of training without communication, while the other ranks train, too.
 
     Args:
-        shape: of the model: fields of its configuration.
-        batch: sequences.
+        shape: the model: fields of its configuration.
+        batch: the number of sequences.
 
     Returns:
-        Seconds of the step, and of the copies of gradients into DDP's buckets.
+        The seconds of the step, and of the copies of gradients into DDP's buckets.
     """
     steps, copies = zip(*on_all_ranks(TrainConfig().ranks, _step_alone, shape, batch), strict=True)
     return statistics.fmean(steps), statistics.fmean(copies)
 
 
 def model_of(shape: dict[str, int]) -> Model:
-    """The transformer of ``train`` with these fields of its configuration."""
+    """The transformer of ``train``, with these fields of its configuration."""
     config = TrainConfig(**shape)
     with torch.device("meta"):
         return Model.of(ByteTransformer(config.layers, config.dim, config.heads))
@@ -204,10 +205,10 @@ def model_of(shape: dict[str, int]) -> Model:
 
 
 def bench_link_file(link: str, folder: Path) -> LinkFile | None:
-    """What ``commhook bench`` says of a lab's link: stored, or measured now and stored.
+    """The file of ``commhook bench`` for a lab's link. A missing file is measured and stored.
 
     Returns:
-        None where no lab can be made here.
+        None if this machine cannot make a lab, or bench fails.
     """
     path = folder / f"{link.replace(' ', '_')}.json"
     if path.exists():
@@ -239,11 +240,12 @@ def compare(
     """Compare each row with the prediction of plan.
 
     Args:
-        rows: of one model.
-        measured: its hooks.
-        model: see there.
-        copy_seconds: of gradients into DDP's buckets, which steps without DDP lack.
-        folder: of files of ``commhook bench``; None: links are what they were set to.
+        rows: the measured steps of one model.
+        measured: the figures of its hooks.
+        model: the model.
+        copy_seconds: the time of copying gradients into DDP's buckets, which steps without DDP
+            lack.
+        folder: the folder of files of ``commhook bench``; None to plan with the links' settings.
     """
     config = TrainConfig()
     sizes = model.bucket_sizes(config.bucket_cap_mb)
@@ -301,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print the table; whether enough rows are near."""
+    """Print the table. Returns whether enough rows are near."""
     print("| link | hook | measured | planned | off |")
     print("|---|---|---|---|---|")
     for row in rows:
@@ -326,14 +328,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--from-bench",
         action="store_true",
-        help="take links and hooks' times from commhook bench, which runs on them in a lab",
+        help="use links and hooks' times that commhook bench measures in a lab",
     )
     add(
         "--links",
         type=Path,
         default=LINKS,
         metavar="FOLDER",
-        help="of files of commhook bench; those that are not there are measured",
+        help="the folder of files of commhook bench; missing ones are measured",
     )
     add("--out", type=Path, default=RESULTS / "bench_plan.json", metavar="FILE")
     options = parser.parse_args(arguments)
@@ -351,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         differ = [key for key in ("processor", "processors", "torch") if here[key] != there[key]]
         if differ:
             said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
-            print(f"bench_plan: results are of another machine: {said}", file=sys.stderr)
+            print(f"bench_plan: the results are from another machine: {said}", file=sys.stderr)
             return 1
     rows = compare_all(options)
     held = print_rows(rows)

@@ -1,7 +1,7 @@
-"""Which hook ``commhook plan`` tells to take, by optimizer, link and ranks: a table of the docs.
+"""Tabulates the hooks that ``commhook plan`` recommends, by optimizer, link and number of ranks.
 
-``python benchmarks/hook_choice.py`` writes the table into docs/choose_a_hook.md. ``--measure``
-measures before what the hooks compute, on as many processes as bench_link has ranks.
+``python benchmarks/hook_choice.py`` writes the table into docs/choose_a_hook.md. With ``--measure``
+it first measures the hooks' computing times, in as many processes as ``train`` has ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEGIN, END = "<!-- table of hook_choice.py -->", "<!-- end of the table -->"
 #: bench_link's step without communication.
 COMPUTE_SECONDS = 0.225
 RANKS = (2, 8, 64)
-#: Bits per second, and seconds of a message one way.
+#: Bits per second, and the delay of a message one way in seconds.
 LINKS = (
     (100e9, 0.0),
     (10e9, 0.0),
@@ -41,23 +41,23 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 
 
 def measured_seconds() -> dict[str, float]:
-    """What hooks compute in a step, as it is stored."""
+    """The stored computing times of hooks in a step, in seconds."""
     found: dict[str, float] = json.loads(RESULTS.read_text())["compute_seconds"]
     return found
 
 
 def lines_of(known: dict[str, float]) -> Iterator[str]:
-    """The table.
+    """The lines of the table.
 
     Args:
-        known: what hooks compute, in seconds.
+        known: the computing time of each hook, in seconds.
     """
     model = model_of({})
     yield f"| optimizer, link | {' | '.join(f'{ranks} ranks' for ranks in RANKS)} |"
     yield f"|{'---|' * (1 + len(RANKS))}"
     for optimizer, name in OPTIMIZERS.items():
         hooks = DEFAULT_HOOKS[optimizer]
-        # A rank on each node: its bytes follow from formulas.
+        # With one rank on each node, formulas give the bytes.
         measured = {
             ranks: measure(hooks, model=model, world_size=ranks, nodes=ranks, known_seconds=known)
             for ranks in RANKS
@@ -83,21 +83,21 @@ def lines_of(known: dict[str, float]) -> Iterator[str]:
 
 
 def short(hook: str) -> str:
-    """A hook without the arguments of ``local_sgd``, which the page explains."""
+    """A hook's text. That of ``local_sgd`` has only its first argument; the page has the others."""
     if hook.startswith("local_sgd("):
         return f"`local_sgd({hook.partition('(')[2].partition(',')[0]}, ...)`"
     return f"`{hook}`"
 
 
 def page(text: str, table: Sequence[str]) -> str:
-    """The page with the table in the place of the one that it has."""
+    """The page with the new table in place of the old one."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return "\n".join([f"{before}{BEGIN}", "", *table, "", f"{END}{after}"])
 
 
 def measure_all() -> dict[str, Any]:
-    """What all hooks of the table compute, each on this machine's processors at the same time."""
+    """The computing times of the table's hooks, with all ranks on this machine at the same time."""
     hooks = list(dict.fromkeys(hook for found in DEFAULT_HOOKS.values() for hook in found))
     found = {each.hook: each.compute_seconds for each in measure_hooks(hooks, {}, TrainConfig())}
     return {"name": "hook_choice", "environment": environment("cpu"), "compute_seconds": found}

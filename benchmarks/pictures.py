@@ -1,4 +1,4 @@
-"""The style of pictures of results, and the pictures of stored results.
+"""Draws the pictures of stored results, and defines the style of all pictures of results.
 
 ``python benchmarks/pictures.py`` redraws the pictures of stored runs.
 """
@@ -29,7 +29,7 @@ FRONT = {
     "powersgd(rank=2)": "PowerSGD, rank 2",
     "no communication": "no communication",
 }
-#: Most people with colour blindness can distinguish them; in print the dashes help.
+#: Most people with colour blindness can distinguish these colours. In print the dashes help.
 _COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b"),
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def styles(count: int) -> list[dict[str, Any]]:
-    """Colours and dashes of so many lines; no two lines share both."""
+    """Colours and dashes of ``count`` lines; no two lines share both."""
     dashes = cycle(_DASHES)
     found: list[dict[str, Any]] = []
     while len(found) < count:
@@ -84,42 +84,42 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def draw_rates(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
-    """Draws the time of a step over the rate of links, with a line for each job.
+    """Draw the time of a step over the rate of links, with a line for each job.
 
     Args:
-        times: for each job, the seconds for each rate.
+        times: the seconds for each rate, by job.
         rates: the links' rates, in bits per second.
-        path: the picture's.
+        path: the picture's file.
     """
     figure, axes = new_figure(8, 7)
     order = sorted(range(len(rates)), key=lambda i: rates[i])
+    mbits = [rates[i] / 1e6 for i in order]
     for (job, seconds), style in zip(times.items(), styles(len(times)), strict=True):
-        ordered = [seconds[i] for i in order]
-        axes.plot([rates[i] / 1e6 for i in order], ordered, label=job, marker="o", **style)
-    _rates_and_seconds(axes, [rates[i] / 1e6 for i in order])
+        axes.plot(mbits, [seconds[i] for i in order], label=job, marker="o", **style)
+    _rates_and_seconds(axes, mbits)
     axes.set_title("time of a training step, two ranks")
     legend_below(figure, 1)
     save(figure, path)
 
 
 def draw_front(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
-    """:func:`draw_rates` for the front page: few lines, with their names at their ends."""
+    """Draw :func:`draw_rates` for the front page: few lines, with their names at their ends."""
     figure, axes = new_figure(8, 4.5)
     order = sorted(range(len(rates)), key=lambda i: rates[i])
+    mbits = [rates[i] / 1e6 for i in order]
     ends = []
     for (job, name), style in zip(FRONT.items(), styles(len(FRONT)), strict=True):
         seconds = [times[job][i] for i in order]
         style["linestyle"] = ":" if job == "no communication" else "-"
-        axes.plot([rates[i] / 1e6 for i in order], seconds, marker="o", linewidth=2, **style)
+        axes.plot(mbits, seconds, marker="o", linewidth=2, **style)
         ends.append((seconds[0], name, style["color"]))
-    _rates_and_seconds(axes, [rates[i] / 1e6 for i in order])
-    below = 0.0
-    for seconds, name, color in sorted(ends):  # so that no name covers another
-        place = max(seconds, below * 1.14)
-        below = place
+    _rates_and_seconds(axes, mbits)
+    place = 0.0
+    for seconds, name, color in sorted(ends):
+        place = max(seconds, place * 1.14)  # so that no name covers another
         axes.annotate(
             name,
-            (rates[order[0]] / 1e6, place),
+            (mbits[0], place),
             xytext=(-10, 0),
             textcoords="offset points",
             ha="right",

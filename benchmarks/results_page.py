@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md`` from the stored results of long runs: ``make results`` after a run."""
+"""Writes ``docs/results.md`` from the stored results of long runs: ``make results``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(path: Path) -> Any:
 
 
 def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table."""
+    """The lines of a table."""
     yield f"| {' | '.join(header)} |"
     yield f"|{'---|' * len(header)}"
     for line in body:
@@ -40,6 +40,12 @@ def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def hook_name(job: str) -> str:
     return job if job in (ALONE, BASELINE) else f"`{job}`"
+
+
+def target(row: dict[str, Any]) -> str:
+    """A row's target in brackets, with a mark if the row misses it."""
+    missed = "" if row["holds"] else ", **missed**"
+    return f"({row['target'].replace('<=', 'at most')}{missed})"
 
 
 # ---- steps over links ----------------------------------------------------------------------------
@@ -67,33 +73,32 @@ def links(name: str) -> Iterator[str]:
     yield ""
     targets = [row for row in found["rows"] if row["target"] is not None]
     held = [
-        f"`{row['job']}` at {spaced(row['group'].split(',')[0])} {row['ratio']:.3f} "
-        f"({row['target'].replace('<=', 'at most')}{'' if row['holds'] else ', **missed**'})"
+        f"`{row['job']}` at {spaced(row['group'].split(',')[0])} {row['ratio']:.3f} {target(row)}"
         for row in targets
     ]
     yield f"Targets: {'; '.join(held)}."
 
 
 def choices(path: Path) -> Iterator[str]:
-    """The part on bench_auto, with a line for each link; nothing before its first run."""
+    """The section on bench_auto, with a row for each link; empty before its first run."""
     if not path.exists():
         return
     yield "## What `auto` chooses"
     yield ""
     yield "`make bench-auto`: steps of the same model over links of given rates and delays each"
-    yield "way, with `auto` once it has chosen, and with each hook whose error is small enough."
-    yield f"The target is {AT_MOST:g} times the step of the fastest of these."
+    yield "way, with `auto` after its choice, and with each hook with a small enough error. The"
+    yield f"target is {AT_MOST:g} times the step with the fastest of these hooks."
     yield ""
+    results = load(path)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in load(path)["rows"]:
+    for row in results["rows"]:
         groups.setdefault(row["group"], []).append(row)
-    notes = load(path)["notes"]
     body = []
     for link, found in groups.items():
-        *hooks, auto = found
-        chose = next(each for each in notes if each.startswith(f"{link}: "))
-        chosen = chose.partition(" chose ")[2].partition(": ")[0]
-        times = [f"{row['seconds'] * 1e3:.0f} ms" for row in (*hooks, auto)]
+        auto = found[-1]
+        note = next(each for each in results["notes"] if each.startswith(f"{link}: "))
+        chosen = note.partition(" chose ")[2].partition(": ")[0]
+        times = [f"{row['seconds'] * 1e3:.0f} ms" for row in found]
         missed = "" if auto["holds"] else ", **missed**"
         body.append([spaced(link), *times, f"`{chosen}`", f"{auto['ratio']:.3f}{missed}"])
     first = next(iter(groups.values()))
@@ -120,15 +125,14 @@ def shards(setting: str) -> Iterator[str]:
         first = of_baseline[FLOAT32]
         ratios = [of_baseline[baseline]["ratio"] for baseline in baselines]
         cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        name = job if job == ALONE else f"`{job}`"
         sent = "" if job == ALONE else f"{first['details']['link MB']:.1f}"
-        body.append([name, f"{first['seconds']:.2f} s", *cells, sent])
+        body.append([hook_name(job), f"{first['seconds']:.2f} s", *cells, sent])
     header = ["", "step", *(f"of `{name}`" for name in baselines), "MB sent by a host"]
     yield from rows(header, body)
     yield ""
     held = [
         f"`{row['job']}` {row['ratio']:.3f} of `{row['group'].partition(' beside ')[2]}` "
-        f"({row['target'].replace('<=', 'at most')}{'' if row['holds'] else ', **missed**'})"
+        f"{target(row)}"
         for rows_of_job in beside.values()
         for row in rows_of_job.values()
         if row["target"] is not None
@@ -160,7 +164,7 @@ def plans() -> Iterator[str]:
 
 
 def _plan_column(row: dict[str, Any]) -> str:
-    """The link, and bench_wan's model where it is that."""
+    """The column of a row: the link, and the model if it is bench_wan's."""
     small = ", 2.9 M parameters" if row["source"] == "bench_wan" else ""
     return f"{spaced(row['link'])}{small}"
 
@@ -185,24 +189,24 @@ def times_to_loss() -> Iterator[str]:
     yield from rows(header, body)
 
 
-def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows of a table of losses, with ``what`` as the first column."""
+def loss_table(column: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows of a table of losses, with ``column`` as the first one."""
     body = []
     for row in found:
-        target = row["at_most"]
+        most = row["at_most"]
         verdict = ""
-        if target is not None:
-            verdict = f"at most {target:.2f}" + ("" if row["ratio"] <= target else ", **missed**")
+        if most is not None:
+            verdict = f"at most {most:.2f}" + ("" if row["ratio"] <= most else ", **missed**")
         numbers = (
             f"{row['loss']:.4f}",
             f"{row['ratio']:.4f}",
             verdict,
             f"{row['held_out_loss']:.4f}",
         )
-        body.append([f"`{row[what]}`", f"{row['seeds']}", *numbers])
+        body.append([f"`{row[column]}`", f"{row['seeds']}", *numbers])
         if "MB per step" in row:
             body[-1].append(f"{row['MB per step']:.2f}")
-    header = [what, "seeds", "loss", "of uncompressed", "target", "held-out loss"]
+    header = [column, "seeds", "loss", "of uncompressed", "target", "held-out loss"]
     yield from rows([*header, "MB sent per step"][: len(body[0])], body)
 
 
@@ -221,7 +225,7 @@ def losses() -> Iterator[str]:
             f"`{run['hook']}` of seed {run['seed']} ({format_caps(run['bucket_cap_mb'])} MiB)"
             for run in before
         ]
-        yield f"These runs had other buckets than `train` has now: {', '.join(said)}."
+        yield f"These runs had buckets of other sizes than `train` has now: {', '.join(said)}."
     yield ""
     yield from loss_table("hook", table(runs))
 
@@ -318,18 +322,18 @@ def page() -> str:
     parts = [
         "# Results",
         "",
-        "This page has all measured steps, losses and long runs. Read it to see which hook pays",
-        "over which link. All were measured on one machine:",
+        "This page has all measured steps, losses and long runs. It shows which hook pays over",
+        "which link. All runs used one machine:",
         f"{machine}.",
         "`make results` writes the page from the stored results. Speeds of operators, dispatch and",
         "process groups are in `benchmarks/results`;",
-        "[benchmarks](../benchmarks/README.md) describes how each is measured.",
+        "[benchmarks](../benchmarks/README.md) describes the measurements.",
         "",
         "## Steps over slow links",
         "",
         "`make bench-link`: the time of a step of `train`'s default model, on 2 ranks with one",
-        "thread each. A link of the rate in the column joins their hosts. The numbers in",
-        "brackets are relative to DDP with no hook.",
+        "thread each. Their hosts have links of the rate in the column. The numbers in brackets",
+        "are relative to DDP without a hook.",
         "",
         *links("bench_link.json"),
         "",
@@ -337,7 +341,7 @@ def page() -> str:
         "",
         "## Steps over a far link",
         "",
-        "`make bench-far`: the same over a link whose round trip takes 50 ms.",
+        "`make bench-far`: the same over a link with a round trip of 50 ms.",
         "",
         *links("bench_link_far.json"),
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from typing import Any
 
@@ -27,6 +28,12 @@ def _train(
     rank: int, hook: str, bandwidth: float | None, latency: float, pause: float
 ) -> dict[str, Any]:
     """A few steps, each of which also computes for ``pause`` seconds."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_commhook.planning.choice")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     group: Any = dist.group.WORLD
     if bandwidth is not None:
         group = ThrottledProcessGroup(group, bandwidth=bandwidth, latency=latency)
@@ -43,9 +50,12 @@ def _train(
     stats = handle.stats()
     gradient = [parameter.grad.clone() for parameter in model.parameters()]
     handle.remove()
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
     return {
         "choice": stats.choice,
         "reason": stats.reason,
+        "logged": logged,
         "sent": sent,
         "gradient": gradient,
     }
@@ -92,8 +102,10 @@ def test_a_fast_link_keeps_allreduce(two_ranks: RankPool) -> None:
     ranks = two_ranks.run(_train, "auto(max_error=0.3)", None, 0.0, 0.05, timeout=120)
     choice, reason = _check_alike(ranks)
     assert choice == "allreduce()", reason
-    assert "the fastest of the others" in reason
+    assert "the fastest other hook" in reason
     assert len({sent for found in ranks for sent in found["sent"]}) == 1
+    assert ranks[0]["logged"][-1] == f"auto chose allreduce(): {reason}"
+    assert ranks[1]["logged"] == []
 
 
 def test_no_hook_is_exact_enough(two_ranks: RankPool) -> None:
@@ -127,7 +139,7 @@ def test_a_hook_with_groups_is_measured_and_random_numbers_stay(two_ranks: RankP
     assert found[0] == found[1]
     _, reason, is_kept = found[0]
     assert is_kept
-    assert "a step takes" in reason
+    assert "a step is predicted to take" in reason
 
 
 # ---- steps that fail, and ranks without inputs ---------------------------------------------------
@@ -291,4 +303,4 @@ def test_before_a_capture_the_computing_is_not_known(two_ranks: RankPool) -> Non
     ranks = two_ranks.run(_in_mode, mode, "auto(max_error=0.3)", None, timeout=300)
     assert ranks[0]["choices"] == ranks[1]["choices"]
     assert ranks[0]["reason"] == ranks[1]["reason"]
-    assert "without the computing of the model, which is not known" in ranks[0]["reason"]
+    assert "without the model's unknown computing time" in ranks[0]["reason"]

@@ -242,7 +242,7 @@ def test_a_group_that_tells_nothing_any_more() -> None:
             raise RuntimeError("no backend")
 
     group: Any = Failed()
-    place = seen_collectives._Place(weakref.ref(group), 3, 0)
-    assert seen_collectives._unseen([place]) < 0
+    baseline = seen_collectives._Baseline(weakref.ref(group), 3, 0)
+    assert seen_collectives._unseen([baseline]) < 0
     del group
-    assert seen_collectives._unseen([place]) == 0
+    assert seen_collectives._unseen([baseline]) == 0

@@ -234,7 +234,7 @@ def test_the_command_lists_hooks_for_shards(
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (
             ["--model-size", "1k", "--compute-ms", "0", "--hooks", "policy()"],
-            "can't be planned: it asks for the names of parameters, which nobody has given",
+            "can't be planned: it needs the names of parameters, which are not known",
         ),
         (
             ["--parallel", "fsdp", "--compute-ms", "0", "--hooks", "topk(0.1)"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -339,10 +340,37 @@ def test_compiled_for_any_size(codec: Codec) -> None:
 def test_registration_is_checked() -> None:
     with pytest.raises(TypeError, match="must be a subclass of Codec, got 3"):
         register_codec(3)  # type: ignore[type-var]
-    other = type("blockwise", (Codec,), {})
+    other = type("blockwise", (CODECS["sign"],), {})
     with pytest.raises(ValueError, match="there is a codec named blockwise already"):
         register_codec(other)
     assert CODECS["blockwise"] is not other
+
+
+class _WithSetting(Codec):
+    @property
+    @abstractmethod
+    def density(self) -> float: ...
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "missing"),
+    [
+        (Codec, {}, "decode, encode, shards"),
+        (Codec, {"shards": lambda self, numel, shards=1: []}, "decode, encode"),
+        (_WithSetting, dict.fromkeys(("shards", "encode", "decode"), print), "density"),
+    ],
+    ids=["none", "one", "property"],
+)
+def test_an_abstract_codec_is_refused(
+    base: type[Codec], members: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        register_codec(type("unfinished", (base,), members))
+    assert str(raised.value) == (
+        "register_codec: unfinished must define all abstract methods and properties of its base "
+        f"classes; missing: {missing}"
+    )
+    assert "unfinished" not in CODECS
 
 
 def test_blockwise_settings() -> None:

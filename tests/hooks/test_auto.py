@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_takes_the_choice_of_its_state(
 
     for choice, reason, got, want in run_ranks(train, 2):
         assert choice == DEFAULT[number]
-        assert reason == "the state that was loaded has this choice"
+        assert reason == "the loaded state has this choice"
         for one, other in zip(got, want, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -264,7 +264,7 @@ def test_ranks_that_load_other_choices_are_refused(found: list[int]) -> None:
         (
             lambda: hooks.auto(0.1, hooks=[hooks.allreduce()]),
             ValueError,
-            "hooks must have a hook other than allreduce(), which is always one",
+            "hooks must have a hook beside allreduce(), which is always a candidate",
         ),
         (
             lambda: hooks.auto(0.1, "cast()"),
@@ -303,14 +303,14 @@ def test_ranks_that_load_other_choices_are_refused(found: list[int]) -> None:
         (
             lambda: simulate(hooks.auto(0.1), [[torch.ones(4)], [torch.ones(4)]]),
             RuntimeError,
-            "auto(max_error=0.1): chooses a hook in the first steps of a model, which only a hook "
-            "that is attached sees; use torch_commhook.attach(model, hook)",
+            "auto(max_error=0.1): it chooses a hook in the first steps of a model, and only an "
+            "attached hook sees these; use torch_commhook.attach(model, hook)",
         ),
         (
             lambda: measure(["auto(max_error=0.1)"], elements=100, world_size=2),
             HookError,
-            "the hook 'auto(max_error=0.1)' can't be planned: it chooses one of several in the "
-            "first steps of a training; name these",
+            "the hook 'auto(max_error=0.1)' can't be planned: it chooses one of several hooks in "
+            "the first steps of a training; plan these hooks instead",
         ),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import threading
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch_commhook.planning import Measured, MeasuredLink
 from torch_commhook.planning.choice import (
     Candidate,
     choose,
+    choose_hook,
     format_link,
     predict,
     relative_error,
@@ -105,25 +109,25 @@ def test_without_predictions_nothing_is_chosen() -> None:
         found = [Candidate(name, 0.0, each) for name, each in zip("ab", seconds, strict=True)]
         choice = choose(found, 0.5)
         assert choice.number == 0
-        assert choice.reason == "the times of the steps could not be predicted; the log says why"
+        assert choice.reason == "the step times could not be predicted; the log has the reason"
 
 
 def test_reasons() -> None:
     link = MeasuredLink(99.6e6, 0.0102)
     found = [Candidate("allreduce()", 0.0, 3.95), Candidate("blockwise()", 0.0081, 0.612)]
     assert choose(found, 0.05, link).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms a step takes 612 ms by forecast, and 3.95 s with "
+        "over a link of 99.6 Mbit/s and 10 ms, a step is predicted to take 612 ms, and 3.95 s with "
         "allreduce(); the error is 0.0081 of at most 0.05"
     )
     assert choose(found, 0.05, link, has_computing=False).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms a step takes 612 ms by forecast, without the "
-        "computing of the model, which is not known, and 3.95 s with allreduce(); the error is "
-        "0.0081 of at most 0.05"
+        "over a link of 99.6 Mbit/s and 10 ms, a step, without the model's unknown computing time, "
+        "is predicted to take 612 ms, and 3.95 s with allreduce(); the error is 0.0081 of at most "
+        "0.05"
     )
     found = [Candidate("allreduce()", 0.0, 0.30), Candidate("blockwise()", 0.0081, 0.29)]
     assert choose(found, 0.05, link).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms a step takes 300 ms by forecast, and 290 ms with "
-        "blockwise(), the fastest of the others"
+        "over a link of 99.6 Mbit/s and 10 ms, a step is predicted to take 300 ms, and 290 ms with "
+        "blockwise(), the fastest other hook"
     )
     assert format_link(MeasuredLink(2.5e9, 0.0)) == "2.5 Gbit/s and 0 ms"
 
@@ -153,6 +157,33 @@ def test_a_hook_that_cannot_average_the_gradients_has_no_error() -> None:
         return relative_error(hooks.blockwise(), [[values]], [values], dist.group.WORLD)
 
     assert run_ranks(error, 2) == [math.inf, math.inf]
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+
+def test_only_rank_0_logs_the_figures_at_info(caplog: pytest.LogCaptureFixture) -> None:
+    buckets = [_bucket([(4, 8), (4,)], HookMemory())]
+
+    def choose_on(rank: int) -> tuple[int, str]:
+        choice = choose_hook(
+            [hooks.allreduce(), hooks.sign()],
+            1e-5,
+            buckets=buckets,
+            first_steps=FirstSteps(),
+            group=dist.group.WORLD,
+        )
+        return threading.get_ident(), choice.reason
+
+    with caplog.at_level(logging.DEBUG, "torch_commhook.planning.choice"):
+        ranks = run_ranks(choose_on, 2)
+    for (thread, reason), level in zip(ranks, (logging.INFO, logging.DEBUG), strict=True):
+        records = [record for record in caplog.records if record.thread == thread]
+        assert [record.levelno for record in records] == [level] * 3
+        plain, sign, choice = (record.getMessage() for record in records)
+        assert plain == "allreduce(): error 0, step not predicted"
+        assert re.fullmatch(r"sign\(\): error [\d.]+, step not predicted", sign)
+        assert choice == f"auto chose allreduce(): {reason}"
 
 
 # ---- what is seen of the first steps -------------------------------------------------------------

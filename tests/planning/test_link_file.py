@@ -47,8 +47,8 @@ def changed(**values: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is no JSON (Expecting value: line 1 column 1 (char 0))"),
-        ("{", "it is no JSON"),
+        ("", "it is not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("{", "it is not valid JSON"),
         ("[" * 100_000, "it is nested too deeply"),
         ("[]", "it must be an object, got []"),
         ("{}", 'its format must be "commhook bench 1", got null'),
@@ -56,12 +56,13 @@ def changed(**values: Any) -> str:
         (changed(ranks="2"), 'its ranks must be a whole number, got "2"'),
         (changed(ranks=0), "its ranks must be a whole number, got 0"),
         (changed(ranks=True), "its ranks must be a whole number, got true"),
-        (changed(backend=1), "its backend must be a text, got 1"),
+        (changed(backend=1), "its backend must be a string, got 1"),
         (changed(link=3), "its link must be an object, got 3"),
         (changed(link={}), "its link.bits_per_second must be a number, got nothing"),
         (
             changed(link={"bits_per_second": 0, "delay_seconds": 0}),
-            "its link is none (MeasuredLink: bits_per_second must be positive and finite, got 0.0)",
+            "its link is not valid (MeasuredLink: bits_per_second must be positive and finite, got "
+            "0.0)",
         ),
         (
             changed(link={"bits_per_second": float("nan"), "delay_seconds": 0}),
@@ -87,13 +88,13 @@ def test_what_is_no_file_of_bench(tmp_path: Path, text: str, reason: str) -> Non
     path.write_text(text)
     with pytest.raises(ValueError) as raised:
         LinkFile.read(path)
-    assert str(raised.value).startswith(f"{path} is no file of commhook bench --out: {reason}")
+    assert str(raised.value).startswith(f"{path} is not a file of commhook bench --out: {reason}")
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "link.png"
     path.write_bytes(b"\x89PNG\xff")
-    with pytest.raises(ValueError, match=r"is no file of commhook bench --out: it is no text$"):
+    with pytest.raises(ValueError, match=r"is not a file of commhook bench --out: it is not text$"):
         LinkFile.read(path)
 
 

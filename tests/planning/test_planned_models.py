@@ -146,10 +146,10 @@ def test_hooks_of_a_policy_travel_at_the_same_time() -> None:
 def test_a_policy_of_a_size_alone() -> None:
     (found,) = measure(["policy([('dim <= 1', allreduce())], cast())"], elements=480, world_size=2)
     assert found.bytes_sent > 0
-    with pytest.raises(HookError, match="asks for the names of parameters, which nobody has given"):
+    with pytest.raises(HookError, match="needs the names of parameters, which are not known"):
         measure(["policy([('*emb*', allreduce())], cast())"], elements=480, world_size=2)
     nameless = Model.of_parameters([Parameter((4, 4))])
-    with pytest.raises(HookError, match="asks for the names of parameters, which nobody has given"):
+    with pytest.raises(HookError, match="needs the names of parameters, which are not known"):
         measure(["policy([('*emb*', allreduce())], cast())"], model=nameless, world_size=2)
     with pytest.raises(HookError, match="no parameter matches"):
         measure(["policy([('no_such', allreduce())], cast())"], model=MODEL, world_size=2)

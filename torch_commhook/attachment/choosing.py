@@ -1,4 +1,4 @@
-"""Has a model's ranks find out which hook it is to have, for :class:`torch_commhook.hooks.auto`."""
+"""The choice of a model's hook by measurements, for :class:`torch_commhook.hooks.auto`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch_commhook.testing.scheduler import current_rank
 
 
 class ChoosingByPlan:
-    """Chooses by what the ranks measure, after the first steps or before a compiler takes one in.
+    """Chooses a hook by measurements, after the first steps or before a compiler captures one.
 
     Args:
-        hook: chooses.
-        memory: of the model.
-        road: the first one of the model.
+        hook: the ``auto`` hook.
+        memory: the model's memory.
+        road: the model's first road.
     """
 
     def __init__(self, hook: auto, memory: HookMemory, road: Road) -> None:
@@ -27,12 +27,12 @@ class ChoosingByPlan:
         self._can_measure()
 
     def before_step(self) -> None:
-        """A step has begun. What is found counts from its end on, if that comes on all ranks."""
+        """Choose at the beginning of a step. The choice counts once all ranks end the step."""
         if self._hook.is_due(self._memory) and self._can_measure():
             self._find()
 
     def before_capture(self) -> None:
-        """A compiler takes in a backward, and knows one hook alone."""
+        """Choose before a compiler captures a backward: the graph contains one hook only."""
         if self._hook.chosen(self._memory) is not None or not self._can_measure():
             return
         group = road_in_use(self._road).group
@@ -42,7 +42,7 @@ class ChoosingByPlan:
         self._hook.take_proposed(self._memory)
 
     def step_repeats(self) -> None:
-        """The step has failed on some rank, which may not know what the others have found."""
+        """Drop the proposed choice: the step failed on some rank, which may not know it."""
         self._hook.withdraw(self._memory)
 
     def _can_measure(self) -> bool:
@@ -54,7 +54,7 @@ class ChoosingByPlan:
     def _find(self) -> None:
         memory, hook = self._memory, self._hook
         assert memory.group is not None
-        with torch.random.fork_rng(devices=[]):  # random gradients change no number of the training
+        with torch.random.fork_rng(devices=[]):  # the training's random numbers stay the same
             choice = choose_hook(
                 hook.candidates,
                 hook.max_error,
@@ -66,9 +66,9 @@ class ChoosingByPlan:
 
 
 def reason_for_none(world_size: int) -> str:
-    """Why there is nothing to measure; empty where there is."""
+    """The reason why the ranks cannot measure a link; empty if they can."""
     if world_size == 1:
         return "there is one rank, which sends nothing"
     if current_rank() is not None:
-        return "the ranks are threads of one process, which no link joins"
+        return "the ranks are threads of one process, with no link between them"
     return ""

@@ -1,4 +1,4 @@
-"""A hook on a model whose ranks come and go."""
+"""A hook on a model with ranks that come and go."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _log = logging.getLogger("torch_commhook.elastic")
 
 
 class ElasticTraining:
-    """The ranks of a model's training, and what new ones get.
+    """The ranks of a model's training, and the transfer of the state to new ones.
 
     Args:
-        model: which is trained.
-        attached: the hook that is attached first.
-        settings: as a user gives them.
-        parameters: names and parameters whose gradients are averaged.
+        model: the model that is trained.
+        attached: the first attached hook.
+        settings: the user's settings.
+        parameters: the names and parameters with gradients to average.
         shared: names and values that must be the same on all ranks.
-        broadcast_buffers: whether all ranks take the first one's buffers after each step.
+        broadcast_buffers: whether all ranks take the first rank's buffers after each step.
 
     Attributes:
-        ranks: who takes part.
-        new_ranks: the members that are new, and what they still have to receive.
+        ranks: the members of the training.
+        new_ranks: the new members, and the state that they still have to receive.
 
     Raises:
-        RuntimeError: something differs from the other ranks; too few have come.
+        RuntimeError: a value differs from the other ranks, or too few ranks have joined.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ElasticTraining:
         self._pace: Pace | None = None
         if settings.straggler is not None:
             self._pace = Pace(settings.straggler, settings.straggler_steps)
-        self._steps_measured = 0  # since the pace was begun
+        self._steps_measured = 0  # since the pace last began
         self.ranks = ElasticRanks(settings)
         self._state = TrainingState(
             model, settings.state, self.ranks, lambda: self._attached, str(shared["the hook"])
@@ -80,18 +80,18 @@ class ElasticTraining:
         self.ranks.enter()
 
     def hook_replaced(self, printed: str) -> None:
-        """Another hook takes part from here on, on all ranks: new ranks are to attach that."""
+        """Note that all ranks use another hook from now on, which new ranks must attach."""
         self._state.printed_hook = printed
         self.ranks.change_setting("the hook", printed)
 
     def use(self, reducer: Reducer) -> None:
-        """Be the ranks of a reducer."""
+        """Serve a reducer: it recovers with these ranks."""
         self._reducer = weakref.ref(reducer)
         reducer.recovery = Recovery(reducer, self)
 
     @property
     def _attached(self) -> Attached:
-        """The hook at the moment."""
+        """The attached hook now."""
         reducer = self._reducer()
         attached = None if reducer is None else reducer.attached
         return self._first_attached if attached is None else attached
@@ -104,17 +104,17 @@ class ElasticTraining:
 
     @property
     def group(self) -> StepGroup:
-        """The members' group at the moment."""
+        """The members' group now."""
         return self.ranks.group
 
     @property
     def is_joining(self) -> bool:
-        """Whether this rank takes part with zeros, since it does not have the whole state yet."""
+        """Whether this rank contributes zeros, because it does not have the whole state yet."""
         return self.new_ranks.is_joining
 
     @property
     def lacks_state(self) -> bool:
-        """Whether this rank is new, and has yet to get a part of the state."""
+        """Whether this rank is new, and still lacks a part of the state."""
         return self.new_ranks.lacks_state
 
     @property
@@ -128,7 +128,7 @@ class ElasticTraining:
 
     @property
     def stragglers(self) -> dict[int, float]:
-        """The ranks that are slow, and their computing time over the median."""
+        """The slow ranks, and their computing time divided by the median."""
         return {} if self._pace is None else self._pace.stragglers
 
     def stop_clock(self) -> None:
@@ -183,7 +183,15 @@ class ElasticTraining:
         self._recovery.go_on_between_steps()
 
     def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
-        """Count what all ranks have done, and let in or leave out whom they want to."""
+        """Count a step or an exchange of all ranks, then admit and leave out the ranks they chose.
+
+        Args:
+            values: the combined notes of all members; None without notes.
+            lets_in: whether new ranks may join now.
+
+        Returns:
+            Whether the members have changed.
+        """
         pace, members = self._pace, self.ranks.view.members
         joins = bool(self.new_ranks.joining)
         note = Note(len(members), compares=pace is not None, joins=joins, values=values)
@@ -213,22 +221,22 @@ class ElasticTraining:
         return has_changed
 
     def _change_memory(self) -> None:
-        """Let the error memory count for a mean over more ranks."""
+        """Adapt the hook's memory to a mean over more ranks."""
         reducer = self._reducer()
         assert reducer is not None
         reducer.change_memory()
 
     def leave(self) -> None:
-        """Leaves the training."""
+        """Leave the training."""
         if self.new_ranks.is_receiving:
             warn_user(
-                "torch_commhook: this rank leaves before it has the whole state of the training: "
-                "its parameters are not the training's"
+                "torch_commhook: this rank leaves before it has the whole state of the training; "
+                "its parameters are not those of the training"
             )
         self.ranks.leave()
 
     def before_forward(self) -> None:
-        """:meth:`give_state`. If it fails, it fails again where the step begins."""
+        """Call :meth:`give_state`. An error is only logged: it returns when the step begins."""
         try:
             self.give_state()
         except RuntimeError as error:
@@ -244,10 +252,10 @@ class ElasticTraining:
         self.new_ranks.write()
 
     def begin(self, reducer: Reducer) -> None:
-        """Wait for the state if this rank is new; else send it to the ranks that are.
+        """Wait for the state on a new rank; on other ranks, send it to the new ones.
 
         Raises:
-            RuntimeError: another hook was attached while this rank waited.
+            RuntimeError: the other ranks attached another hook while this rank waited.
         """
         self.new_ranks.begin(reducer, self._recovery)
 
@@ -257,10 +265,10 @@ def _specs(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None:
-    """Refuses a hook or a model that ``elastic`` does not support.
+    """Refuse a hook or a model that ``elastic`` does not support.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: a parameter is not on the CPU, or the hook has process groups of its own.
     """
     check_elastic_hook(attached)
     for name, parameter in parameters:
@@ -272,10 +280,10 @@ def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None
 
 
 def check_elastic_hook(attached: Attached) -> None:
-    """Refuses a hook that ``elastic`` does not support.
+    """Refuse a hook that ``elastic`` does not support.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the hook has process groups of its own.
     """
     hook: Callable[..., Any] = attached.hook
     if isinstance(hook, Hook) and hook.has_own_groups():

@@ -270,7 +270,7 @@ class HookHandle:
         if elastic is not None:
             stats.membership, stats.stragglers = elastic.ranks.events, elastic.stragglers
         if isinstance(attached.hook, auto):
-            stats.choice, stats.reason = attached.hook.told(attached.memory)
+            stats.choice, stats.reason = attached.hook.choice_and_reason(attached.memory)
         return copy.deepcopy(stats)
 
     def log_to(self, writer: Any, step: int | None = None, *, prefix: str = "commhook/") -> None:

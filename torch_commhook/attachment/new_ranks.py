@@ -1,4 +1,4 @@
-"""How ranks that join get the training's state, on their side and on that of their donors."""
+"""The transfer of the training's state to ranks that join, on their side and on the donors'."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _log = logging.getLogger("torch_commhook.elastic")
 
 
 class NewRanks:
-    """The members that are new in the view, and what they still have to receive.
+    """The new members of the view, and the transfer of the state to them.
 
-    A small model's state is sent at once, before the first step. A large one's parameters are sent
-    in pieces, while all ranks train: see :mod:`torch_commhook.elastic.joining`.
+    The donor sends a small model's state at once, before the first step. It sends a large model's
+    parameters in pieces, while all ranks train: see :mod:`torch_commhook.elastic.joining`.
 
     Args:
         ranks: the ranks of the training.
-        state: the state that new ranks get.
+        state: the state for new ranks.
         keeps_ranks_apart: returns whether the hook lets parameters differ between ranks for some
-            steps. New ranks then get all at once.
+            steps. New ranks then get the state at once.
 
     Attributes:
-        sent_again: parameters that this rank received twice, since their checksums differed.
+        sent_again: the number of parameters that this rank received twice, because their checksums
+            differed.
     """
 
     def __init__(
@@ -37,17 +38,17 @@ class NewRanks:
         self._ranks = ranks
         self._state = state
         self._keeps_ranks_apart = keeps_ranks_apart
-        self._given = 0  # the last view whose new members have been given what they need
+        self._given = 0  # the number of the last view with a state for all new members
         self._joining_of_view = 0, frozenset[int]()  # a view's number, and its joining members
-        self._donors: dict[int, Donor] = {}  # by new member, where this rank is its donor
-        self._last_sends: list[Donor] = []  # to members that have all from this step on
-        self._new_rank: NewRank | None = None  # this one, while it gets its state in pieces
-        self._in_step = (0, 0)  # the view and the step whose pieces are on their way
+        self._donors: dict[int, Donor] = {}  # this rank as a donor, by new member
+        self._last_sends: list[Donor] = []  # donors of members that are complete from this step on
+        self._new_rank: NewRank | None = None  # this rank, while it receives pieces
+        self._in_step = (0, 0)  # the view and the step of the pieces under way
         self.sent_again = 0
 
     @property
     def joining(self) -> frozenset[int]:
-        """The members that take part with zeros, since they do not have the whole state yet."""
+        """The members that contribute zeros, because they do not have the whole state yet."""
         view = self._ranks.view
         if self._joining_of_view[0] != view.number:
             in_pieces = view.steps > 0 and self._state.is_large and not self._keeps_ranks_apart()
@@ -56,35 +57,42 @@ class NewRanks:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this rank is one of them."""
+        """Whether this rank is joining."""
         return self._ranks.membership.own in self.joining
 
     @property
     def lacks_state(self) -> bool:
-        """Whether this rank is new, and has yet to get a part of the state."""
+        """Whether this rank is new, and still lacks a part of the state."""
         return self.is_joining or self.is_receiving
 
     @property
     def is_receiving(self) -> bool:
-        """Whether this rank has begun to get its state in pieces, and lacks some of it."""
+        """Whether this rank receives its state in pieces now."""
         return self._new_rank is not None
 
     @property
     def has_all_pieces(self) -> bool:
-        """Whether this rank gets its state in pieces, and has received the last of them."""
+        """Whether this rank receives its state in pieces, and has all of them."""
         return self._new_rank is not None and self._new_rank.has_all
 
     def have_all_pieces(self, ranks: Iterable[int]) -> bool:
-        """Count these as members like any other from the next step on; whether that is news."""
+        """Let ranks with all pieces contribute from the next step on.
+
+        Args:
+            ranks: the ranks.
+
+        Returns:
+            Whether some of them were joining until now.
+        """
         view, joining = self._joining_of_view
         left = joining.difference(ranks)
         self._joining_of_view = view, left
         return left != joining
 
     def give(self) -> None:
-        """Send new ranks their state, if this rank is their donor, or receive a piece of it.
+        """As a donor, send new ranks their state; as a joining rank, receive a piece of it.
 
-        Called before a step, when the parameters hold the results of the last one.
+        Call it before a step, when the parameters hold the results of the previous one.
         """
         ranks, view = self._ranks, self._ranks.view
         if view.number != self._in_step[0]:
@@ -112,13 +120,13 @@ class NewRanks:
         def give() -> None:
             try:
                 send(data, group, place)
-            except RuntimeError as error:  # it is lost, or another rank is
+            except RuntimeError as error:  # a rank is lost
                 _log.warning("rank %d: a new rank did not get its state: %s", own, error)
 
         InBackground(give)
 
     def _exchange_pieces(self) -> None:
-        """Once a step, before any rank can be at its end."""
+        """Begin the exchange of a step's pieces. It runs once, before any rank ends the step."""
         ranks, view = self._ranks, self._ranks.view
         before, self._in_step = self._in_step, (view.number, ranks.steps)
         if self._in_step == before:
@@ -136,7 +144,7 @@ class NewRanks:
             sender.begin_step()
 
     def take(self) -> None:
-        """Wait for the pieces of the step that are on their way.
+        """Wait for the step's pieces.
 
         Raises:
             RuntimeError: a connection was closed.
@@ -148,7 +156,7 @@ class NewRanks:
             sender.wait()
 
     def write(self) -> None:
-        """Write the piece of the step, once the step counts."""
+        """Write the step's piece into the parameters, once the step counts."""
         if self._new_rank is not None:
             self._new_rank.write()
 
@@ -160,22 +168,22 @@ class NewRanks:
         """
         own = self._ranks.membership.own
         group, donor = self._ranks.group.group, self._own_donor()
-        self.sent_again = others = new_rank.end(group, donor, self._state.load_rest)
+        self.sent_again = new_rank.end(group, donor, self._state.load_rest)
         self._new_rank, self._ranks.membership.is_new = None, False
         _log.info("rank %d has the whole state after %d steps", own, self._ranks.steps)
-        if others:
+        if self.sent_again:
             _log.warning(
-                "rank %d: %d parameters and what optimizers remember of them were sent again, "
-                "while the others waited: an optimizer does not change each element by itself",
+                "rank %d: the donor sent %d parameters and their optimizer state again, while the "
+                "other ranks waited, because an optimizer does not update elements independently",
                 own,
-                others,
+                self.sent_again,
             )
 
     def begin(self, reducer: Reducer, recovery: Recovery) -> None:
-        """Wait for the state if this rank is new; else send it to the ranks that are.
+        """Wait for the state on a new rank; on other ranks, send it to the new ones.
 
         Raises:
-            RuntimeError: another hook was attached while this rank waited.
+            RuntimeError: the other ranks attached another hook while this rank waited.
         """
         membership = self._ranks.membership
         if not membership.is_new:
@@ -200,6 +208,6 @@ class NewRanks:
         membership.has_begun = True
 
     def _own_donor(self) -> int:
-        """The place of the rank that gives this new one its state."""
+        """The place of this new rank's donor."""
         view = self._ranks.view
         return view.members.index(donors_of(view)[self._ranks.membership.own])

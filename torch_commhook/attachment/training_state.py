@@ -1,4 +1,4 @@
-"""The state of a training: what a rank that joins has to receive."""
+"""The state of a training, which a rank receives when it joins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
 
-#: With any of these, an optimizer's ``state_dict()`` differs from the state that it holds.
+#: If an optimizer has any of these hooks, its ``state_dict()`` may differ from its state.
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -31,13 +31,14 @@ class TrainingState:
 
     Args:
         model: the model that is trained. Only a weak reference is kept.
-        objects: optimizers, schedulers and others with ``state_dict``, as ``Elastic(state=)`` names
-            them.
+        objects: optimizers, schedulers and other objects with ``state_dict``, from
+            ``Elastic(state=)``.
         ranks: the ranks of the training. Their counters are part of the state.
         attached: returns the hook that is attached now.
+        printed_hook: the initial :attr:`printed_hook`.
 
     Attributes:
-        printed_hook: the settings of the hook that is attached now.
+        printed_hook: the text of the hook that is attached now, with its settings.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class TrainingState:
 
     @property
     def is_large(self) -> bool:
-        """Whether new ranks get the parameters in pieces, rather than at once."""
+        """Whether new ranks get the parameters in pieces."""
         return sum(each.nbytes for each in self._model.parameters()) > joining.AT_ONCE
 
     def pieces(self) -> Pieces:
-        """The parameters and the optimizers' state for them, to be sent piece by piece."""
+        """The parameters and the optimizers' state for them, in pieces."""
         return Pieces(list(self._model.parameters()), self._optimizers)
 
     @property
@@ -88,7 +89,7 @@ class TrainingState:
         ]
 
     def whole(self) -> dict[str, Any]:
-        """All that a new rank needs."""
+        """The whole state for a new rank."""
         return {
             **self._counters(),
             "tensors": {name: tensor.detach() for name, tensor in self._tensors().items()},
@@ -96,11 +97,14 @@ class TrainingState:
         }
 
     def head(self) -> dict[str, Any]:
-        """What a new rank needs before the first piece."""
+        """The part of the state that a new rank needs before the first piece."""
         return {**self._counters(), **self.rest()}
 
     def rest(self) -> dict[str, Any]:
-        """What does not come in pieces: buffers, other objects and the optimizers' settings."""
+        """The part of the state that is not in pieces.
+
+        It contains buffers, other objects and the optimizers' settings.
+        """
         return {
             "tensors": dict(self._model.named_buffers()),
             "objects": states_of(self._others_than_optimizers),
@@ -122,10 +126,10 @@ class TrainingState:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
     def load(self, state: dict[str, Any], reducer: Reducer) -> None:
-        """Write what a donor's :meth:`whole` or :meth:`head` returned.
+        """Write a donor's :meth:`whole` or :meth:`head` into the model, the objects and the hook.
 
         Raises:
-            RuntimeError: another hook was attached while this rank waited.
+            RuntimeError: the other ranks attached another hook while this rank waited.
         """
         if state["printed_hook"] != self.printed_hook:
             raise RuntimeError(
@@ -143,14 +147,14 @@ class TrainingState:
         self._ranks.steps, self._ranks.trained = state["steps"], state["trained"]
 
     def load_rest(self, state: dict[str, Any]) -> None:
-        """Write what a donor's :meth:`rest` returned.
+        """Write a donor's :meth:`rest` into the model and the objects.
 
         Raises:
-            ValueError: it does not fit this rank's model or objects.
+            ValueError: the state does not fit this rank's model or objects.
         """
         try:
             self._load_tensors(state)
-        except RuntimeError as error:  # it would read as a closed connection
+        except RuntimeError as error:  # callers take a RuntimeError for a closed connection
             raise ValueError(
                 f"Elastic: another rank's state does not fit this one: {error}"
             ) from error
@@ -170,7 +174,7 @@ class TrainingState:
 
 
 def _without_own(state: dict[str, Any]) -> dict[str, Any]:
-    """A rank's state of the hook, with one number in place of each tensor that is its own."""
+    """A rank's state of the hook, with one number in place of each of the rank's own tensors."""
     (own,) = [key for key in state if key.startswith("rank")]
     return {
         **state,
@@ -185,7 +189,7 @@ def _without_own(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
-    """Turns another rank's state of the hook into that of a new rank, with empty error memory."""
+    """The state of the hook for a new rank, from another rank's: its own tensors are zeros."""
     (other,) = [key for key in state if key.startswith("rank")]
     zeros = {
         kind: {

@@ -384,7 +384,8 @@ def register_codec(cls: _Class) -> _Class:
         The class itself.
 
     Raises:
-        TypeError: ``cls`` is no subclass of :class:`Codec`.
+        TypeError: ``cls`` is no subclass of :class:`Codec`, or does not define all abstract methods
+            and properties of its base classes. The error names the missing ones.
         ValueError: another codec or a hook has the name; or a setting has the name of an argument
             of the codec's hook.
 
@@ -396,6 +397,12 @@ def register_codec(cls: _Class) -> _Class:
     """
     if not (isinstance(cls, type) and issubclass(cls, Codec)):
         raise TypeError(f"register_codec: cls must be a subclass of Codec, got {cls!r}")
+    missing = ", ".join(sorted(cls.__abstractmethods__))
+    if missing:
+        raise TypeError(
+            f"register_codec: {cls.__name__} must define all abstract methods and properties of "
+            f"its base classes; missing: {missing}"
+        )
     if cls.__name__ in RESERVED_NAMES:
         raise ValueError(f"register_codec: there is a hook named {cls.__name__} already")
     for name in HOOK_SETTINGS:

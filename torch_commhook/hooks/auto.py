@@ -1,4 +1,4 @@
-"""The hook that makes a step shortest, found out in the first steps."""
+"""A hook that measures in the first steps which hook makes a step shortest, and then uses it."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.replays import cannot_be_captured
 
-#: The number that stands for a choice that is yet to be made.
+#: The number of a choice that the ranks have not made yet.
 _OPEN = 0
-#: No hook is so far off; at 1 a result of zeros would do.
+#: The limit of ``max_error``. No hook's error reaches it; that of a result of zeros is 1.
 _MOST_ERROR = 1e6
 
 
 class auto(Hook):  # noqa: N801 (a hook is written as it is called)
-    """Find out in the first steps which hook makes a step shortest, and average with that.
+    """Measure in the first steps which hook makes a step shortest, and then average with that hook.
 
-    For five steps gradients are averaged as by :class:`allreduce`. At the beginning of the next
-    one the ranks measure their link, what each hook computes, and the error that it leaves in a
-    sample of the model's own gradients. From these and from the times at which buckets were full
-    rank 0 predicts the time of a step with each hook. All ranks take the fastest whose error
-    is at most ``max_error``, from the end of that step on. Where none saves at least 5 % of a step,
-    that is :class:`allreduce`. ``handle.stats()`` says which hook was taken and why, and the log
-    (``torch_commhook.planning.choice``, level INFO) has all figures.
+    For five steps, ``auto`` averages as :class:`allreduce` does. At the beginning of the sixth, the
+    ranks measure their link, each hook's computing time, and each hook's error on a sample of the
+    model's own gradients. From these figures and from the times at which buckets were full, rank 0
+    predicts the time of a step with each hook. From the end of that step on, all ranks use the
+    fastest hook with an error of at most ``max_error``, or :class:`allreduce` if no hook saves at
+    least 5 % of a step. ``handle.stats()`` has the choice and its reason. Rank 0 logs the figures
+    of all hooks (``torch_commhook.planning.choice``, level INFO; other ranks: DEBUG).
 
-    Where compiled autograd takes in a backward before that, the ranks choose then. The time that
-    the step computes is not known yet, and counts as none.
+    If compiled autograd captures a backward earlier, the ranks choose before the capture. The
+    model's computing time is unknown then, and counts as zero.
 
-    A state of the hook (``handle.state_dict()``) has the choice. Training that goes on from it
-    measures nothing.
+    The hook's state (``handle.state_dict()``) contains the choice. A run that loads it measures
+    nothing.
 
     Args:
         max_error: the largest relative error that a hook may have: the distance of its result from
-            the exact mean of the ranks' gradients, over the length of that mean, as
-            :func:`torch_commhook.testing.simulate` gives it.
-        hooks: to choose from, beside ``allreduce()``. By default ``cast()``, ``blockwise()``,
+            the exact mean of the ranks' gradients, divided by the length of that mean, as in
+            :func:`torch_commhook.testing.simulate`. Above 0 and below 1e6.
+        hooks: the candidates beside ``allreduce()``. Default: ``cast()``, ``blockwise()``,
             ``fp8()``, ``blockwise(bits=4)``, ``blockwise(bits=2)``, ``topk()`` and
-            ``powersgd(rank=4)``, without error feedback, which optimizers such as AdamW do not
-            tolerate.
+            ``powersgd(rank=4)``. None of these has error feedback, because optimizers such as AdamW
+            do not tolerate it.
 
     Raises:
-        TypeError: ``max_error`` is no number, or ``hooks`` has something else than hooks of the
+        TypeError: ``max_error`` is not a number, or ``hooks`` is not a sequence of hooks of the
             library.
-        ValueError: ``max_error`` is not positive, or above all errors; no hooks, or only
-                ``allreduce()``; one of them twice,
-            or one that keeps ranks apart, scales steps or chooses itself.
+        ValueError: ``max_error`` is outside its range; ``hooks`` is empty, has only
+            ``allreduce()``, or has a hook twice; or a hook keeps ranks apart, scales steps, or
+            chooses a hook itself.
 
     Example:
         >>> def train(rank):
@@ -72,7 +72,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         ...         model(torch.ones(1, 4)).sum().backward()
         ...     return handle.stats().choice, handle.stats().reason
         >>> run_ranks(train, 2)[0]
-        ('allreduce()', 'the ranks are threads of one process, which no link joins')
+        ('allreduce()', 'the ranks are threads of one process, with no link between them')
     """
 
     def __init__(self, max_error: float, hooks: Sequence[Hook] | None = None) -> None:
@@ -90,12 +90,12 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         others = [hook for hook in given if repr(hook) != repr(self._plain)]
         if not others:
             raise ValueError(
-                f"auto: hooks must have a hook other than {self._plain}, which is always one"
+                f"auto: hooks must have a hook beside {self._plain}, which is always a candidate"
             )
-        #: The hooks to choose from; the first is ``allreduce()``.
+        #: The candidates; the first is ``allreduce()``.
         self.candidates: Sequence[Hook] = (self._plain, *others)
         self._by_number = dict(enumerate(self.candidates, start=_OPEN + 1))
-        # A state of other candidates has no choice among these.
+        # A saved choice counts only for the same candidates.
         texts = repr([repr(hook) for hook in self.candidates])
         self._kind = f"auto {hashlib.sha256(texts.encode()).hexdigest()[:8]}"
         self.traits = replace(
@@ -117,38 +117,38 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     # ---- the choice ------------------------------------------------------------------------------
 
     def chosen(self, memory: HookMemory) -> Hook | None:
-        """The hook that was chosen for a model; None before that.
+        """The hook that the ranks chose for a model; None before the choice.
 
         Args:
-            memory: of the model.
+            memory: the model's memory.
         """
         numbers = {bucket.choices.get(self._kind, _OPEN) for bucket in memory.bucket_memories()}
         return None if not numbers or _OPEN in numbers else self._by_number[min(numbers)]
 
     def is_due(self, memory: HookMemory) -> bool:
-        """Whether the first steps of a model are done and no hook is chosen; alike on all ranks."""
+        """Whether a model's first steps are done and no hook is chosen; the same on all ranks."""
         return self.chosen(memory) is None and memory.steps >= STEPS
 
     def first_steps(self, memory: HookMemory) -> FirstSteps:
-        """What was seen of a model's first steps on this rank."""
+        """The records of a model's first steps on this rank."""
         return self._progress.of(memory).first_steps
 
     def propose(self, memory: HookMemory, number: int, reason: str) -> None:
-        """Choose a hook for a model, once the step that is open has ended well on all ranks.
+        """Propose a hook for a model. It counts once the current step has succeeded on all ranks.
 
         Args:
-            memory: of the model.
-            number: in :attr:`candidates`.
-            reason: for it, in words.
+            memory: the model's memory.
+            number: the hook's index in :attr:`candidates`.
+            reason: the reason, in words.
         """
         self._progress.of(memory).proposed = number, reason
 
     def withdraw(self, memory: HookMemory) -> None:
-        """Forget what was proposed: the step is taken again."""
+        """Forget the proposed hook, because the step repeats."""
         self._progress.of(memory).proposed = None
 
     def take_proposed(self, memory: HookMemory) -> None:
-        """Average with the proposed hook from here on. No step is open, or it is at its end."""
+        """Average with the proposed hook from now on. Call it between steps or at a step's end."""
         progress = self._progress.of(memory)
         if progress.proposed is None:
             return
@@ -158,20 +158,20 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
             for bucket in memory.bucket_memories():
                 bucket.set_choice(self._kind, number + _OPEN + 1)
                 self._prepare_chosen(bucket, self.candidates[number])
-        progress.first_steps = FirstSteps()  # keeps no gradients
+        progress.first_steps = FirstSteps()  # frees the sampled gradients
 
     def explain(self, memory: HookMemory, reason: str) -> None:
-        """Say why no hook is chosen."""
+        """Set the reason why no hook is chosen."""
         self._progress.of(memory).why_open = reason
 
-    def told(self, memory: HookMemory) -> tuple[str, str]:
-        """The hook that a model's gradients are averaged with, as it is written, and why."""
+    def choice_and_reason(self, memory: HookMemory) -> tuple[str, str]:
+        """The text of the hook that averages a model's gradients, and the reason for it."""
         hook, progress = self.chosen(memory), self._progress.of(memory)
         if hook is None:
             return repr(self._plain), progress.why_open
         number, reason = progress.taken
         is_loaded = self.candidates[number] is not hook or not reason
-        return repr(hook), "the state that was loaded has this choice" if is_loaded else reason
+        return repr(hook), "the loaded state has this choice" if is_loaded else reason
 
     # ---- averages --------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     def check_capture(self, memory: BucketMemory) -> None:
         if memory.choices[self._kind] == _OPEN and memory.world_size > 1:
             raise cannot_be_captured(
-                str(self), f"it is yet to choose a hook, after {STEPS} steps, of which run more"
+                str(self), f"it has not chosen a hook yet; run more than {STEPS} steps first"
             )
         self._hook_of(memory).check_capture(memory)
 
@@ -224,8 +224,8 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
         raise RuntimeError(
-            f"{self}: chooses a hook in the first steps of a model, which only a hook that is "
-            "attached sees; use torch_commhook.attach(model, hook)"
+            f"{self}: it chooses a hook in the first steps of a model, and only an attached hook "
+            "sees these; use torch_commhook.attach(model, hook)"
         )
 
     def __repr__(self) -> str:
@@ -234,13 +234,13 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 class _Progress:
-    """How far the choice for one model is.
+    """The progress of the choice for one model.
 
     Attributes:
-        first_steps: what was seen.
-        proposed: the number and the reason of a hook that is to be chosen at the end of this step.
-        taken: the same of the hook that was proposed last, and chosen.
-        why_open: why none is chosen.
+        first_steps: the records of its first steps.
+        proposed: the number of the hook that counts from the end of this step on, and the reason.
+        taken: the number of the last proposed hook that counts now, and the reason.
+        why_open: the reason why no hook is chosen.
     """
 
     def __init__(self) -> None:
@@ -251,13 +251,13 @@ class _Progress:
 
 
 class _Progresses:
-    """That of each model, by its memory. A copy of the hook is attached to others."""
+    """The progress of each model, by its memory. Copies start empty: they serve other models."""
 
     def __init__(self) -> None:
         self._of: MutableMapping[HookMemory, _Progress] = WeakKeyDictionary()
 
     def of(self, memory: HookMemory) -> _Progress:
-        """That of a model."""
+        """The progress of a model."""
         found = self._of.get(memory)
         if found is None:
             found = self._of[memory] = _Progress()

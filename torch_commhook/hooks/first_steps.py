@@ -1,4 +1,4 @@
-"""What a model's first steps show: when its buckets are full, and a sample of its gradients."""
+"""Records a model's first steps: the times at which buckets are full, and some gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.memory.bucket_memory import BucketMemory
 
-#: Steps at the beginning that are not timed: DDP forms its buckets anew after the first.
+#: The number of steps before the timed ones: DDP forms new buckets after the first.
 WARM_UP = 2
-#: Steps of which a bucket's times are taken.
+#: The number of timed steps.
 TIMED = 3
-#: After so many steps there is all that is to be seen.
+#: The number of steps after which the record is complete.
 STEPS = WARM_UP + TIMED
-#: Elements of a sample of the gradients, and the buckets that they are taken from.
+#: The most elements of a sample of the gradients, and the number of buckets in it.
 _MOST_SAMPLED, _SAMPLED_BUCKETS = 1 << 19, 2
 
 
@@ -32,17 +32,17 @@ class FirstSteps:
 
     def __init__(self) -> None:
         self.is_sparse = False
-        self._ended: float | None = None  # the step before
+        self._ended: float | None = None  # the end of the previous step
         self._ready: dict[int, list[float]] = {}  # by bucket
         self._samples: dict[int, list[Tensor]] = {}  # by bucket
         self._bucket_count = 0
 
     def bucket_full(self, bucket: GradBucket, steps: int) -> None:
-        """A bucket has all gradients.
+        """Record that a bucket has all gradients.
 
         Args:
             bucket: the bucket.
-            steps: that have been done before this one.
+            steps: the number of steps before this one.
         """
         if bucket.is_sparse():
             self.is_sparse = True
@@ -52,7 +52,7 @@ class FirstSteps:
         if bucket.bucket_count() != self._bucket_count:
             self._bucket_count = bucket.bucket_count()
             self._ready, self._samples = {}, {}
-        if bucket.device().type == "cuda":  # which is behind the host
+        if bucket.device().type == "cuda":  # the device works later than the host
             torch.cuda.current_stream(bucket.device()).synchronize()
         seconds = time.perf_counter() - self._ended
         self._ready.setdefault(bucket.index(), []).append(seconds)
@@ -64,36 +64,36 @@ class FirstSteps:
             ]
 
     def step_ended(self, device: torch.device | None = None) -> None:
-        """A step was counted on all ranks.
+        """Record the end of a step that counts on all ranks.
 
         Args:
-            device: of the gradients.
+            device: the gradients' device.
         """
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self._ended = time.perf_counter()
 
     def ready(self, buckets: int) -> list[float] | None:
-        """When each bucket was full, in seconds from the end of the step before: medians.
+        """The median times at which buckets were full, in seconds from the end of the step before.
 
         Args:
-            buckets: how many there are.
+            buckets: the number of buckets.
 
         Returns:
-            None where it was not seen of each.
+            A time for each bucket; None if one has no record.
         """
         if sorted(self._ready) != list(range(buckets)):
             return None
         return [statistics.median(self._ready[index]) for index in range(buckets)]
 
     def sample(self, buckets: Sequence[BucketMemory]) -> list[list[Tensor]] | None:
-        """Gradients of the last of the steps, or the first rows of some: lists of a few buckets.
+        """Gradients of the last recorded step, or their first rows.
 
         Args:
-            buckets: all that there are.
+            buckets: all buckets.
 
         Returns:
-            None where they were not seen.
+            A list of gradients for each of a few buckets; None without a record of them.
         """
         found = [self._samples.get(buckets[i].index, []) for i in _sampled_buckets(len(buckets))]
         seen = [[gradient.shape for gradient in sample] for sample in found]
@@ -101,13 +101,13 @@ class FirstSteps:
 
 
 def sample_shapes(buckets: Sequence[BucketMemory]) -> list[list[torch.Size]]:
-    """The shapes of what :meth:`FirstSteps.sample` gives, the same on all ranks."""
+    """The shapes of the gradients of :meth:`FirstSteps.sample`, the same on all ranks."""
     sampled = [buckets[i].layout.sizes for i in _sampled_buckets(len(buckets))]
     return [[shape for _, shape in _sampled(sizes)] for sizes in sampled]
 
 
 def random_sample(buckets: Sequence[BucketMemory], seed: int) -> list[list[Tensor]]:
-    """Random normal numbers of the same shapes."""
+    """Random normal numbers of the shapes of :func:`sample_shapes`."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     found = []
     for i, shapes in zip(_sampled_buckets(len(buckets)), sample_shapes(buckets), strict=True):
@@ -121,15 +121,15 @@ def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _sampled_buckets(count: int) -> list[int]:
-    """The numbers of those that a sample is taken from, evenly spaced."""
+    """The numbers of the sampled buckets, evenly spaced."""
     return [i * count // _SAMPLED_BUCKETS for i in range(_SAMPLED_BUCKETS) if count > i]
 
 
 def _sampled(sizes: Sequence[torch.Size]) -> list[tuple[int, torch.Size]]:
-    """What a sample has of a bucket's gradients: their places, and the shapes of what is taken.
+    """The sampled gradients of a bucket: their places, and the shapes of the sampled parts.
 
-    Whole gradients where they fit, since low-rank factors depend on the shape; the first rows of
-    the largest one where no matrix fits.
+    Gradients that fit are sampled whole, since low-rank factors depend on the shape. If no matrix
+    fits, the first rows of the largest one are sampled.
     """
     left = _MOST_SAMPLED // _SAMPLED_BUCKETS
     shapes = [size or torch.Size([1]) for size in sizes]

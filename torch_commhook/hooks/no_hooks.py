@@ -1,4 +1,4 @@
-"""What is given in place of a hook, or of a codec, by mistake; and what to write instead."""
+"""Errors for values that are not hooks, with the expression to use instead."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch_commhook.hooks.compressed import call_of_maker
 
 
 def instead_of(value: object) -> str | None:
-    """A sentence that says what to give in place of a value that is no hook.
+    """A sentence that names the hook to use instead of a value that is not a hook.
 
     Args:
-        value: what was given.
+        value: the value.
 
     Returns:
-        None where nobody knows what was meant.
+        None if the value suggests no hook.
     """
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, Codec):
@@ -37,24 +37,24 @@ def check_is_hook(value: object, op: str) -> None:
     """Refuse a codec, and a function of the library that makes a hook.
 
     Args:
-        value: what was given in place of a hook.
-        op: what it was given to, for errors.
+        value: the value in the place of a hook.
+        op: the function or class that got it, for errors.
 
     Raises:
-        TypeError: says what to give instead.
+        TypeError: names the hook to use instead.
     """
     if isinstance(value, str) or (isinstance(value, type) and issubclass(value, Hook)):
-        return  # of which check_hook says so
+        return  # check_hook refuses these
     instead = instead_of(value)
     if instead is not None:
         raise TypeError(f"{op}: {instead}")
 
 
 def no_hook(value: object) -> str:
-    """What errors name in place of a hook: its type, and what to give instead.
+    """The type of a value that is not a hook, and the hook to use instead, for errors.
 
     Args:
-        value: what was given.
+        value: the value.
     """
     instead = instead_of(value)
     more = "" if instead is None else f"; {instead}"

@@ -1,4 +1,4 @@
-"""What hooks would cost in a step over a link, before anybody trains with them."""
+"""Predicts the cost of hooks in a training step over a link, before training with them."""
 
 from torch_commhook.planning.buckets import BUCKET_CAPS_MB, bucket_sizes
 from torch_commhook.planning.cost import Cost, plan, step_seconds

@@ -1,4 +1,4 @@
-"""What hooks compute, as ``commhook bench`` has measured it between ranks."""
+"""Derives hooks' computing times from the steps that ``commhook bench`` measured between ranks."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ from torch_commhook.planning.link_file import LinkFile
 from torch_commhook.planning.measured import Measured
 from torch_commhook.process_group.simulated.link import Issued
 
-#: A step in which the wire takes more says too little of the computing.
+#: The largest share of a step on the wire. Above it the step says too little about computing.
 _MOST_WIRE = 0.5
 _HALVINGS = 20
-#: A step of a smaller model is mostly what a step takes whatever its size, which does not grow.
+#: A smaller model's step is mostly fixed costs, which do not grow with the model.
 _LEAST_ELEMENTS = 1 << 20
-#: The row of bench without a hook, and the figure that says how large its model was.
+#: The name of bench's row without a hook, and the key of its model's number of elements.
 _ALONE, _ELEMENTS = "no communication", "elements"
 
 
 def with_bench_times(
     measured: Sequence[Measured], file: LinkFile, *, elements: int, world_size: int
 ) -> list[Measured]:
-    """The hooks, with the computing that a file of ``commhook bench`` shows where it fits.
+    """The hooks with the computing times of a ``commhook bench`` file, if it fits all of them.
 
-    It fits a hook that was measured there among as many ranks, if less than half of its step was
-    the wire. Its computing is what makes the planned step as long as the measured one. A file that
-    does not fit all of the hooks counts for none: steps of ranks that share a machine are longer
-    than a hook that computes alone, and the two are not to be compared. Neither does a file of a
-    model that is small and smaller than this one.
+    The file fits a hook if it has a step of the hook among the same number of ranks, with less than
+    half of the step on the wire. The hook's computing time is the one with which the planned step
+    is as long as the measured one. If the file does not fit one of the hooks, all keep their times:
+    ranks that share a machine slow each other, so the two kinds of times do not compare. A file of
+    a model that is small, and smaller than this one, fits no hook.
 
     Args:
-        measured: what :func:`torch_commhook.planning.measure` gives for a model.
-        file: of ``commhook bench``.
-        elements: of the model.
-        world_size: its ranks.
+        measured: the figures of :func:`torch_commhook.planning.measure` for a model.
+        file: a file of ``commhook bench``.
+        elements: the number of the model's elements.
+        world_size: the number of its ranks.
     """
     there = file.machine.get(_ELEMENTS)
     if isinstance(there, bool) or not isinstance(there, (int, float)) or not 1 <= there < math.inf:
         return list(measured)
-    if file.link is None or file.ranks != world_size:
-        return list(measured)
-    if there < min(elements, _LEAST_ELEMENTS):
+    if file.link is None or file.ranks != world_size or there < min(elements, _LEAST_ELEMENTS):
         return list(measured)
     seconds = {each.hook: each.seconds for each in file.hooks}
     alone = seconds.get(_ALONE, 0.0)
@@ -59,7 +57,7 @@ def with_bench_times(
 
 
 def _scaled(measured: Measured, factor: float) -> Measured:
-    """The same hook on a model that is so many times as large."""
+    """The figures of the same hook on a model that is ``factor`` times as large."""
 
     def of(chain: Sequence[Issued]) -> tuple[Issued, ...]:
         return tuple(each.scaled(factor) for each in chain)
@@ -75,7 +73,7 @@ def _scaled(measured: Measured, factor: float) -> Measured:
 def _computing(
     measured: Measured, took: float, alone: float, file: LinkFile, elements: float
 ) -> float | None:
-    """Seconds that a hook computes in a step that took so long; None where that can't be said."""
+    """Seconds that a hook computes in a step of ``took`` seconds; None if the step cannot tell."""
     assert file.link is not None
     link, buckets = file.link, bucket_sizes(round(elements))
 

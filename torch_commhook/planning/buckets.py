@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: DDP's: of the first bucket to be full, and of all that follow.
+#: DDP's capacities, in MiB: of the first bucket to be full, and of all others.
 BUCKET_CAPS_MB = (1.0, 25.0)
 _NUMBER_BYTES = 4  # gradients in float32
-_MOST_BUCKETS = 10_000  # past which one more makes no difference
+_MOST_BUCKETS = 10_000  # more make no difference to a prediction
 
 
 def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB) -> list[int]:
-    """Elements of each bucket of a model whose gradients are float32, in the order of a backward.
+    """The elements of each bucket of a model with float32 gradients, in the order of a backward.
 
     Args:
-        elements: of the model.
-        bucket_cap_mb: of each bucket, in MiB; the last is for all that follow.
+        elements: the number of the model's elements.
+        bucket_cap_mb: the capacity of each bucket, in MiB; the last one counts for all others.
     """
     caps = _caps(bucket_cap_mb)
     sizes: list[int] = []
@@ -30,11 +30,11 @@ def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB)
 
 
 def filled_buckets(numels: Sequence[int], bucket_cap_mb: Sequence[float]) -> list[int]:
-    """Elements of each bucket, which is full once it has reached its capacity, as DDP's.
+    """The elements of each bucket. A bucket is full once it reaches its capacity, as in DDP.
 
     Args:
-        numels: elements of each parameter, in the order of a backward.
-        bucket_cap_mb: as :func:`bucket_sizes` takes them.
+        numels: the elements of each parameter, in the order of a backward.
+        bucket_cap_mb: as for :func:`bucket_sizes`.
     """
     caps = _caps(bucket_cap_mb)
     sizes: list[int] = []
@@ -49,5 +49,5 @@ def filled_buckets(numels: Sequence[int], bucket_cap_mb: Sequence[float]) -> lis
 
 
 def _caps(bucket_cap_mb: Sequence[float]) -> list[int]:
-    """In elements."""
+    """The capacities in elements."""
     return [max(1, int(cap * (1 << 20)) // _NUMBER_BYTES) for cap in bucket_cap_mb]

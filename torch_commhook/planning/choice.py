@@ -1,8 +1,8 @@
-"""Which of several hooks makes a model's step shortest, as its ranks measure it.
+"""Chooses the hook that makes a model's step shortest, by measurements of its ranks.
 
-What a hook computes and sends is measured as :func:`torch_commhook.planning.measure` does. Its
-error is that of its result on gradients of the ranks, over their own process group. The time of a
-step follows from these, from the link, and from the times at which the model's buckets were full.
+:func:`torch_commhook.planning.measure` gives each hook's computing time and traffic. A hook's error
+is that of its result on gradients of the ranks, over their own process group. The predicted time of
+a step follows from these figures, the link, and the times at which the model's buckets were full.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -32,14 +32,14 @@ from torch_commhook.planning.model import Model, Parameter
 from torch_commhook.planning.schedule import PAYLOAD, through_seconds
 from torch_commhook.planning.wire import Wire
 
-#: A hook that saves less of a step than this share is not taken.
+#: The share of a step that a hook must save to replace ``allreduce()``.
 LEAST_GAIN = 0.05
-#: Steps that differ by less take as long, and the hook of the least error is taken.
+#: Steps that differ by less than this share count as equally fast.
 _AS_FAST = 0.02
-#: The time for measuring the link's round trip, and its rate.
+#: The time limits for measuring the link's round trip and its rate.
 _ROUND_TRIP_SECONDS = 0.3
 _LINK_SECONDS = 1.5
-#: Calls of a hook, of which the last shows its error: low-rank factors get better.
+#: Calls of a hook. The last one gives its error, because low-rank factors improve with each call.
 _CALLS = 2
 
 _log = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is known of a hook.
+    """The figures of a hook.
 
     Attributes:
-        hook: as it is written.
-        error: relative, of its result; infinite where it cannot average the gradients.
+        hook: the hook's text.
+        error: the relative error of its result; infinite if it cannot average the gradients.
         step_seconds: the predicted time of a step; infinite without a prediction.
     """
 
@@ -62,11 +62,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The hook that a model is to have.
+    """The hook for a model.
 
     Attributes:
-        number: among the candidates.
-        reason: for it, in words.
+        number: its index among the candidates.
+        reason: the reason, in words.
     """
 
     number: int
@@ -80,14 +80,13 @@ def choose(
     *,
     has_computing: bool = True,
 ) -> Choice:
-    """The hook of the shortest step whose error is small enough.
+    """The hook with the shortest step among those with a small enough error.
 
     Args:
-        candidates: the first is ``allreduce()``, which is taken unless another one saves 5 % of its
-            step.
-        max_error: the largest error that is allowed.
-        link: the link that the predictions are for.
-        has_computing: whether the time that the model computes is in these steps.
+        candidates: the first is ``allreduce()``. It stays unless another one saves 5 % of its step.
+        max_error: the largest allowed error.
+        link: the link of the predictions.
+        has_computing: whether the predicted steps contain the model's computing time.
     """
     plain, *others = candidates
     admitted = [i for i, each in enumerate(candidates) if i and each.error <= max_error]
@@ -100,15 +99,15 @@ def choose(
         )
     fastest = min((candidates[i] for i in admitted), key=lambda each: each.step_seconds)
     if math.inf in (fastest.step_seconds, plain.step_seconds):
-        return Choice(0, "the times of the steps could not be predicted; the log says why")
-    where = "" if link is None else f"over a link of {format_link(link)} "
-    known = "" if has_computing else ", without the computing of the model, which is not known"
+        return Choice(0, "the step times could not be predicted; the log has the reason")
+    step = "a step" if link is None else f"over a link of {format_link(link)}, a step"
+    if not has_computing:
+        step += ", without the model's unknown computing time,"
     if fastest.step_seconds > (1 - LEAST_GAIN) * plain.step_seconds:
         return Choice(
             0,
-            f"{where}a step takes {format_seconds(plain.step_seconds)} by forecast{known}, and "
-            f"{format_seconds(fastest.step_seconds)} with {fastest.hook}, the fastest of the "
-            "others",
+            f"{step} is predicted to take {format_seconds(plain.step_seconds)}, and "
+            f"{format_seconds(fastest.step_seconds)} with {fastest.hook}, the fastest other hook",
         )
     as_fast = fastest.step_seconds * (1 + _AS_FAST)
     number = min(
@@ -118,7 +117,7 @@ def choose(
     chosen = candidates[number]
     return Choice(
         number,
-        f"{where}a step takes {format_seconds(chosen.step_seconds)} by forecast{known}, and "
+        f"{step} is predicted to take {format_seconds(chosen.step_seconds)}, and "
         f"{format_seconds(plain.step_seconds)} with {plain.hook}; the error is "
         f"{chosen.error:.2g} of at most {max_error:g}",
     )
@@ -136,19 +135,19 @@ def predict(
     ready: Sequence[float],
     compute_seconds: float | None = None,
 ) -> float:
-    """How long a step takes, from the end of the one before.
+    """The predicted time of a step, in seconds from the end of the step before.
 
     Args:
-        measured: the hook.
-        link: of each rank.
-        buckets: elements of each bucket, in the order of a backward.
-        ready: when each is full, in seconds, with a hook that computes nothing.
-        compute_seconds: of the hook; as ``measured`` has it by default.
+        measured: the figures of the hook.
+        link: the link of each rank.
+        buckets: the elements of each bucket, in the order of a backward.
+        ready: the time at which each bucket is full, in seconds, with a hook that computes nothing.
+        compute_seconds: the hook's computing time; default: that of ``measured``.
     """
     elements = sum(buckets)
     shares = [size / elements for size in buckets]
     computing = measured.compute_seconds if compute_seconds is None else compute_seconds
-    # Hooks compute on the processor of the backward, which each bucket's work holds up.
+    # Hooks compute on the backward's processor, so each bucket's work delays the later buckets.
     later = [computing * share for share in accumulate(shares)]
     full = [when + delay for when, delay in zip(ready, later, strict=True)]
     return through_seconds(
@@ -170,59 +169,60 @@ def choose_hook(
     first_steps: FirstSteps,
     group: dist.ProcessGroup,
 ) -> Choice:
-    """Measure hooks on a model, and choose one. All ranks call it at the same point, and get alike.
+    """Measure hooks on a model, and choose one. All ranks call it at the same point.
 
     Args:
         hooks: the first is ``allreduce()``.
-        max_error: the largest error that is allowed.
-        buckets: of the model.
-        first_steps: what was seen of it on this rank.
+        max_error: the largest allowed error.
+        buckets: the model's buckets.
+        first_steps: the records of the model's first steps on this rank.
         group: the ranks.
 
+    Returns:
+        The same choice on all ranks. Rank 0 logs all figures at level INFO, other ranks at DEBUG.
+
     Raises:
-        RuntimeError: a collective has failed.
+        RuntimeError: a collective failed.
     """
-    device = buckets[0].device
-    wire = Wire(group, device)
+    wire = Wire(group, buckets[0].device)
     if _on_any_rank(wire, first_steps.is_sparse):
-        return Choice(0, "some gradients are sparse, which other hooks do not average")
+        return Choice(0, "some gradients are sparse, and other hooks do not average these")
     errors = _errors(hooks, buckets, first_steps, wire)
-    names = [str(hook) for hook in hooks]
     allowed = [i for i, error in enumerate(errors) if error <= max_error]
-    if len(allowed) == 1:
-        found = [Candidate(*each) for each in zip(names, errors, strict=True)]
-        return _told(choose(found, max_error), found)
-    round_trip = measure_round_trip(wire, _ROUND_TRIP_SECONDS)
-    rate = measure_rate(wire, round_trip, _LINK_SECONDS)
-    if not 0 < rate < math.inf:
-        return Choice(0, "the link has no rate that could be measured")
-    link = MeasuredLink(rate, round_trip / 2)
-    measured = {i: _measured(hooks[i], buckets, wire) for i in allowed}
-    computing = _largest(wire, [_compute_seconds(measured[i]) for i in allowed])
-    seen = first_steps.ready(len(buckets))
-    has_computing = not _on_any_rank(wire, seen is None)
-    sizes = [bucket.numel for bucket in buckets]
-    ready = _largest(wire, seen if seen is not None and has_computing else [0.0] * len(sizes))
-    seconds = [math.inf] * len(hooks)
-    for i, computes in zip(allowed, computing, strict=True):
-        of_hook = measured[i]
-        if of_hook is not None and computes < math.inf:
-            seconds[i] = predict(
-                of_hook, link, buckets=sizes, ready=ready, compute_seconds=computes
-            )
-    seconds = wire.shared(*seconds)[0].tolist()  # rank 0's
-    found = [Candidate(*each) for each in zip(names, errors, seconds, strict=True)]
-    return _told(choose(found, max_error, link, has_computing=has_computing), found)
+    link: MeasuredLink | None = None
+    has_computing = True
+    seconds: dict[int, float] = {}
+    if len(allowed) > 1:
+        round_trip = measure_round_trip(wire, _ROUND_TRIP_SECONDS)
+        rate = measure_rate(wire, round_trip, _LINK_SECONDS)
+        if not 0 < rate < math.inf:
+            return Choice(0, "the link's rate could not be measured")
+        link = MeasuredLink(rate, round_trip / 2)
+        measured = {i: _measured(hooks[i], buckets, wire) for i in allowed}
+        seen = first_steps.ready(len(buckets))
+        has_computing = not _on_any_rank(wire, seen is None)
+        ready = seen if seen is not None and has_computing else [0.0] * len(buckets)
+        seconds = _predict_all(measured, link, buckets=buckets, ready=ready, wire=wire)
+    candidates = [
+        Candidate(str(hook), error, seconds.get(i, math.inf))
+        for i, (hook, error) in enumerate(zip(hooks, errors, strict=True))
+    ]
+    choice = choose(candidates, max_error, link, has_computing=has_computing)
+    _log_choice(choice, candidates, _log_level(group))
+    return choice
 
 
-def _told(choice: Choice, candidates: Sequence[Candidate]) -> Choice:
-    """The choice, once the log has it."""
+def _log_level(group: dist.ProcessGroup) -> int:
+    """The level of the figures. All ranks have the same ones, so only rank 0 logs at INFO."""
+    return logging.INFO if group.rank() == 0 else logging.DEBUG
+
+
+def _log_choice(choice: Choice, candidates: Sequence[Candidate], level: int) -> None:
     for each in candidates:
         is_known = each.step_seconds < math.inf
         step = format_seconds(each.step_seconds) if is_known else "not predicted"
-        _log.info("%s: error %.2g, step %s", each.hook, each.error, step)
-    _log.info("auto chose %s: %s", candidates[choice.number].hook, choice.reason)
-    return choice
+        _log.log(level, "%s: error %.2g, step %s", each.hook, each.error, step)
+    _log.log(level, "auto chose %s: %s", candidates[choice.number].hook, choice.reason)
 
 
 def _on_any_rank(wire: Wire, flag: bool) -> bool:
@@ -230,16 +230,45 @@ def _on_any_rank(wire: Wire, flag: bool) -> bool:
 
 
 def _largest(wire: Wire, values: Sequence[float]) -> list[float]:
-    """The largest of all ranks, number by number."""
+    """The maximum over the ranks, number by number."""
     found: list[float] = wire.shared(*values).amax(0).tolist()
     return found
 
 
-# ---- what hooks compute and send -----------------------------------------------------------------
+# ---- computing time and traffic of hooks ---------------------------------------------------------
+
+
+def _predict_all(
+    measured: Mapping[int, Measured | None],
+    link: MeasuredLink,
+    *,
+    buckets: Sequence[BucketMemory],
+    ready: Sequence[float],
+    wire: Wire,
+) -> dict[int, float]:
+    """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures.
+
+    Args:
+        measured: the figures of hooks, by number.
+        link: the link of each rank.
+        buckets: the model's buckets.
+        ready: the time at which each bucket is full on this rank, in seconds.
+        wire: the ranks.
+    """
+    computing = _largest(wire, [_compute_seconds(each) for each in measured.values()])
+    latest = _largest(wire, ready)
+    sizes = [bucket.numel for bucket in buckets]
+    seconds = [
+        math.inf
+        if each is None or own == math.inf
+        else predict(each, link, buckets=sizes, ready=latest, compute_seconds=own)
+        for each, own in zip(measured.values(), computing, strict=True)
+    ]
+    return dict(zip(measured, wire.shared(*seconds)[0].tolist(), strict=True))
 
 
 def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measured | None:
-    """What :func:`measure` gives for float32; None where a hook cannot be measured."""
+    """The figures of :func:`measure` for float32; None for a hook that cannot be measured."""
     parameters = []
     for bucket in buckets:
         names: Sequence[str | None] = bucket.names or [None] * len(bucket.layout.sizes)
@@ -256,10 +285,11 @@ def _measured(hook: Hook, buckets: Sequence[BucketMemory], wire: Wire) -> Measur
             device=wire.device,
         )
     except HookError as error:
-        _log.info("%s", error)
+        _log.log(_log_level(wire.group), "%s", error)
         return None
-    if type(hook) is not allreduce:  # whose messages have the dtype of the gradients
+    if type(hook) is not allreduce:
         return found
+    # Messages of allreduce() have the gradients' dtype.
     elements = sum(bucket.numel for bucket in buckets)
     nbytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
     scaled = tuple(each.scaled(nbytes / (4 * elements)) for each in found.issued)
@@ -271,7 +301,7 @@ def _compute_seconds(measured: Measured | None) -> float:
 
 
 def _nodes(hook: Hook) -> int:
-    """The nodes of an attached ``hierarchical``; one for other hooks, whose bytes do not mind."""
+    """The number of nodes of an attached ``hierarchical``; 1 for hooks that ignore nodes."""
     sizes = getattr(hook, "sizes", None)
     if sizes:
         return int(sizes[-1])
@@ -284,14 +314,14 @@ def _nodes(hook: Hook) -> int:
 def _errors(
     hooks: Sequence[Hook], buckets: Sequence[BucketMemory], first_steps: FirstSteps, wire: Wire
 ) -> list[float]:
-    """The relative error of each hook, on gradients of the first steps where these serve."""
+    """The relative error of each hook, on the first steps' gradients if all ranks can use these."""
     sample = first_steps.sample(buckets)
     means = None
     if not _on_any_rank(wire, sample is None):
         assert sample is not None
         means = _usable_means(sample, wire)
     if means is None:
-        # Of one seed on all ranks: means of other numbers are small, and errors of them large.
+        # One seed on all ranks: means of independent numbers are small, so errors would be large.
         sample = random_sample(buckets, seed=0)
         means = [_mean(gradients, wire.group) for gradients in sample]
     assert sample is not None
@@ -302,14 +332,14 @@ def _errors(
 
 
 def _usable_means(sample: Sequence[Sequence[Tensor]], wire: Wire) -> list[Tensor] | None:
-    """The ranks' means; None where they are zero, or not finite."""
+    """The means over the ranks; None if all are zero or some are not finite."""
     means = [_mean(gradients, wire.group) for gradients in sample]
     square = sum(float(mean.abs().square().sum()) for mean in means)
     return None if _on_any_rank(wire, not 0 < square < math.inf) else means
 
 
 def _mean(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The mean over the ranks, as a flat tensor in float32, or in complex64."""
+    """The mean over the ranks, as a flat tensor of float32 or complex64."""
     flat = _bucket(gradients, group).buffer()
     own = flat.to(torch.complex64 if flat.is_complex() else torch.float32) / group.size()
     numbers = torch.view_as_real(own).contiguous() if own.is_complex() else own
@@ -329,21 +359,22 @@ def relative_error(
     means: Sequence[Tensor],
     group: dist.ProcessGroup,
 ) -> float:
-    """How far a hook's results are from the means, over the length of these. All ranks call it.
+    """The distance of a hook's results from the means, divided by the means' length.
 
-    As :func:`torch_commhook.testing.simulate` defines it, over all buckets together.
+    All ranks call it. The definition is that of :func:`torch_commhook.testing.simulate`, over all
+    buckets together.
 
     Args:
-        hook: of which a copy is used.
-        sample: gradients of this rank, lists for a few buckets.
-        means: of each bucket over the ranks, flat.
+        hook: the hook; a copy runs.
+        sample: this rank's gradients, a list for each bucket.
+        means: the flat mean over the ranks, for each bucket.
         group: the ranks.
 
     Returns:
-        Infinite where the hook cannot average such gradients.
+        The relative error; infinite if the hook cannot average such gradients.
 
     Raises:
-        RuntimeError: a collective has failed.
+        RuntimeError: a collective failed.
     """
     distance = length = 0.0
     for gradients, mean in zip(sample, means, strict=True):
@@ -356,7 +387,7 @@ def relative_error(
             for _ in range(_CALLS):
                 bucket.buffer().copy_(values)
                 result = own(group, bucket).wait()
-        except (TypeError, ValueError):  # of their dtype or shape, which all ranks have alike
+        except (TypeError, ValueError):  # dtype or shape, so all ranks get here
             return math.inf
         off = result.view(-1).to(mean.dtype) - mean
         distance += float(off.abs().square().sum(dtype=torch.float64))
@@ -365,7 +396,7 @@ def relative_error(
 
 
 def _use_within(hook: Hook, group: dist.ProcessGroup) -> None:
-    """Have a copy of an attached hook average over the group that the library made for a model."""
+    """Let a copy of an attached hook average over the group that the library made for a model."""
     if isinstance(hook, hierarchical):
         hook.use_within(group)
     for each in hook.hooks_inside():
@@ -376,12 +407,12 @@ def _use_within(hook: Hook, group: dist.ProcessGroup) -> None:
 
 
 def format_link(link: MeasuredLink) -> str:
-    """Such as ``200 Mbit/s and 25 ms``."""
+    """A link as text, such as ``200 Mbit/s and 25 ms``."""
     rate = link.bits_per_second
     text = f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
     return f"{text} and {link.delay_seconds * 1e3:.2g} ms"
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as ``1.2 s`` or ``350 ms``."""
+    """A time as text, such as ``1.2 s`` or ``350 ms``."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,4 +1,4 @@
-"""How long a model's step computes on this machine, without communication."""
+"""Measures the computing time of a model's step on this machine, without communication."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from torch import Tensor, nn
 
 from torch_commhook.planning.hook_work import compute_clock
 
-#: The optimizers that a step may be measured with.
+#: The optimizers of :func:`measure_step`.
 OPTIMIZERS = ("adamw", "sgd")
 _RUNS = 3
 
 
 def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "adamw") -> float:
-    """Seconds of a step without communication: the median of three.
+    """The time of a step without communication in seconds: the median of three steps.
 
-    A forward, a backward, the copy of all gradients into DDP's buckets, and a step of the
-    optimizer. The first step, which makes buffers, is not counted. Parameters keep their values.
+    A step is a forward, a backward, the copy of all gradients into DDP's buckets, and a step of the
+    optimizer. A first step, which creates buffers, does not count. Parameters keep their values.
 
     Args:
-        module: whose parameters lie on this machine.
-        inputs: what the module is called with.
+        module: a module with its parameters on this machine.
+        inputs: the arguments of the module's call.
         optimizer: ``adamw`` or ``sgd``.
 
     Raises:
-        ValueError: another optimizer, or the module returns nothing that has a gradient.
-        Exception: what the module raises.
+        ValueError: another optimizer; no parameter requires a gradient; or the module returns no
+            tensor with a gradient.
+        Exception: any error of the module.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"measure_step: optimizer must be adamw or sgd, got {optimizer!r}")
@@ -56,11 +57,11 @@ def measure_step(module: nn.Module, inputs: Sequence[Any], optimizer: str = "ada
 
 
 def copy_gradients(parameters: Sequence[Tensor], buckets: Sequence[Tensor]) -> None:
-    """What DDP does before a bucket travels.
+    """Copy gradients into buckets, as DDP does before it sends a bucket.
 
     Args:
-        parameters: with gradients, or without.
-        buckets: a tensor of the same shape for each.
+        parameters: the parameters; those without a gradient are skipped.
+        buckets: a tensor of the same shape for each parameter.
     """
     for parameter, bucket in zip(parameters, buckets, strict=True):
         if parameter.grad is not None:
@@ -68,7 +69,7 @@ def copy_gradients(parameters: Sequence[Tensor], buckets: Sequence[Tensor]) -> N
 
 
 def _loss(outputs: Any) -> Tensor:
-    """A scalar that depends on all outputs which have a gradient."""
+    """A scalar that depends on all outputs that require a gradient."""
     found = [each.float().sum() for each in _tensors(outputs) if each.requires_grad]
     if not found:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""What a step with a hook costs over a link.
+"""Predicts the cost of a step with a hook over a link.
 
-A third of the step's computing is the forward, and the rest is the backward, which fills the
-buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
-full, and wait for one another as Gloo's do.
+A third of the step's computing is the forward. The rest is the backward, which fills the buckets in
+turn. Hooks compute on the same processor. A full bucket's messages go on the wire at once, and wait
+for one another as Gloo's do.
 
-A hook that keeps ranks apart for some steps sends after the last of them. It hides nothing behind
-computing, unless its exchange goes on in the background of the next steps, as with ``delay=`` of
-``local_sgd``. A step's time is then the mean over all steps.
+A hook that keeps ranks apart for some steps sends after the last of them. Computing hides its
+exchange only if that continues in the background of the next steps, as with ``delay=`` of
+``local_sgd``. The time of a step is then the mean over all steps.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch_commhook.planning.formulas import bytes_out_of_node, count_messages
 from torch_commhook.planning.measured import Measured
 from torch_commhook.planning.schedule import PAYLOAD, round_trips, through_seconds
 
-#: A backward computes the products of a forward twice over.
+#: A backward computes twice as many products as a forward.
 _FORWARD = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Measured):
-    """What a hook costs in one step.
+    """The cost of a hook in one step.
 
     Attributes:
-        wire_seconds: that the bytes take on the link, with the headers of their packets.
-        round_trips: that follow one another in a step.
-        messages: that a rank sends.
-        node_bytes: that a node's ranks send to other nodes; None where that is not known.
-        step_seconds: with what the step computes anyway, as far as that does not hide the rest.
-        ratio: of that to the step of the first hook.
+        wire_seconds: the time of the bytes on the link, with the headers of their packets.
+        round_trips: the number of consecutive round trips in a step.
+        messages: the number of messages that a rank sends.
+        node_bytes: the bytes that a node's ranks send to other nodes; None if unknown.
+        step_seconds: the time of a step: the computing, and the communication that it does not
+            hide.
+        ratio: ``step_seconds`` divided by that of the first hook.
     """
 
     wire_seconds: float
@@ -51,14 +52,14 @@ def plan(
     buckets: Sequence[int] = (1,),
     delay_seconds: float = 0.0,
 ) -> list[Cost]:
-    """What each hook would cost; the first is what the others are compared with.
+    """The cost of each hook. The first one is the baseline of the ratios.
 
     Args:
-        measured: what :func:`measure` gives.
-        bits_per_second: of each rank's link, each way.
-        compute_seconds: of a step without communication.
-        buckets: their sizes, as :func:`bucket_sizes` says.
-        delay_seconds: of a message, one way.
+        measured: the figures of :func:`measure`.
+        bits_per_second: the rate of each rank's link, each way.
+        compute_seconds: the time of a step without communication.
+        buckets: the elements of each bucket, as from :func:`bucket_sizes`.
+        delay_seconds: the delay of a message, one way.
     """
     costs: list[Cost] = []
     shares = [size / sum(buckets) for size in buckets]
@@ -86,7 +87,7 @@ def plan(
 
 
 def _round_trips(measured: Measured, buckets: int) -> float:
-    """That follow one another in a step, all that an exchange hides behind computing included."""
+    """Consecutive round trips in a step, including those that computing hides."""
     once = round_trips(measured.chains, measured.agreement, buckets, is_ddp=measured.is_ddp)
     return once * measured.fragments / measured.every
 
@@ -115,18 +116,17 @@ def step_seconds(
     buckets: Sequence[int] = (1,),
     delay_seconds: float = 0.0,
 ) -> float:
-    """A step, in which buckets travel while the next ones are computed.
+    """The time of a step in seconds. Buckets travel while the backward computes the next ones.
 
     Args:
-        measured: what :func:`measure` gives.
-        bits_per_second, compute_seconds, buckets, delay_seconds: as :func:`plan` takes them.
+        measured: the figures of :func:`measure`.
+        bits_per_second, compute_seconds, buckets, delay_seconds: as for :func:`plan`.
     """
-    compute = compute_seconds
     elements = sum(buckets)
     shares = [size / elements for size in buckets]
     ready, computed = [0.0] * len(buckets), 0.0
     if measured.overlaps:
-        computed, in_backward = compute * _FORWARD, compute * (1 - _FORWARD)
+        computed, in_backward = compute_seconds * _FORWARD, compute_seconds * (1 - _FORWARD)
         for place, share in enumerate(shares):
             computed += (in_backward + measured.compute_seconds) * share
             ready[place] = computed
@@ -142,6 +142,6 @@ def step_seconds(
     )
     if measured.overlaps:
         return through
-    step = compute + measured.compute_seconds
+    step = compute_seconds + measured.compute_seconds
     waits = max(0.0, through - measured.delay * step)
     return step + waits * measured.fragments / measured.every

@@ -1,7 +1,7 @@
-"""What hooks send among many ranks on several nodes, by formulas.
+"""Formulas for the traffic of hooks among many ranks on several nodes.
 
-Tests compare the calls with those that simulated ranks make, and the connections with those of
-processes. A hook without formulas is simulated instead.
+Tests compare the calls with those of simulated ranks, and the connections with those of processes.
+A hook without formulas is simulated instead.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch_commhook.planning.schedule import with_exchanges
 from torch_commhook.process_group.gloo_messages import Traffic, messages_of
 from torch_commhook.process_group.simulated.link import Issued
 
-#: A simulated run of more ranks takes minutes; formulas are used instead.
+#: Above this number of ranks formulas replace a simulation, which would take minutes.
 MOST_SIMULATED = 16
 MODEL = "model"
 _EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
 _NUMBER_BYTES = 4  # gradients in float32
-#: As of a bucket: some codecs take no more. What a larger model sends is in proportion.
+#: The most elements for a formula: some codecs take no more. A larger model's traffic scales.
 _MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What a hook does in a step for all gradients as one bucket.
+    """The traffic of a hook in a step with all gradients in one bucket.
 
     Attributes:
-        bytes_sent: by the rank that sends most.
-        issued: what rank 0 issues.
-        members: by a group's name, for each rank of the first node, the ranks of its group.
-        hook: what does the work: another one where there is only one node, say.
+        bytes_sent: the bytes of the rank that sends the most.
+        issued: the calls that rank 0 issues.
+        members: for each group's name, the ranks of the group of each rank of the first node.
+        hook: the hook that communicates; it differs from the given one on a single node, say.
     """
 
     bytes_sent: float
@@ -50,19 +50,19 @@ class Formula:
     hook: Any
 
     def scaled(self, factor: float) -> Formula:
-        """Of so many times as many elements."""
+        """The traffic of ``factor`` times as many elements."""
         issued = tuple(each.scaled(factor) for each in self.issued)
         return replace(self, bytes_sent=self.bytes_sent * factor, issued=issued)
 
 
 def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | None:
-    """What a hook sends, by formulas; None where there are none for it.
+    """The traffic of a hook by formulas; None for a hook without formulas.
 
     Args:
-        hook: after :func:`torch_commhook.planning.hook_work.unwrap_hook`.
-        model: whose gradients it averages, in float32.
-        ranks: on all nodes.
-        nodes: with equally many consecutive ranks each.
+        hook: a hook from :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        model: the model; its gradients are float32.
+        ranks: the number of ranks on all nodes.
+        nodes: the number of nodes, with equally many consecutive ranks each.
     """
     if model.elements > _MOST_ELEMENTS and not isinstance(without_memory(hook), hooks.powersgd):
         fewer = formula_of(hook, Model(_MOST_ELEMENTS), ranks, nodes)
@@ -78,7 +78,7 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | Non
 
 
 def without_memory(hook: Any) -> Any:
-    """The hook inside of those that remember something, and send as it does."""
+    """The hook inside ``error_feedback`` and ``momentum``, which send as it does."""
     while type(hook) in (hooks.error_feedback, hooks.momentum):
         hook = hook.hook
     return hook
@@ -87,7 +87,7 @@ def without_memory(hook: Any) -> Any:
 def low_rank_sum(
     hook: hooks.powersgd, model: Model, ranks: int
 ) -> tuple[float, tuple[Issued, ...]]:
-    """The bytes and calls of thin factors: those of one side with all vectors, then the others."""
+    """The bytes and calls of low-rank factors: the first ones with all vectors, then the others."""
     first = second = 0
     for each in model.listed():
         rows = each.shape[0] if len(each.shape) > 1 else 1
@@ -113,7 +113,8 @@ def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ..
             _call(MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
         )
     if type(hook) in (hooks.allreduce, hooks.cast):
-        return _added_up(_all_reduce(MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast))))
+        number_bytes = 2 if type(hook) is hooks.cast else _NUMBER_BYTES
+        return _added_up(_all_reduce(MODEL, ranks, number_bytes * elements))
     return None
 
 
@@ -150,7 +151,7 @@ def _hierarchical(
         elif isinstance(level, int):
             levels.append(level)
         else:
-            return None  # nobody knows who gives which value
+            return None  # a level as text, "name=value": the ranks' values are unknown
     nesting = nest(levels, ranks)
     *inner, units = nesting.sizes
     if units == 1 or not inner:
@@ -163,7 +164,7 @@ def _hierarchical(
     }
     members["nodes"] = [nesting.outer[rank] for rank in range(per_node)]
     share = -(-elements // math.prod(inner))
-    nbytes = 4 * share * math.prod(inner)
+    nbytes = _NUMBER_BYTES * share * math.prod(inner)
     scatters, gathers = [], []
     for level, size in enumerate(inner):
         name, carried = f"level {level}", nbytes // size * (size - 1)
@@ -193,7 +194,7 @@ def _ring_bytes(nbytes: float, ranks: int) -> float:
     return ring_all_reduce_bytes(round(nbytes), ranks)
 
 
-# ---- of any calls --------------------------------------------------------------------------------
+# ---- counts for any calls ------------------------------------------------------------------------
 
 
 def count_messages(
@@ -203,13 +204,13 @@ def count_messages(
     *,
     is_ddp: bool = False,
 ) -> int:
-    """The messages that a rank sends in a step.
+    """The number of messages that a rank sends in a step.
 
     Args:
-        issued: for all gradients as one bucket.
-        agreement: at the end of a step.
-        shares: of each bucket in the gradients.
-        is_ddp: whether DDP issues them itself.
+        issued: the calls for all gradients in one bucket.
+        agreement: the calls at the end of a step.
+        shares: each bucket's share of the gradients.
+        is_ddp: whether DDP issues the calls itself.
     """
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
@@ -220,19 +221,19 @@ def count_messages(
 
 
 def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connections: int = 1) -> int:
-    """The connections of rank 0 that the hook adds when it is attached, and uses.
+    """The number of connections of rank 0 that attaching the hook adds, and that it uses.
 
     Args:
         hook: a hook of the library.
-        issued: what it issues for all gradients.
-        ranks: of the model.
-        connections: as :func:`torch_commhook.attach` takes them.
+        issued: its calls for all gradients.
+        ranks: the number of the model's ranks.
+        connections: as for :func:`torch_commhook.attach`.
     """
     if ranks == 1:
         return 0
     sizes = {each.group: each.traffic.ranks for each in issued}
     with_all = {each.group for each in issued if each.traffic.operation in _EACH_TO_EACH}
-    own = set(sizes) if len(sizes) > 1 else set()  # those of levels, beside the model's
+    own = set(sizes) if len(sizes) > 1 else set()  # groups of levels, beside the model's group
 
     def of_group(size: int, reaches_all: bool) -> int:
         if size <= MOST_IN_FULL_MESH or reaches_all:
@@ -262,9 +263,9 @@ def bytes_out_of_node(
     """The bytes that all ranks of the first node send to other nodes in a step.
 
     Args:
-        issued: for all gradients as one bucket.
+        issued: the calls for all gradients in one bucket.
         members: as in :class:`Formula`.
-        shares: of each bucket in the gradients.
+        shares: each bucket's share of the gradients.
     """
     sent = 0.0
     for share, buckets in Counter(shares).items():
@@ -280,13 +281,12 @@ def _bytes_out(issued: Issued, rank: int, group: Sequence[int], per_node: int) -
     if traffic.operation in _EACH_TO_EACH:
         outside = sum(other >= per_node for other in group)
         return traffic.carried * outside / (traffic.ranks - 1)
-    # Around a ring.
-    following = group[(group.index(rank) + 1) % len(group)]
-    return traffic.carried * (following >= per_node)
+    next_in_ring = group[(group.index(rank) + 1) % len(group)]
+    return traffic.carried if next_in_ring >= per_node else 0.0
 
 
 def with_ranks_per_node(hook: Any, per_node: int) -> Any:
-    """Have hierarchical hooks inside take nodes of so many consecutive ranks for hosts."""
+    """Let the hierarchical hooks inside a hook treat ``per_node`` consecutive ranks as a host."""
     if type(hook) is hooks.hierarchical and hook.levels is not None:
         hook.levels = tuple(per_node if level == HOST else level for level in hook.levels)
     for inside in hook.hooks_inside() if isinstance(hook, hooks.Hook) else ():
@@ -295,11 +295,11 @@ def with_ranks_per_node(hook: Any, per_node: int) -> Any:
 
 
 def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
-    """How many shares of the elements ranks encode, and a hook that encodes one as ``hook`` does.
+    """The number of shares that ranks encode, and a hook that encodes one share as ``hook`` does.
 
     Args:
-        hook: after :func:`unwrap_hook`.
-        ranks: of the model.
+        hook: a hook from :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        ranks: the number of the model's ranks.
     """
     inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook
     if type(inside) is not hooks.hierarchical or inside.levels is None:

@@ -1,4 +1,4 @@
-"""What a hook computes, measured on this machine, and what it sends, counted among threads."""
+"""Measures a hook's computing time on this machine, and counts its bytes among threads."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.testing.ranks import run_ranks
 from torch_commhook.testing.simulate import simulate
 
-#: Elements of the largest bucket that is measured: 25 MiB.
+#: Elements of the largest measured bucket: 25 MiB.
 MOST_MEASURED = 25 * (1 << 20) // 4
-#: Elements that are sent between threads to count the bytes, for each rank.
+#: Elements of each rank in a count of bytes between threads.
 _MOST_COUNTED = 1 << 18
 _RUNS = 5
 
 
 class HookError(RuntimeError):
-    """A hook that could not be run, in one sentence."""
+    """A hook that could not run. The text is one sentence."""
 
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A hook as it is in the long run.
+    """A hook as it works after its first steps.
 
     Attributes:
-        hook: what it does with a bucket.
-        every: steps in which it does so once.
-        around: functions of a tensor, that go over all gradients then.
-        fragments: parts of the model that are exchanged one by one in these steps.
-        delay: steps during which an exchange of one goes on.
+        hook: the hook that averages a bucket.
+        every: the number of steps from one exchange to the next.
+        around: functions of a tensor that pass over all gradients in an exchange.
+        fragments: the number of parts of the model that take turns in these steps.
+        delay: the number of steps during which the exchange of a part continues.
     """
 
     hook: Any
@@ -53,7 +53,7 @@ class Unwrapped:
 
 
 def unwrap_hook(hook: Any) -> Unwrapped:
-    """A hook without those around it that do not change what it does with a bucket."""
+    """A hook without the hooks around it that leave its work on a bucket unchanged."""
     found = Unwrapped(hook)
     while True:
         hook = found.hook
@@ -75,10 +75,10 @@ def unwrap_hook(hook: Any) -> Unwrapped:
 
 
 class _Exchange:
-    """What a :class:`local_sgd` does beside averaging, with the parameters of a bucket.
+    """The work of :class:`local_sgd` beside averaging, on the parameters of a bucket.
 
-    It measures how far they have come, and moves the anchor and them. Fragments are measured as one
-    bucket; they do so with all of it in turn.
+    It computes the parameters' distance from the anchor, and moves both. It works on all fragments
+    as one bucket, because they take turns until all of it is done.
     """
 
     def __init__(self, hook: hooks.local_sgd) -> None:
@@ -97,23 +97,23 @@ class _Exchange:
 
 
 def measure_pass(call: Callable[[Tensor], object], elements: int, bucket_elements: int) -> float:
-    """Of something that goes over all gradients.
+    """Seconds of a function that passes over all gradients.
 
     Args:
-        call: takes a flat float32 tensor.
-        elements: of all gradients.
-        bucket_elements: of that tensor, or fewer.
+        call: the function; it takes a flat float32 tensor.
+        elements: the number of elements of all gradients.
+        bucket_elements: the number of elements of the tensor; a large one is measured on fewer.
     """
     gradient = torch.randn(min(bucket_elements, MOST_MEASURED), dtype=torch.float32, device="cpu")
     return median_seconds(partial(call, gradient)) * elements / gradient.numel()
 
 
 def median_seconds(call: Callable[[], object], *, is_cpu: bool = True) -> float:
-    """Of a few calls, after two in which buffers are made.
+    """The median time of a few calls, after two calls that create buffers.
 
     Args:
-        call: computes on the calling thread.
-        is_cpu: whether it computes on the CPU alone.
+        call: a function that computes on the calling thread.
+        is_cpu: whether it computes only on the CPU.
     """
     clock = compute_clock() if is_cpu else time.perf_counter
     times = []
@@ -125,20 +125,20 @@ def median_seconds(call: Callable[[], object], *, is_cpu: bool = True) -> float:
 
 
 def compute_clock() -> Callable[[], float]:
-    """A clock for what the calling thread computes on the CPU, with PyTorch's threads.
+    """A clock for the calling thread's computing on the CPU, with PyTorch's threads.
 
-    With one thread it counts the processor's time, so that other programs lengthen nothing.
+    With one thread it counts processor time, which other programs do not lengthen.
     """
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[Tensor]:
-    """Random gradients of so many elements of a model.
+    """Random gradients of a part of a model that consists mostly of square matrices.
 
     Args:
-        elements: of a rank.
-        model_elements: of the whole model, which is mostly square matrices.
-        shards: those of each matrix, of which the rank has one.
+        elements: the number of elements of a rank.
+        model_elements: the number of elements of the whole model.
+        shards: the number of shards of each matrix; the rank has one of them.
     """
     return random_gradients(square_shapes(elements, model_elements, shards))
 
@@ -149,23 +149,23 @@ def random_gradients(shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def count_bytes(hook: Callable[..., Any], elements: int, world_size: int, shards: int = 1) -> float:
-    """Sent by each rank in a step, of ``elements`` that are one of so many shards of a model."""
+    """The bytes that each rank sends in a step; arguments as for :func:`record_traffic`."""
     return record_traffic(hook, elements, world_size, shards)[0]
 
 
 def record_traffic(
     hook: Callable[..., Any], elements: int, world_size: int, shards: int = 1
 ) -> tuple[float, tuple[Issued, ...]]:
-    """Bytes that each rank sends in a step, and what it issues.
+    """The bytes that each rank sends in a step, and the calls that it issues.
 
     Args:
-        hook: averages gradients.
-        elements: one of so many shards of a model.
-        world_size: ranks.
-        shards: as :func:`gradients_of` takes them.
+        hook: the hook.
+        elements: the number of elements of a rank's shard of the model.
+        world_size: the number of ranks.
+        shards: the number of shards of the model, as for :func:`gradients_of`.
     """
-    # What low-rank factors send is no share of the elements: count it on matrices of the model's
-    # own size, as far as memory goes.
+    # The bytes of low-rank factors are not proportional to the elements. So count them on matrices
+    # of the model's own size, as far as memory allows.
     counted = counted_elements(elements, world_size)
     gradients = [gradients_of(counted, elements * shards, shards) for _ in range(world_size)]
     found = simulate(hook, gradients, steps=2, timeout=600)
@@ -174,7 +174,7 @@ def record_traffic(
 
 
 def counted_elements(elements: int, world_size: int) -> int:
-    """How many of a model's elements are sent between so many threads, to count the bytes."""
+    """The number of a model's elements in a count of bytes between threads."""
     return min(elements, max(_MOST_COUNTED, (1 << 24) // world_size))
 
 
@@ -184,13 +184,13 @@ def measure_seconds(
     shapes: Sequence[Shape],
     device: torch.device | str = "cpu",
 ) -> float:
-    """Of a step on this machine, with nothing to wait for.
+    """Seconds that a hook computes in a step on this machine, without communication.
 
     Args:
-        hook: averages gradients.
-        elements: that it averages.
-        shapes: of gradients that it is measured with, all in one bucket.
-        device: of these.
+        hook: the hook.
+        elements: the number of elements that it averages.
+        shapes: the shapes of the measured gradients, all in one bucket.
+        device: the device of these gradients.
     """
     gradients = [gradient.to(device) for gradient in random_gradients(shapes)]
     measured = sum(gradient.numel() for gradient in gradients)

@@ -1,8 +1,8 @@
-"""The link between the ranks of a group: what it carries, and how long a message takes.
+"""Measures the link between the ranks of a group: its rate, and the delay of a message.
 
-The rate is that of a steady flow. Many messages are under way at once, and what counts are the
-times at which they come. So neither the delay, nor TCP's slow start, nor what a token bucket lets
-through after a pause is in it. The flow goes on until its rate no longer grows.
+The rate is that of a steady flow. Many messages are under way at once, and their arrival times give
+the rate. So it contains neither the delay, nor TCP's slow start, nor the burst of a token bucket.
+Flows repeat until the rate no longer grows.
 """
 
 from __future__ import annotations
@@ -34,36 +34,40 @@ from torch_commhook.planning.schedule import PAYLOAD
 from torch_commhook.planning.wire import Wire
 from torch_commhook.step.link import MANY, Link
 
-#: That :func:`measure_link` takes.
+#: The default time of :func:`measure_link`.
 SECONDS = 5.0
-#: What all messages of a rank that are under way at once have.
+#: The most bytes of a rank's messages that are under way at once.
 MOST_BYTES = 1 << 26
-#: Of the measurement of a round trip: the least tries, and the most, and the share of the time for
-#: those between. A busy machine makes many of them longer, and none shorter.
+#: A round trip's measurement: the least and the most tries, and its share of the time. A busy
+#: machine lengthens many tries and shortens none.
 _LEAST_TRIES, _MOST_TRIES, _TRY_SHARE = 3, 100, 0.2
-#: Of whom each is tried with each other one.
+#: Up to this number of ranks, all pairs are measured.
 _FEW_RANKS = 4
-#: Seconds that other ranks wait meanwhile.
+#: The least and the most seconds that the other ranks wait meanwhile.
 _LEAST_QUIET, _MOST_QUIET = 0.005, 0.1
-#: The first flow; each next one is twice as long, until one takes so long, or so many round trips.
+#: Rough flows: the bytes of the first one. Each next one has twice as many, until a flow takes this
+#: many seconds and this many round trips.
 _FIRST_BYTES, _ROUGH_SECONDS, _ROUGH_ROUND_TRIPS = 1 << 16, 0.1, 4
-#: A flow of which the rate is taken: seconds, or round trips if these are more, and messages.
+#: Measured flows: their seconds, or their round trips if these take longer.
 _FLOW_SECONDS, _FLOW_ROUND_TRIPS = 0.4, 16
+#: The least and the most messages of a flow, and their bytes: a flow has more than the least number
+#: only if each message is large, and no message is smaller than the least one.
 _LEAST_MESSAGES, _MOST_MESSAGES = 12, 40
 _LARGE_MESSAGE = 1 << 15
 _LEAST_MESSAGE = 1 << 10
-#: By which the first bytes of a flow may be later than two round trips.
+#: The seconds that a flow's first bytes may take beyond two round trips.
 _LATE_SECONDS = 0.02
-#: The part of a flow at its beginning that is left out.
+#: The share of a flow, at its beginning, that does not count.
 _BEGINNING = 0.25
-#: Flows, until the best of so many is no better than those before by more than a share.
+#: Flows end when there are this many, and the best of the last ones gains at most this share.
 _LEAST_FLOWS, _STEADY_FLOWS, _STEADY = 4, 3, 0.02
-#: Flows that are slower than the best one by more were disturbed, or TCP was still slow.
+#: A flow that is slower than the best one by more than this share does not count: other traffic
+#: disturbed it, or TCP was still slow.
 _DISTURBED = 0.1
-#: No more connections are tried on a link with a shorter round trip.
+#: The least round trip for which more connections are measured.
 _FAR_SECONDS = 5e-3
 
-#: Groups that were made for another one, whose names must differ.
+#: The number of groups made for each group: their names must differ.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -72,13 +76,13 @@ class MeasuredLink:
     """A rank's link to the other ranks of a group.
 
     Args:
-        bits_per_second: that it carries each way, with the headers of packets. Ranks that share a
-            network card have their shares of it.
-        delay_seconds: of a message, one way: half of a round trip.
+        bits_per_second: the rate each way, with the headers of packets. Ranks that share a network
+            card divide its rate.
+        delay_seconds: the delay of a message, one way: half of a round trip.
 
     Raises:
-        TypeError: a number that is none.
-        ValueError: a rate that is not positive and finite, a delay that is negative or not finite.
+        TypeError: an argument is not a number.
+        ValueError: the rate is not positive and finite, or the delay is negative or not finite.
 
     Example:
         >>> MeasuredLink(bits_per_second=200e6, delay_seconds=0.025)
@@ -106,10 +110,10 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What was measured of a link; the same on all ranks.
+    """The measurements of a link; the same on all ranks.
 
     Attributes:
-        round_trip: in seconds.
+        round_trip: the round trip in seconds.
         rates: bits per second each way, with headers, by the number of connections.
     """
 
@@ -118,12 +122,12 @@ class LinkFigures:
 
     @property
     def connections(self) -> int:
-        """How many :func:`torch_commhook.attach` would take for large messages."""
+        """The number that :func:`torch_commhook.attach` would use for large messages."""
         return Link(self.round_trip, self.rates[1], self.rates.get(MANY)).connections
 
     @property
     def link(self) -> MeasuredLink:
-        """The link over as many connections as that."""
+        """The link over :attr:`connections` connections."""
         return MeasuredLink(self.rates[self.connections], self.round_trip / 2)
 
 
@@ -135,20 +139,20 @@ def measure_link(
 ) -> MeasuredLink:
     """Measure the link between the ranks of a group: its rate each way and its delay.
 
-    All ranks call it at the same point, and get the same result, that of the slowest rank. Each
-    sends to another rank, and gets from one, all at once. If a round trip takes 5 ms or more,
-    messages of Gloo also take four connections, as :func:`torch_commhook.attach` tries them, and
-    the result is the link over as many as ``attach`` would take.
+    All ranks call it at the same point, and get the same result: that of the slowest rank. Each
+    rank sends to another one and receives from one, all at once. If a round trip takes 5 ms or
+    more, it also measures four connections over Gloo, as :func:`torch_commhook.attach` does. The
+    result is the link over as many connections as ``attach`` would use.
 
     Args:
         group: two or more ranks; None for the default group.
-        device: of the messages; None for the CPU if the group has a backend for it, else CUDA.
-        seconds: about how long it may take. A flow that is too short for TCP to reach the rate of
-            the link gives a lower one.
+        device: the messages' device; None for the CPU if the group has a backend for it, else CUDA.
+        seconds: the approximate time of the measurement. The rate is too low if a flow ends before
+            TCP reaches the rate of the link.
 
     Raises:
         TypeError, RuntimeError: as :func:`torch_commhook.collectives.resolve_group`.
-        ValueError: as there; one rank; ``seconds`` is not positive and finite.
+        ValueError: as there; the group has one rank; ``seconds`` is not positive and finite.
 
     Example:
         >>> link = run_ranks(lambda rank: measure_link(seconds=0.1), 2)[0]
@@ -159,11 +163,14 @@ def measure_link(
 
 
 def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
-    """What :func:`measure_link` measures.
+    """The measurements of :func:`measure_link`.
 
     Args:
         wire: the ranks.
-        seconds: as :func:`measure_link`.
+        seconds: as for :func:`measure_link`.
+
+    Raises:
+        ValueError: ``seconds`` is not positive and finite.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"measure_link: seconds must be positive and finite, got {seconds}")
@@ -174,7 +181,7 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
     if is_far:
         with _more_connections(wire):
             rates[MANY] = measure_rate(wire, round_trip, share)
-    # Once more, at another moment of a machine that others use.
+    # A second measurement, since other programs may have disturbed the first one.
     again = measure_round_trip(wire, seconds * _TRY_SHARE)
     return LinkFigures(min(round_trip, again), rates)
 
@@ -182,12 +189,13 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
 def measure_round_trip(wire: Wire, seconds: float) -> float:
     """The longest round trip between two ranks, in seconds.
 
-    Of each two it is the least of some tries. Where no receiver asks for its message, it is twice
-    the time of one message. Among many ranks each is tried with two others.
+    For each pair of ranks it is the shortest of several tries. On devices whose receivers do not
+    ask for messages, it is twice the time of one message. Among many ranks, each one is measured
+    with two others.
 
     Args:
         wire: the ranks.
-        seconds: after which no try begins, once there were a few.
+        seconds: the time after which no try begins, except the first few.
     """
     begun = time.perf_counter()
     least = dict.fromkeys(pairs_of(wire.ranks), math.inf)
@@ -204,9 +212,10 @@ def measure_round_trip(wire: Wire, seconds: float) -> float:
 
 
 def pairs_of(ranks: int) -> list[tuple[int, int]]:
-    """The ranks that are tried together: all of a few, of many each with the next and the opposite.
+    """The pairs of ranks for measurements of the round trip.
 
-    Opposite ranks are on different hosts if consecutive ones share hosts.
+    Few ranks: all pairs. Many ranks: each with the next one and with the opposite one, which is on
+    another host if consecutive ranks share hosts.
     """
     if ranks <= _FEW_RANKS:
         return [(first, second) for second in range(ranks) for first in range(second)]
@@ -216,30 +225,21 @@ def pairs_of(ranks: int) -> list[tuple[int, int]]:
 
 
 def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
-    """Bits per second that a rank's link carries each way, with headers, on the slowest rank.
+    """The rate of the slowest rank's link, in bits per second each way, with headers.
 
     Args:
         wire: the ranks.
-        round_trip: in seconds.
-        seconds: after which no flow begins, once there was one.
+        round_trip: the round trip in seconds.
+        seconds: the time after which no flow begins, except the first one.
     """
     begun = time.perf_counter()
-    nbytes = _FIRST_BYTES
-    while True:
-        came = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
-        found = wire.shared(came.seconds[-1], time.perf_counter() - begun)
-        took, elapsed = found.amax(0).tolist()
-        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
-        if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
-            break
-        nbytes *= 2
-    bytes_per_second = nbytes / max(took - round_trip, took / 4)
-    of_flows: list[list[float]] = []  # for each flow, the rates of all ranks
+    bytes_per_second = _rough_rate(wire, round_trip, begun, seconds)
+    of_flows: list[list[float]] = []  # the rates of all ranks, for each flow
     means: list[float] = []
     while True:
         wanted = bytes_per_second * max(_FLOW_SECONDS, _FLOW_ROUND_TRIPS * round_trip)
-        came = _flow(wire, min(wanted, MOST_BYTES))
-        found = wire.shared(came.rate(round_trip), time.perf_counter() - begun)
+        flow = _flow(wire, min(wanted, MOST_BYTES))
+        found = wire.shared(flow.rate(round_trip), time.perf_counter() - begun)
         of_flows.append(found[:, 0].tolist())
         means.append(statistics.fmean(of_flows[-1]))
         bytes_per_second = max(means)
@@ -249,34 +249,47 @@ def measure_rate(wire: Wire, round_trip: float, seconds: float) -> float:
     return slowest * 8 / PAYLOAD
 
 
+def _rough_rate(wire: Wire, round_trip: float, begun: float, seconds: float) -> float:
+    """Bytes per second of the first flow that is long enough; each is twice as long as the last."""
+    nbytes = _FIRST_BYTES
+    while True:
+        flow = _flow(wire, nbytes, min(_LEAST_MESSAGES, nbytes // _FIRST_BYTES))
+        found = wire.shared(flow.seconds[-1], time.perf_counter() - begun)
+        took, elapsed = found.amax(0).tolist()
+        is_long = took >= max(_ROUGH_SECONDS, _ROUGH_ROUND_TRIPS * round_trip)
+        if is_long or elapsed > seconds or 2 * nbytes > MOST_BYTES:
+            return float(nbytes / max(took - round_trip, took / 4))
+        nbytes *= 2
+
+
 @dataclass(frozen=True)
 class Flow:
     """Messages that were under way at once.
 
     Attributes:
-        nbytes: of each message.
-        seconds: when each had come, in order.
+        nbytes: the bytes of each message.
+        seconds: the arrival times, in order.
     """
 
     nbytes: int
     seconds: Sequence[float]
 
     def rate(self, round_trip: float) -> float:
-        """Bytes per second: the slope of a line through what has come, over the time.
+        """The rate in bytes per second: the slope of a line through the arrivals.
 
-        It is no more than a mean since the first bytes have come, or should have. A rank that did
-        not run for a while finds all at once that has come meanwhile.
+        The mean rate since the first bytes arrived, or should have, is an upper limit: after a
+        pause a rank finds several messages at once, which makes the slope too high.
 
         Args:
-            round_trip: in seconds.
+            round_trip: the round trip in seconds.
         """
         first, last = self.seconds[0], self.seconds[-1]
         times = [when for when in self.seconds if when >= first + _BEGINNING * (last - first)]
-        if len(times) < 3 or times[-1] <= times[0]:  # all at once: as fast as memory
+        if len(times) < 3 or times[-1] <= times[0]:  # all arrived at once: there is no slope
             return self.nbytes * len(self.seconds) / max(last, 1e-9)
         begun = min(first, 2 * round_trip + _LATE_SECONDS)
         half = len(self.seconds) // 2
-        before = half + (begun < first)  # messages that came since then
+        before = half + (begun < first)  # messages since then
         means = [
             self.nbytes * (before + number) / (when - begun)
             for number, when in enumerate(self.seconds[half:])
@@ -287,7 +300,7 @@ class Flow:
 
 
 def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
-    """Send about ``nbytes`` in so many messages to another rank; by default, in some."""
+    """Send about ``nbytes`` in ``count`` messages to another rank; default: 12 to 40 messages."""
     if count is None:
         large = int(nbytes) // _LARGE_MESSAGE
         count = min(max(large, _LEAST_MESSAGES), _MOST_MESSAGES)
@@ -296,14 +309,14 @@ def _flow(wire: Wire, nbytes: float, count: int | None = None) -> Flow:
 
 
 def is_steady(rates: Sequence[float]) -> bool:
-    """Whether the last flows are no faster than those before."""
+    """Whether the last flows are not faster than those before."""
     if len(rates) < _LEAST_FLOWS:
         return False
     return max(rates[-_STEADY_FLOWS:]) <= (1 + _STEADY) * max(rates[:-_STEADY_FLOWS])
 
 
 def steady_rate(rates: Sequence[float]) -> float:
-    """The median of the flows that were neither disturbed nor slow at their beginning."""
+    """The median rate of the flows that were neither disturbed nor slow."""
     return statistics.median(rate for rate in rates if rate >= (1 - _DISTURBED) * max(rates))
 
 
@@ -311,14 +324,14 @@ def steady_rate(rates: Sequence[float]) -> float:
 
 
 def _can_connect(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages can take more connections, which this module makes."""
+    """Whether this module can add connections for a group's messages."""
     has_one = is_gloo(group) and exchanges(group) and not has_more_connections(group)
     return has_one and group_store(group) is not None
 
 
 @contextmanager
 def _more_connections(wire: Wire) -> Iterator[None]:
-    """Have the messages of flows take :data:`MANY` connections in a ``with`` block."""
+    """Send the messages of flows over :data:`MANY` connections in a ``with`` block."""
     group = wire.group
     made: list[dist.ProcessGroup] = []
     try:
@@ -327,7 +340,7 @@ def _more_connections(wire: Wire) -> Iterator[None]:
             connect_group(made[-1])
         wire.groups = [group, *made]
         yield
-        group.barrier().wait()  # a rank that still watches them would think they are lost
+        group.barrier().wait()  # a rank that still uses them would report them as lost
     finally:
         wire.groups = [group]
         for each in made:
@@ -335,11 +348,11 @@ def _more_connections(wire: Wire) -> Iterator[None]:
 
 
 def _made_for(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group over the same ranks, which is not connected yet."""
+    """A new group of the same ranks, not connected yet."""
     _counts[group] = number = _counts.get(group, 0) + 1
     name = f"{group_name(group)}/commhook-link-{number}"
     store = group_store(group)
-    assert store is not None  # _can_connect has asked
+    assert store is not None  # _can_connect checked it
     return make_group(
         dist.PrefixStore(name, store),
         group.rank(),

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 
 from torch_commhook.planning.link import MeasuredLink
 
-#: What the file says it is.
+#: The file's ``format``.
 FORMAT = "commhook bench 1"
-_KINDS = {"str": "a text", "int": "a whole number", "float": "a number"}
+_KINDS = {"str": "a string", "int": "a whole number", "float": "a number"}
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message to each other rank, and one from each.
+    """An exchange of messages: each rank sends one to each other rank.
 
     Attributes:
-        bytes: of each message.
-        seconds: from the beginning until all have come, with a round trip on the CPU.
+        bytes: the bytes of each message.
+        seconds: the time until all have arrived; on the CPU it contains a round trip.
     """
 
     bytes: int
@@ -35,9 +35,9 @@ class CollectiveTime:
     """A collective of the backend.
 
     Attributes:
-        name: such as ``all_reduce``.
-        bytes: of its tensor; of all ranks' parts of it, where each rank has one.
-        seconds: of the slowest rank.
+        name: the name, such as ``all_reduce``.
+        bytes: the bytes of its tensor; if each rank has a part of the tensor, of all parts.
+        seconds: the time of the slowest rank.
     """
 
     name: str
@@ -47,15 +47,15 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """What encoding and decoding take on rank 0.
+    """The speed of a codec on rank 0.
 
     Attributes:
-        codec: with its arguments.
-        ratio: bytes of float32 values to those of their message.
-        encode_bytes_per_second: of float32 values.
-        decode_bytes_per_second: of float32 values.
-        encode_to_copy: the time of encoding to that of copying the values.
-        decode_to_copy: the same for decoding.
+        codec: the codec with its arguments.
+        ratio: the bytes of float32 values, divided by the bytes of their message.
+        encode_bytes_per_second: the bytes of float32 values that it encodes in a second.
+        decode_bytes_per_second: the bytes of float32 values that it decodes in a second.
+        encode_to_copy: the time of encoding, divided by that of copying the values.
+        decode_to_copy: the time of decoding, divided by that of copying the values.
     """
 
     codec: str
@@ -68,13 +68,13 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class HookTime:
-    """A step with a hook, which computes next to nothing itself.
+    """The time of a step with a hook. The step itself computes almost nothing.
 
     Attributes:
-        hook: as it is written.
-        seconds: of a step, on the slowest rank.
-        bytes: that each rank sends in a step; None where the hook does not tell.
-        to_allreduce: the time to that with ``allreduce()``.
+        hook: the hook's text.
+        seconds: the time of a step on the slowest rank.
+        bytes: the bytes that each rank sends in a step; None if they are unknown.
+        to_allreduce: the time of a step, divided by that with ``allreduce()``.
     """
 
     hook: str
@@ -88,18 +88,18 @@ _Entry = TypeVar("_Entry", Message, CollectiveTime, CodecSpeed, HookTime)
 
 @dataclass(frozen=True)
 class LinkFile:
-    """What ``commhook bench`` has measured.
+    """The measurements of ``commhook bench``.
 
     Attributes:
-        ranks: that took part.
-        backend: of their group.
-        device: of their tensors: ``cpu`` or ``cuda``.
-        link: between them; None where it was not measured, as of one rank.
-        messages: by size.
-        collectives: by name and size.
-        codecs: by name.
-        hooks: in the order in which they were given.
-        machine: of rank 0: versions, threads, what was measured, as the file shows them.
+        ranks: the number of ranks.
+        backend: the backend of their group.
+        device: the device of their tensors: ``cpu`` or ``cuda``.
+        link: the link between them; None if it was not measured, as with one rank.
+        messages: exchanges of messages, by size.
+        collectives: times of collectives, by name and size.
+        codecs: speeds of codecs, by name.
+        hooks: times of steps, in the order of the given hooks.
+        machine: facts about rank 0's machine and the run, such as versions and threads.
     """
 
     ranks: int
@@ -120,7 +120,7 @@ class LinkFile:
         """Write the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         Path(path).write_text(self.text(), encoding="utf-8")
 
@@ -129,18 +129,19 @@ class LinkFile:
         """Read a file.
 
         Raises:
-            ValueError: it cannot be read, or is no file of ``commhook bench``; the error says why.
+            ValueError: the file cannot be read, or is not one of ``commhook bench``. The error has
+                the reason.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
-            raise ValueError(_no_file(path, "it is no text")) from error
+            raise ValueError(_no_file(path, "it is not text")) from error
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise ValueError(_no_file(path, f"it is no JSON ({error})")) from error
+            raise ValueError(_no_file(path, f"it is not valid JSON ({error})")) from error
         except RecursionError as error:
             raise ValueError(_no_file(path, "it is nested too deeply")) from error
         try:
@@ -169,27 +170,30 @@ class LinkFile:
 
 
 class _WrongError(ValueError):
-    """What is wrong in a file, in a sentence."""
+    """An error in a file's content. The text is one sentence."""
 
 
 def _no_file(path: str | os.PathLike[str], reason: str) -> str:
-    return f"{os.fspath(path)} is no file of commhook bench --out: {reason}"
+    return f"{os.fspath(path)} is not a file of commhook bench --out: {reason}"
 
 
-def _mapping(found: object, what: str) -> Mapping[str, Any]:
+def _mapping(found: object, name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        raise _WrongError(f"{what} must be an object, got {json.dumps(found)[:80]}")
+        raise _WrongError(f"{name} must be an object, got {json.dumps(found)[:80]}")
     return found
 
 
-def _value(document: Mapping[str, Any], name: str, kind: str, whose: str) -> Any:
-    """A text, a whole number above 0, or a number of at least 0 that is finite.
+def _value(document: Mapping[str, Any], name: str, kind: str, prefix: str) -> Any:
+    """A value of an object: a string, a whole number above 0, or a finite number of at least 0.
 
     Args:
-        document: an object.
-        name: of the value in it.
-        kind: a key of ``_KINDS``, followed by ``| None`` where there may be none.
-        whose: begins the error.
+        document: the object.
+        name: the value's key.
+        kind: a key of ``_KINDS``, followed by ``| None`` if null is allowed.
+        prefix: the beginning of an error's text.
+
+    Raises:
+        _WrongError: the value is missing, or of another kind.
     """
     found = document.get(name)
     kind, _, none = kind.partition(" | ")
@@ -205,7 +209,7 @@ def _value(document: Mapping[str, Any], name: str, kind: str, whose: str) -> Any
         is_right = 0 <= found <= sys.float_info.max
     if not is_right:
         got = "nothing" if name not in document else json.dumps(found)[:80]
-        raise _WrongError(f"{whose}{name} must be {_KINDS[kind]}, got {got}")
+        raise _WrongError(f"{prefix}{name} must be {_KINDS[kind]}, got {got}")
     return float(found) if kind == "float" else found  # type: ignore[arg-type]
 
 
@@ -215,7 +219,7 @@ def _link(found: Mapping[str, Any]) -> MeasuredLink:
     try:
         return MeasuredLink(*numbers)
     except ValueError as error:
-        raise _WrongError(f"its link is none ({error})") from error
+        raise _WrongError(f"its link is not valid ({error})") from error
 
 
 def _entries(document: Mapping[str, Any], name: str, kind: type[_Entry]) -> list[_Entry]:
@@ -224,10 +228,10 @@ def _entries(document: Mapping[str, Any], name: str, kind: type[_Entry]) -> list
         raise _WrongError(f"its {name} must be a list, got {json.dumps(found)[:80]}")
     entries = []
     for number, each in enumerate(found):
-        whose = f"its {name}[{number}]"
-        given = _mapping(each, whose)
+        prefix = f"its {name}[{number}]"
+        given = _mapping(each, prefix)
         values = {
-            part.name: _value(given, part.name, str(part.type), f"{whose}.")
+            part.name: _value(given, part.name, str(part.type), f"{prefix}.")
             for part in fields(kind)
         }
         entries.append(kind(**values))

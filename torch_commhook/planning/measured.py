@@ -1,12 +1,12 @@
-"""What hooks compute and send in a step, whatever the link.
+"""Measures the computing time and the traffic of hooks in a step, independently of the link.
 
-A hook's computing is measured on this machine, on a bucket of random gradients: of the shapes of
-the model's parameters, or in square matrices where only the model's size is known. Its bytes are
-counted with ranks that are threads. Those of ``powersgd`` follow from the parameters' shapes by
-formulas. Among more than 16 ranks, or on several nodes, so do the bytes of most other hooks.
+The computing time is measured on this machine, on a bucket of random gradients. These have the
+shapes of the model's parameters, or are square matrices if only the model's size is known. The
+bytes are counted with ranks that are threads. Formulas give the bytes of ``powersgd`` from the
+parameters' shapes, and those of most hooks among more than 16 ranks or on several nodes.
 
-A hook that changes after some steps is measured as it is then. The figures of a hook that keeps
-ranks apart for some steps are means over these steps.
+If a hook changes after some steps, the figures describe it after the change. The figures of a hook
+that keeps ranks apart for some steps are means over these steps.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ Members = dict[str, list[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a hook does in one step, whatever the link.
+    """The work of a hook in one step, independently of the link.
 
     Attributes:
-        hook: as it is written.
-        bytes_sent: by each rank.
-        compute_seconds: gathering gradients, encoding, adding up, decoding and writing results.
-        overlaps: whether it does so while a backward computes.
-        every: steps in which it communicates once.
-        issued: what a rank issues then, for all gradients as one bucket.
-        agreement: what it issues at the end of a step.
-        connections: of a rank, which the hook adds when it is attached.
-        members: as in :class:`torch_commhook.planning.formulas.Formula`; empty where nobody has
-            said how many nodes there are, or the hook has no formulas.
-        beside: what it issues at the same time, a chain of calls for each further hook of a
-            ``policy``.
-        fragments: parts of the model that travel one by one in those steps.
-        delay: steps during which a fragment travels behind computing.
-        is_ddp: whether it is no hook, but DDP by itself, whose buckets wait for one another.
+        hook: the hook's text.
+        bytes_sent: the bytes that each rank sends.
+        compute_seconds: the time of gathering gradients, encoding, adding up, decoding and writing
+            results.
+        overlaps: whether it works while the backward computes.
+        every: the number of steps from one exchange to the next.
+        issued: the calls that a rank issues in an exchange, with all gradients in one bucket.
+        agreement: the calls that a rank issues at the end of a step.
+        connections: the number of a rank's connections that attaching the hook adds.
+        members: as in :class:`torch_commhook.planning.formulas.Formula`; empty if the number of
+            nodes is not given, or the hook has no formulas.
+        beside: calls at the same time: a chain for each further hook of a ``policy``.
+        fragments: the number of parts of the model that take turns in ``every`` steps.
+        delay: the number of steps during which computing hides the exchange of a part.
+        is_ddp: whether this is DDP without a hook. Its buckets wait for one another.
     """
 
     hook: str
@@ -86,7 +86,7 @@ class Measured:
 
     @property
     def chains(self) -> tuple[tuple[Issued, ...], ...]:
-        """All that a rank issues: calls of a chain wait for those before."""
+        """All calls of a rank. In each chain, a call waits for the one before it."""
         return (self.issued, *self.beside)
 
 
@@ -102,28 +102,29 @@ def measure(
     known_seconds: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Measured]:
-    """What each hook computes and sends.
+    """Measure the computing time and the traffic of each hook.
 
     Args:
-        hooks: expressions, as ``train`` takes them, or hooks, of which copies are used.
-        elements: of the model, where nothing else is known of it.
-        model: its parameters; either this or ``elements``.
-        world_size: ranks.
-        bucket_cap_mb: of the buckets, as :meth:`Model.bucket_sizes` takes them.
-        nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
-        connections: as :func:`torch_commhook.attach` takes them.
-        known_seconds: that hooks compute in a step, by their text; others are measured.
-        device: that hooks compute on.
+        hooks: hooks, or their text as for ``train``. Copies of hooks run.
+        elements: the number of the model's elements, if nothing else is known of it.
+        model: the model's parameters, instead of ``elements``.
+        world_size: the number of ranks.
+        bucket_cap_mb: the buckets' capacities, as for :meth:`Model.bucket_sizes`.
+        nodes: the number of nodes, with equally many consecutive ranks each; None if the traffic
+            between nodes does not matter.
+        connections: as for :func:`torch_commhook.attach`.
+        known_seconds: known computing times of a step, by the hook's text; others are measured.
+        device: the device on which hooks compute.
 
     Returns:
-        One for each hook, in the same order. ``none`` is DDP's own all-reduce of float32, which
-        computes as ``allreduce()`` does.
+        The figures of each hook, in the same order. ``none`` is DDP's own all-reduce of float32,
+        with the computing time of ``allreduce()``.
 
     Raises:
-        HookExpressionError: a text that is no hook.
-        HookError: a hook that fails when it is run, cannot be copied, or asks for parameters' names
-            that nobody has given.
-        TypeError: an object that is no hook; both or neither of ``elements`` and ``model``.
+        HookExpressionError: a text is not a hook.
+        HookError: a hook fails, cannot be copied, chooses one of several hooks, or needs names of
+            parameters that ``model`` lacks.
+        TypeError: an object is not a hook; both or neither of ``elements`` and ``model`` are given.
     """
     if (elements is None) == (model is None):
         raise TypeError("measure: give either elements or model")
@@ -142,8 +143,8 @@ def measure(
         text = given if isinstance(given, str) else _name(given)
         if getattr(hook, "chooses", False):
             raise HookError(
-                f"the hook {text!r} can't be planned: it chooses one of several in the first steps "
-                "of a training; name these"
+                f"the hook {text!r} can't be planned: it chooses one of several hooks in the first "
+                "steps of a training; plan these hooks instead"
             )
         try:
             if not isinstance(given, str):
@@ -159,30 +160,30 @@ def measure(
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             if "attach(model, hook)" in said:
-                said = "it asks for the names of parameters, which nobody has given"
+                said = "it needs the names of parameters, which are not known"
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         found.append(
             Measured(
-                text,
-                work.bytes_sent / outer.every,
-                computed,
-                not getattr(hook, "keeps_ranks_apart", False),
-                outer.every,
-                work.chains[0] if work.chains else (),
-                () if is_ddp else agreement,
-                0 if is_ddp else added,
-                work.members,
-                work.chains[1:],
-                outer.fragments,
-                outer.delay,
-                is_ddp,
+                hook=text,
+                bytes_sent=work.bytes_sent / outer.every,
+                compute_seconds=computed,
+                overlaps=not getattr(hook, "keeps_ranks_apart", False),
+                every=outer.every,
+                issued=work.chains[0] if work.chains else (),
+                agreement=() if is_ddp else agreement,
+                connections=0 if is_ddp else added,
+                members=work.members,
+                beside=work.chains[1:],
+                fragments=outer.fragments,
+                delay=outer.delay,
+                is_ddp=is_ddp,
             )
         )
     return found
 
 
 def _parsed(given: Hook) -> Any:
-    """The hook of an expression, or the given one; None of ``none``."""
+    """The hook of an expression, or the given hook; None for ``none``."""
     if isinstance(given, str):
         return parse_hook(given)
     check_hook(given)
@@ -195,13 +196,13 @@ def _name(hook: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a hook does with all gradients.
+    """The traffic of a hook with all gradients in one bucket.
 
     Attributes:
-        bytes_sent: by the rank that sends most.
-        chains: calls that it issues, those of a chain one after another.
-        members: as of :class:`Measured`.
-        hook: what does the work.
+        bytes_sent: the bytes of the rank that sends the most.
+        chains: the calls that it issues. In each chain, a call waits for the one before it.
+        members: as in :class:`Measured`.
+        hook: the hook that communicates.
     """
 
     bytes_sent: float
@@ -211,7 +212,10 @@ class _Work:
 
 
 def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
-    """What a hook sends: by formulas among many ranks, on nodes or by shape, else by simulation."""
+    """The traffic of a hook, by a formula if one applies, else by simulation.
+
+    Formulas apply among many ranks, on nodes, and if the traffic depends on parameters' shapes.
+    """
     if isinstance(hook, library_hooks.policy):
         parts = [_work(each, part, world_size, nodes) for each, part in _parts_of(hook, model)]
         return _Work(
@@ -233,7 +237,7 @@ def _work(hook: Any, model: Model, world_size: int, nodes: int | None) -> _Work:
 
 
 def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model]]:
-    """The hooks of a policy that have parameters, and these."""
+    """The hooks of a policy that have parameters, each with a model of its parameters."""
     members: dict[int, tuple[Any, list[Parameter]]] = {}
     named = [
         (each, torch.empty(each.shape, dtype=torch.float32, device="meta"))
@@ -253,13 +257,13 @@ def _parts_of(hook: library_hooks.policy, model: Model) -> list[tuple[Any, Model
 
 
 def _on_model(chain: Sequence[Issued]) -> tuple[Issued, ...]:
-    """Calls on one group of all ranks, which each simulation names in its own way."""
+    """The calls with a common name for the group of all ranks; simulations give it other names."""
     groups = {each.group for each in chain}
     return tuple(replace(each, group=MODEL) if len(groups) == 1 else each for each in chain)
 
 
 def _members_of(parts: Sequence[_Work]) -> Members:
-    """Those of all parts; none where a part has no formulas."""
+    """The members of all parts' groups; empty if a part has no formula."""
     if not all(part.members for part in parts):
         return {}
     return {name: members for part in parts for name, members in part.members.items()}
@@ -272,14 +276,14 @@ def _all(chains: Sequence[Sequence[Issued]]) -> list[Issued]:
 def _compute_seconds(
     hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
 ) -> float:
-    """What a hook computes for all gradients. A hierarchical one adds up, and encodes a share.
+    """Seconds that a hook computes for all gradients. A hierarchical one adds up, encodes a share.
 
     Args:
-        hook: as :func:`unwrap_hook` gives it.
-        model: whose gradients these are.
-        bucket: elements of one.
-        world_size: ranks.
-        device: that it computes on.
+        hook: a hook from :func:`unwrap_hook`.
+        model: the model of the gradients.
+        bucket: the number of elements of a bucket.
+        world_size: the number of ranks.
+        device: the device on which it computes.
     """
     if isinstance(hook, library_hooks.policy):
         share = bucket / model.elements
@@ -294,5 +298,5 @@ def _compute_seconds(
 
 
 def _add_up(gradient: Any) -> None:
-    """What a rank of a node does beside: gathers gradients, adds up its share, writes results."""
+    """The other work of a rank of a node: gather gradients, add up its share, write results."""
     gradient.copy_(gradient.clone() + gradient)

@@ -1,4 +1,4 @@
-"""A model as far as hooks mind it: how many elements, and in which parameters."""
+"""Describes a model for planning: the number of its elements, and its parameters' shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch_commhook.planning.buckets import BUCKET_CAPS_MB, bucket_sizes, filled_buckets
 
 Shape = tuple[int, ...]
-#: Matrices of a model of which only the size is known: a few in each of some layers.
+#: The number of matrices of a model with nothing known but its size: a few in each of some layers.
 _MATRICES = 48
 
 
@@ -20,8 +20,8 @@ class Parameter:
     """One parameter of a model.
 
     Attributes:
-        shape: of it.
-        name: as ``named_parameters()`` has it; None where nobody has said.
+        shape: the shape.
+        name: the name in ``named_parameters()``; None if unknown.
     """
 
     shape: Shape
@@ -29,18 +29,18 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model whose gradients are averaged, in float32.
+    """A model with float32 gradients.
 
     Attributes:
-        elements: of all parameters.
-        parameters: in the order of ``named_parameters()``; None where only the size is known, and
-            the model is taken to be 48 square matrices.
+        elements: the number of elements of all parameters.
+        parameters: the parameters in the order of ``named_parameters()``; None if only the size is
+            known. The model then stands for 48 square matrices.
     """
 
     elements: int
@@ -48,10 +48,10 @@ class Model:
 
     @classmethod
     def of(cls, module: nn.Module) -> Model:
-        """That of a module, on any device: its parameters that get gradients.
+        """The parameters of a module, on any device, that require gradients.
 
         Raises:
-            ValueError: no parameter gets a gradient.
+            ValueError: no parameter with elements requires a gradient.
         """
         return cls.of_parameters(
             [
@@ -63,10 +63,10 @@ class Model:
 
     @classmethod
     def of_parameters(cls, parameters: Sequence[Parameter]) -> Model:
-        """One with these parameters.
+        """A model with these parameters.
 
         Raises:
-            ValueError: they have no elements.
+            ValueError: the parameters have no elements.
         """
         elements = sum(each.numel for each in parameters)
         if not elements:
@@ -74,25 +74,25 @@ class Model:
         return cls(elements, tuple(parameters))
 
     def bucket_sizes(self, bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB) -> list[int]:
-        """Elements of each bucket, in the order of a backward.
+        """The elements of each bucket, in the order of a backward.
 
         Args:
-            bucket_cap_mb: of each bucket, in MiB; the last is for all that follow.
+            bucket_cap_mb: the capacity of each bucket, in MiB; the last one counts for all others.
         """
         if self.parameters is None:
             return bucket_sizes(self.elements, bucket_cap_mb)
         return filled_buckets([each.numel for each in reversed(self.parameters)], bucket_cap_mb)
 
     def listed(self) -> tuple[Parameter, ...]:
-        """The parameters; without names where only the size is known."""
+        """The parameters, without names if only the size is known."""
         if self.parameters is not None:
             return self.parameters
         return tuple(Parameter(shape) for shape in square_shapes(self.elements, self.elements))
 
     def sample(self, most: int) -> list[Shape]:
-        """Shapes of some parameters, the last ones of the model, with ``most`` elements or fewer.
+        """The shapes of the model's last parameters, with ``most`` elements or fewer.
 
-        A parameter that alone has more is cut to fewer rows.
+        A parameter with more elements has fewer rows.
         """
         most = max(1, min(most, self.elements))
         if self.parameters is None:
@@ -104,8 +104,7 @@ class Model:
             if rows == 0 and not found and each.numel:
                 rows = 1
             if rows:
-                # No dimension: a scalar is a vector of one element.
-                found.append((rows, *each.shape[1:]))
+                found.append((rows, *each.shape[1:]))  # a scalar becomes a vector of one element
                 most -= rows * row
             if most <= 0:
                 break
@@ -113,12 +112,12 @@ class Model:
 
 
 def square_shapes(elements: int, model_elements: int, shards: int = 1) -> list[Shape]:
-    """Shapes of so many elements of a model that is mostly square matrices.
+    """The shapes of a rank's elements of a model that consists mostly of square matrices.
 
     Args:
-        elements: of a rank.
-        model_elements: of the whole model.
-        shards: those of each matrix, of which the rank has one.
+        elements: the number of elements of the rank.
+        model_elements: the number of elements of the whole model.
+        shards: the number of shards of each matrix; the rank has one of them.
     """
     side = max(1, math.isqrt(min(elements * shards, model_elements // _MATRICES)))
     height = -(-side // shards)

@@ -1,4 +1,4 @@
-"""When the collectives of a step are through, over a link of given rate and delay.
+"""Predicts when the collectives of a step end, over a link of given rate and delay.
 
 The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`.
 """
@@ -24,12 +24,13 @@ from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
 from torch_commhook.step.step_end import rounds_of
 
-#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
+#: The share of an Ethernet frame that is not headers (Ethernet, IP and TCP).
 PAYLOAD = 1448 / 1514
-#: Messages of a part of a collective that are followed one by one, over all buckets.
+#: The most messages of a collective's part that the model follows one by one: over all buckets, and
+#: the least for a bucket.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
-#: Of Gloo's in a group that init_process_group makes.
+#: Gloo's threads in a group of init_process_group.
 _DDP_THREADS = 2
 
 
@@ -44,22 +45,22 @@ def through_seconds(
     latency: float,
     is_ddp: bool = False,
 ) -> float:
-    """When a step's last collective has ended.
+    """The time at which a step's last collective ends, in seconds.
 
-    A bucket's chains begin at once. Each collective of a chain waits for the one before it. The
-    first one on a group uses that group; later ones use its group for second stages. At the end
-    the ranks agree.
+    All chains of a bucket begin at once. In a chain, each collective waits for the one before it.
+    The first one on a group uses that group; later ones use the group's second-stage group. At the
+    end the ranks agree.
 
     Args:
-        chains: what a rank issues for all gradients, as if they were one bucket.
-        agreement: what it issues at the end of a step.
-        ready: when each bucket is full, in seconds.
-        shares: of each bucket in the gradients.
-        computed: when the step's computing ends, in seconds.
-        bits_per_second: of the link, each way.
-        latency: of a message, one way, in seconds.
-        is_ddp: whether DDP issues the calls itself, on a group with two threads of Gloo's, and no
-            hook exchanges messages directly.
+        chains: the calls of a rank with all gradients in one bucket.
+        agreement: the calls at the end of a step.
+        ready: the time at which each bucket is full, in seconds.
+        shares: each bucket's share of the gradients.
+        computed: the time at which the step's computing ends, in seconds.
+        bits_per_second: the rate of the link, each way.
+        latency: the delay of a message, one way, in seconds.
+        is_ddp: whether DDP issues the calls itself, on a group with two Gloo threads. No rank then
+            exchanges messages directly.
     """
     link = SlowLink(bits_per_second, latency)
     most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
@@ -92,9 +93,9 @@ def through_seconds(
 
 
 def with_exchanges(chain: list[Issued]) -> list[Issued]:
-    """The calls as they are over Gloo, where few ranks exchange messages.
+    """The calls over Gloo, with exchanges of messages among few ranks.
 
-    A simulated group has no exchanges: there a hook's sums are all-reduces.
+    A simulated group has no exchanges; a hook's sums are all-reduces there.
     """
     found: list[Issued] = []
     groups: set[str] = set()
@@ -126,11 +127,11 @@ def round_trips(
     *,
     is_ddp: bool = False,
 ) -> float:
-    """How many round trips follow one another in a step whose buckets are full at once.
+    """The number of consecutive round trips in a step, if all buckets are full at the same time.
 
     Args:
-        chains, agreement, is_ddp: as :func:`through_seconds` takes them.
-        buckets: equal parts of the gradients.
+        chains, agreement, is_ddp: as for :func:`through_seconds`.
+        buckets: the number of buckets, with equal shares of the gradients.
     """
     return through_seconds(
         chains,
@@ -144,9 +145,9 @@ def round_trips(
 
 
 def agreement_of(world_size: int) -> list[Issued]:
-    """What a rank issues at the end of a step, at which all ranks agree that it went well."""
+    """The calls of a rank at the end of a step, by which all ranks agree that it succeeded."""
     return [
-        # To as many ranks as there are distances.
+        # A byte to the rank at each distance.
         Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))
         for distances in rounds_of(world_size)
         if distances

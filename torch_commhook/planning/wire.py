@@ -1,7 +1,7 @@
-"""Messages between all ranks of a group, timed.
+"""Times messages between all ranks of a group.
 
-All ranks send to all others at once, as hooks do. What ranks decide follows from numbers that all
-of them know (:meth:`Wire.shared`), so that they issue the same messages.
+All ranks send to all others at once, as hooks do. Ranks base their decisions on shared numbers
+(:meth:`Wire.shared`), so they issue the same messages.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch_commhook.collectives.plain import resolve_group
 
 
 class Wire:
-    """The ranks of a group, and what they send each other to time it.
+    """Sends messages between the ranks of a group, and times them.
 
-    All ranks make one, and call the same methods in the same order.
+    Each rank creates one, and all call the same methods in the same order.
 
     Args:
         group: two or more ranks; None for the default group.
-        device: of the messages; None for the CPU if the group has a backend for it, else CUDA.
+        device: the messages' device; None for the CPU if the group has a backend for it, else CUDA.
 
     Attributes:
-        groups: over whose connections the messages of :meth:`arrivals` go: the group's, and others
-            that are added.
+        groups: the groups whose connections carry the messages of :meth:`arrivals`: the group, and
+            others that a caller adds.
 
     Raises:
         RuntimeError, TypeError: as :func:`torch_commhook.collectives.resolve_group`.
@@ -56,47 +56,46 @@ class Wire:
 
     @property
     def others(self) -> int:
-        """To how many ranks each one sends."""
+        """The number of other ranks."""
         return self.ranks - 1
 
     @property
     def is_asked(self) -> bool:
-        """Whether a receiver asks for each message, which takes the delay once more."""
+        """Whether a receiver asks for each message, which adds another delay."""
         return self.device.type == "cpu"
 
     def seconds(self, nbytes: int) -> float:
-        """How long a message to each other rank and one from each take, on this rank.
+        """The seconds in which this rank sends a message to each other rank and receives theirs.
 
-        On the CPU a receiver asks for its messages first. So this is a round trip, and the time of
-        the bytes. It does not matter which rank begins first, if that is by less than the delay.
+        On the CPU a receiver asks for its messages first. So the result is a round trip plus the
+        time of the bytes. Ranks may begin at different times, if these differ by less than the
+        delay.
 
         Args:
-            nbytes: of each message.
+            nbytes: the bytes of each message.
         """
-        sent, received = self._buffers(nbytes, 1)
+        sent, received = self._buffers(nbytes)
         self.shared(0.0)  # all ranks begin
         begun = time.perf_counter()
-        self._issue(sent, received[0], [nbytes] * self.ranks).wait()
+        self._issue(sent, received, [nbytes] * self.ranks).wait()
         self._synchronize()
         return time.perf_counter() - begun
 
     def trip(self, first: int, second: int, quiet_seconds: float) -> float:
-        """How long the smallest message takes from each of two ranks to the other.
-
-        Others send nothing, and get 0.
+        """The seconds of a byte's way from each of two ranks to the other; 0 on all other ranks.
 
         Args:
-            first, second: ranks.
-            quiet_seconds: that the others do nothing, since they may share processors.
+            first, second: the two ranks.
+            quiet_seconds: the time for which the others sleep, since they may share processors.
         """
-        sent, received = self._buffers(1, 1)
+        sent, received = self._buffers(1)
         splits = [0] * self.ranks
         if self._rank in (first, second):
             splits[first + second - self._rank] = 1
         count = sum(splits)
         self.shared(0.0)
         begun = time.perf_counter()
-        self._issue(sent[:count], received[0][:count], splits).wait()
+        self._issue(sent[:count], received[:count], splits).wait()
         self._synchronize()
         if not count:
             time.sleep(quiet_seconds)
@@ -104,17 +103,18 @@ class Wire:
         return time.perf_counter() - begun
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
-        """When each of many messages has come that are under way at once, in order.
+        """The arrival times of many messages that are under way at once, in order.
 
-        They go to the opposite rank, which is on another host if consecutive ranks share hosts, and
-        come from one. Where ranks exchange messages, receivers have asked for all of them before.
+        Each rank sends to the opposite rank, which is on another host if consecutive ranks share
+        hosts. If ranks exchange messages, receivers ask for all of them beforehand.
 
         Args:
-            nbytes: of each message.
-            count: messages that this rank sends, and gets. They take turns on the connections.
+            nbytes: the bytes of each message.
+            count: the number of messages that this rank sends, and receives. They take turns on the
+                connections.
 
         Returns:
-            Seconds on this rank from a common beginning, which is uncertain by the delay.
+            Seconds on this rank since a common beginning, which is uncertain by the delay.
         """
         sent = self._bytes("sent", nbytes)
         received = list(self._bytes("received", nbytes * count).view(count, nbytes))
@@ -133,7 +133,7 @@ class Wire:
         return found
 
     def shared(self, *values: float) -> Tensor:
-        """A row of numbers from each rank, the same on all: ``[ranks, values]`` in float64."""
+        """The numbers of all ranks, on each rank: a float64 tensor of shape ``[ranks, values]``."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         every = own.new_empty((self.ranks, len(values)))
         rows = [len(values)] * self.ranks
@@ -142,24 +142,23 @@ class Wire:
         return every.cpu()
 
     def _bytes(self, name: str, count: int) -> Tensor:
-        """Memory that is kept, so that no message waits for pages."""
+        """A buffer that later calls use again, so that no message waits for new pages."""
         found = self._memory.get(name)
         if found is None or found.numel() < count:
-            self._memory.pop(name, None)  # not both at once
+            self._memory.pop(name, None)  # frees the old buffer first
             found = torch.zeros(count, dtype=torch.uint8, device=self.device)
             self._memory[name] = found
         return found[:count]
 
-    def _buffers(self, nbytes: int, count: int) -> tuple[Tensor, list[Tensor]]:
-        """What goes to the other ranks, and where comes what comes from them, so many times."""
+    def _buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        """A buffer for a message to each other rank, and one for a message from each."""
         total = nbytes * self.others
-        received = self._bytes("received", total * count).view(count, total)
-        return self._bytes("sent", total), list(received)
+        return self._bytes("sent", total), self._bytes("received", total)
 
     def _issue(
         self, sent: Tensor, received: Tensor, splits: list[int]
     ) -> torch.futures.Future[Tensor]:
-        """Send so many bytes to each other rank, and get as many from it."""
+        """Send each rank its number of bytes of ``splits``, and receive as many from it."""
         splits[self._rank] = 0
         return issue_all_to_all(sent, splits, splits, received, self.group)
 
@@ -168,11 +167,11 @@ class Wire:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _opposite(self, sign: int) -> int:
-        """The rank that flows go to, or with -1 the one that they come from."""
+        """With ``sign`` 1 the rank that receives this one's flows; with -1 the rank that sends."""
         return (self._rank + sign * (self.ranks // 2)) % self.ranks
 
     def _exchanged(self, sent: Tensor, received: Sequence[Tensor]) -> list[float]:
-        """Seconds until each message has come, of which each has an exchange of its own."""
+        """The arrival times of messages that have an exchange each, in order."""
         none = sent[:0]
         issued = []
         for number, row in enumerate(received):
@@ -181,13 +180,13 @@ class Wire:
             place = place_in(self.groups[number % len(self.groups)])
             place.expect(0, outputs)
             issued.append((place, inputs, outputs))
-        self.shared(0.0)  # all ranks have asked, and begin
+        self.shared(0.0)  # all ranks have asked for their messages, and begin
         found: list[float] = []
         begun = time.perf_counter()
 
         def came(future: torch.futures.Future[Tensor]) -> None:
             found.append(time.perf_counter() - begun)
-            future.value()  # raises what has failed
+            future.value()  # raises if it failed
 
         futures = [
             place.exchange(0, inputs, outputs, none).then(came) for place, inputs, outputs in issued

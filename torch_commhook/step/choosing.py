@@ -1,4 +1,4 @@
-"""The interface of what finds out which hook a model is to have."""
+"""The interface through which a step chooses a model's hook."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Protocol
 
 
 class Choosing(Protocol):
-    """Finds out in the first steps of a model which hook it is to have, on all ranks alike."""
+    """Chooses a model's hook in its first steps, the same one on all ranks."""
 
     def before_step(self) -> None:
-        """A step has begun on all ranks, and no bucket is sent yet.
+        """Called when a step has begun on all ranks, before the first bucket is sent.
 
         Raises:
-            RuntimeError: a collective has failed.
+            RuntimeError: a collective failed.
         """
 
     def before_capture(self) -> None:
-        """A compiler takes in a backward: the hook is to be known now. No step is open.
+        """Called between steps, before a compiler captures a backward: the hook must be known now.
 
         Raises:
-            RuntimeError: a collective has failed.
+            RuntimeError: a collective failed.
         """
 
     def step_repeats(self) -> None:
-        """The step that is open has failed, and is taken again."""
+        """Called when the current step has failed and repeats."""

@@ -1,4 +1,4 @@
-"""What hooks put on the wire that call collectives of ``torch.distributed`` themselves."""
+"""Counts the bytes of hooks that call collectives of ``torch.distributed`` themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_commhook.process_group.operations import COLLECTIVES, Call, HookOpName
 
-#: Of PyTorch's operators on process groups: the method's newest name, where it differs.
+#: The newest names of methods whose operators on process groups have other names.
 _OF_GROUPS = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -25,7 +25,7 @@ _OF_GROUPS = {
     "recv_any_source": "recv_anysource",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
-#: Of functional collectives. The name of their group is their last argument.
+#: The same for functional collectives. Their last argument is the name of their group.
 _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather_single",
     "all_gather_into_tensor_coalesced": "all_gather_single_coalesced",
@@ -36,17 +36,24 @@ _FUNCTIONAL = {
     "reduce_scatter_tensor": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
-#: Arguments of an operator after its group: where the root or peer, and the rows for each rank are.
+#: Positions among an operator's arguments after its group: the root or peer, by operation, and the
+#: rows that each rank gets.
 _ROOTS = {"broadcast": 0, "gather": 0, "reduce": 1, "scatter": 0, "send": 0}
 _SPLITS = 1
 
-#: How many collectives hooks were seen to begin on each group.
+#: The number of collectives that hooks were seen to begin, by group.
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-class _Place(NamedTuple):
-    """What a group had issued, by its own count and by ours, before a hook's first collective."""
+class _Baseline(NamedTuple):
+    """A group's counts before a hook's first collective on it.
+
+    Attributes:
+        group: the group.
+        issued: the collectives that it had issued, by its own count.
+        begun: the collectives that hooks were seen to begin on it.
+    """
 
     group: weakref.ref[dist.ProcessGroup]
     issued: int
@@ -54,22 +61,21 @@ class _Place(NamedTuple):
 
 
 class SeenCollectives:
-    """Counts the collectives that a hook issues inside of it, on this thread.
+    """Counts the collectives that a hook issues on this thread, in a ``with`` block.
 
-    They are seen as operators, on groups of PyTorch's own. A group counts what it issues, so that
-    collectives are noticed that are not seen, such as those of a Future's callbacks. The bytes are
-    unknown then.
+    It sees the operators of PyTorch's own groups. It does not see collectives of a Future's
+    callbacks, but notices them by the group's own count. The bytes are unknown then.
     """
 
     def __init__(self) -> None:
         self._mode = _Mode(self)
-        self._places: list[_Place] = []
+        self._baselines: list[_Baseline] = []
         self._bytes = 0
         self._operations = 0
         self._is_known = True
 
     def __enter__(self) -> SeenCollectives:
-        # Not by entering the mode, which notes so for all threads.
+        # Entering the mode itself would set a flag for all threads.
         _python_dispatch._push_mode(self._mode)
         return self
 
@@ -87,9 +93,9 @@ class SeenCollectives:
             return
         try:
             with _lock:
-                if all(place.group() is not group for place in self._places):
-                    place = _Place(weakref.ref(group), _issued(group), _begun.get(group, 0))
-                    self._places.append(place)
+                if all(each.group() is not group for each in self._baselines):
+                    baseline = _Baseline(weakref.ref(group), _issued(group), _begun.get(group, 0))
+                    self._baselines.append(baseline)
                 _begun[group] = _begun.get(group, 0) + 1
             self._bytes += call.bytes_sent(group.rank(), group.size())
         except RuntimeError:  # a group that does not count
@@ -97,65 +103,62 @@ class SeenCollectives:
         self._operations += 1
 
     def bytes_sent(self, result: Any, find_more: Callable[[], object] | None) -> int | None:
-        """What the hook has sent, once it has returned.
+        """The bytes that the hook has sent. Call it once the hook has returned.
 
         Args:
-            result: what it gave.
-            find_more: called, maybe on another thread, if collectives that nobody has seen come
-                before the result is complete. None where callbacks run at once, as on CUDA.
+            result: the hook's result.
+            find_more: called, perhaps on another thread, if unseen collectives were issued before
+                the result was complete. None if callbacks run at once, as on CUDA.
 
         Returns:
-            None where nothing was seen, or not everything.
+            None if no collective was seen, or if some were not seen.
         """
-        if not self._operations or not self._is_known or self._unseen() != 0:
+        if not self._operations or not self._is_known or _unseen(self._baselines) != 0:
             return None
         is_pending = isinstance(result, torch._C.Future) and not result.done()
         if is_pending and find_more is not None:
-            places, found = list(self._places), find_more
+            baselines, found = list(self._baselines), find_more
 
             def look(_: object) -> None:
-                if _unseen(places) > 0:
+                if _unseen(baselines) > 0:
                     found()
 
             result.add_done_callback(look)
         return self._bytes
 
-    def _unseen(self) -> int:
-        return _unseen(self._places)
 
+def _unseen(baselines: Sequence[_Baseline]) -> int:
+    """The number of collectives that groups have issued and no hook was seen to begin.
 
-def _unseen(places: Sequence[_Place]) -> int:
-    """How many collectives groups have issued that no hook was seen to begin.
-
-    Less than 0 where a group does not tell, such as one whose step has failed.
+    Below 0 if a group has no count, for example after a failed step.
     """
     count = 0
-    for place in places:
-        group = place.group()
+    for baseline in baselines:
+        group = baseline.group()
         if group is not None:
             try:
-                issued = _issued(group) - place.issued
+                issued = _issued(group) - baseline.issued
             except RuntimeError:
                 return -1
-            with _lock:  # after the group's own count: one that begins now is no more than begun
-                count += issued - (_begun.get(group, 0) - place.begun)
+            with _lock:  # read second: a collective that begins now only lowers the result
+                count += issued - (_begun.get(group, 0) - baseline.begun)
     return count
 
 
 def _issued(group: Any) -> int:
-    """How many collectives a group has issued, by its own count."""
+    """The number of collectives that a group has issued, by its own count."""
     count: int = group._get_sequence_number_for_group()
     return count
 
 
 class _Mode(TorchDispatchMode):
-    """Shows operators to a :class:`SeenCollectives`, and runs them as they are."""
+    """Shows operators to a :class:`SeenCollectives`, and runs them unchanged."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what a hook has compiled stays compiled."""
+        """True: a hook's compiled functions stay compiled."""
         return True
 
     def __init__(self, seen: SeenCollectives) -> None:
@@ -170,11 +173,11 @@ class _Mode(TorchDispatchMode):
 
 
 def _described(operator: Any, arguments: Sequence[Any]) -> tuple[Call, dist.ProcessGroup] | None:
-    """What an operator communicates, and on which group; None where it does not."""
+    """An operator's collective and its group; None for an operator that does not communicate."""
     name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out")
     if operator.namespace == "_c10d_functional":
         if name not in _FUNCTIONAL:
-            return None  # such as the one that waits
+            return None  # such as wait_tensor
         group = distributed_c10d._resolve_process_group(arguments[-1])
         given = [_tensors(arguments[0])]
         numbers: Sequence[Any] = arguments[1:]
