@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_commhook.cli.formatting import align_columns, pluralize
 from torch_commhook.cli.plan_advice import Advice, Loss, judge_row, own_text
 from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
 from torch_commhook.cli.plan_sharded import Cost as ShardedCost
@@ -65,7 +66,7 @@ class Question:
             wire += f" and {self.delay_seconds * 1e3:.3g} ms"
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        threads = pluralize(self.threads, "thread")
         return (
             f"{format_count(self.model.elements)} parameters{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
@@ -112,7 +113,7 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
         )
         for cost in costs
     ]
-    return _aligned(header, rows)
+    return align_columns(header, rows)
 
 
 def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: str) -> list[str]:
@@ -134,7 +135,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
         ]
         for cost in costs
     ]
-    return [*_aligned(header, rows), *_memory_notes(costs, layout)]
+    return [*align_columns(header, rows), *_memory_notes(costs, layout)]
 
 
 def spread_of(layout: Layout) -> str:
@@ -167,14 +168,6 @@ def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
 
 def _bytes_or_unknown(count: float | None) -> str:
     return "?" if count is None else format_bytes(count)
-
-
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
-        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
-    ]
 
 
 def _times(*seconds: float) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch_commhook.cli.formatting import align_columns
 from torch_commhook.cli.step_log import StepLog
 from torch_commhook.metrics import ring_all_reduce_bytes
 
@@ -362,7 +363,7 @@ def format_table(results: Sequence[RunResult]) -> str:
     has_gathered = any(result.gathered_per_step for result in results)
     header = ["hook", "final loss", "held-out", "steps/s", "sent per step", "fp32 / sent"]
     header += ["scattered per step"] * has_scattered + ["gathered per step"] * has_gathered
-    rows = [header]
+    rows = []
     for result in results:
         held_out = "-" if result.held_out_loss is None else f"{result.held_out_loss:.4f}"
         ratio = result.fp32_ratio
@@ -377,14 +378,7 @@ def format_table(results: Sequence[RunResult]) -> str:
         row += [format_bytes(result.scattered_per_step)] * has_scattered
         row += [format_bytes(result.gathered_per_step)] * has_gathered
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return "\n".join(align_columns(header, rows, is_underlined=True))
 
 
 def format_final_loss(result: RunResult) -> str:

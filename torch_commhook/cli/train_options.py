@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.outputs import (
     EVENTS,
     METRICS,
@@ -254,7 +255,7 @@ def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
     cores = available_cores()
     if ranks <= cores or not chosen or device == "cuda":
         return ()
-    return (f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}",)
+    return (f"{ranks} ranks share {pluralize(cores, 'core')}",)
 
 
 def _check_results(out: Path, names: Sequence[str], logs: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
 from torch_commhook.cli.outputs import (
     PLOT,
@@ -474,9 +475,9 @@ def _print_start(
     config = options.config
     where = f"{world.backend} on {world.device.type}"
     if world.device.type == "cpu":
-        where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
+        where += f", {pluralize(options.threads, 'thread')} each"
     text = "the standard library" if config.data is None else ", ".join(config.data)
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    ranks = pluralize(world.size, "rank")
     if config.parallel == "fsdp":
         ranks = f"in shards on {ranks}"
     elif config.parallel == "hsdp":
@@ -499,7 +500,7 @@ def _what_trains(options: TrainOptions) -> str:
     """The title of the picture."""
     config = options.config
     how = "" if config.parallel == "ddp" else f", {config.parallel}"
-    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    ranks = pluralize(config.ranks, "rank")
     return f"byte-level transformer, {_parameters(config)}, {ranks}{how}"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.bench.hooks import ALONE
 from torch_commhook.cli.bench.tables import format_rate, format_size, message_rate
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.planning.link_file import HookTime, LinkFile
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def draw(path: Path, found: LinkFile) -> None:
     rows = max(len(found.hooks), 8) if panels[1] else 8
     figure = Figure(figsize=(1 + 5.5 * max(sum(panels), 1), 1.5 + 0.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    ranks = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
+    ranks = pluralize(found.ranks, "rank")
     figure.suptitle(f"{ranks} over {found.backend} on {found.device.upper()}")
     axes: list[Any] = list(figure.subplots(1, max(sum(panels), 1), squeeze=False)[0])
     for each in axes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_commhook.cli.bench.link import LinkPart
+from torch_commhook.cli.formatting import align_columns, pluralize
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.planning.link import MANY
 from torch_commhook.planning.link_file import (
@@ -21,13 +22,9 @@ NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures on
 
 def heading(found: LinkFile, threads: int, torch_version: str) -> str:
     """The ranks, their group and their device."""
-    ranks = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
-    where = "CUDA" if found.device == "cuda" else _threads(threads)
+    ranks = pluralize(found.ranks, "rank")
+    where = "CUDA" if found.device == "cuda" else pluralize(threads, "thread")
     return f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
 
 
 def link_text(part: LinkPart, ranks: int) -> str:
@@ -54,7 +51,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
         ]
         for each in part.messages
     ]
-    lines += ["", *aligned(header, rows)]
+    lines += ["", *align_columns(header, rows)]
     lines += [f"{format_size(size)}: left out, {why}" for size, why in part.left_out.items()]
     return "\n".join(lines)
 
@@ -70,11 +67,8 @@ def collectives_text(found: Sequence[CollectiveTime]) -> str:
     names = list(dict.fromkeys(each.name for each in found))
     times = {(each.name, each.bytes): f"{_milliseconds(each.seconds)} ms" for each in found}
     header = ["collective", *map(format_size, sizes)]
-    return "\n".join(
-        aligned(
-            header, [[name, *(times.get((name, size), "") for size in sizes)] for name in names]
-        )
-    )
+    rows = [[name, *(times.get((name, size), "") for size in sizes)] for name in names]
+    return "\n".join(align_columns(header, rows))
 
 
 def codecs_text(found: Sequence[CodecSpeed]) -> str:
@@ -91,7 +85,7 @@ def codecs_text(found: Sequence[CodecSpeed]) -> str:
         ]
         for each in found
     ]
-    return "\n".join(aligned(header, rows))
+    return "\n".join(align_columns(header, rows))
 
 
 def hooks_text(found: Sequence[HookTime], what: str) -> str:
@@ -106,21 +100,8 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
         ]
         for each in found
     ]
-    return "\n".join(
-        [f"steps that average {what}, and compute next to nothing", *aligned(header, rows)]
-    )
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first column is text, and the others numbers."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
+    title = f"steps that average {what}, and compute next to nothing"
+    return "\n".join([title, *align_columns(header, rows)])
 
 
 def format_size(nbytes: int) -> str:

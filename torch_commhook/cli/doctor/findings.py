@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from torch_commhook.cli.formatting import pluralize
+
 Level = Literal["ok", "warning", "error"]
 
 
@@ -55,12 +57,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':<9}-> {finding.advice}")
     errors, warnings = count(findings, "error"), count(findings, "warning")
-    lines.append(f"doctor: {_number(errors, 'error')}, {_number(warnings, 'warning')}")
+    lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
     return "\n".join(lines)
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_line(error: BaseException) -> str:
