@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from torch_commhook.cli.bench.options import parse_options
+from torch_commhook.cli.default_hooks import DEFAULT_HOOKS, DEFAULT_SHARD_HOOKS
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan_advice import (
-    DEFAULT_HOOKS,
-    DEFAULT_SHARD_HOOKS,
-    Loss,
-    advise,
-    judge,
-    judge_row,
-)
+from torch_commhook.cli.plan_advice import Loss, advise, judge, judge_row
 from torch_commhook.cli.plan_numbers import (
     format_count,
     format_rate,
@@ -25,6 +20,7 @@ from torch_commhook.cli.plan_numbers import (
     parse_rate,
     say_seconds,
 )
+from torch_commhook.cli.plan_parser import build_parser
 from torch_commhook.hooks.expressions import parse_hook
 
 UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={}, error_reset=True)"
@@ -76,6 +72,11 @@ def test_defaults_do_no_harm() -> None:
             assert judge(hook, optimizer).loss < Loss.UNKNOWN
             parse_hook(hook)
         assert DEFAULT_HOOKS[optimizer][0] == "allreduce()"
+
+
+def test_bench_measures_the_hooks_that_plan_compares() -> None:
+    optimizer = build_parser().parse_args([]).optimizer
+    assert parse_options(["--elements", "10k"]).hooks == DEFAULT_HOOKS[optimizer]
 
 
 def taken(optimizer: str = "adamw", **seconds: float) -> str:

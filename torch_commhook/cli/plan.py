@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from torch_commhook.cli import plan_sharded
-from torch_commhook.cli.outputs import OutputError, check_checkpoint
-from torch_commhook.cli.plan_advice import (
+from torch_commhook.cli.default_hooks import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
     DEFAULT_SHARD_HOOKS,
-    Advice,
-    advise,
 )
+from torch_commhook.cli.outputs import OutputError, check_checkpoint
+from torch_commhook.cli.plan_advice import Advice, advise
 from torch_commhook.cli.plan_model import (
     ModelError,
     Subject,

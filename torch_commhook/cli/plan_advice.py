@@ -11,50 +11,10 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from torch_commhook import codecs, hooks
+from torch_commhook.cli.default_hooks import OF_UPDATES
 from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
-
-#: Of AdamW's updates, which error feedback does not hurt.
-OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
-_STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
-
-#: By the optimizer.
-DEFAULT_HOOKS = {
-    "adamw": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "blockwise(bits=4)",
-        "powersgd(rank=2)",
-        OF_UPDATES.format(hook="error_feedback(topk(0.01))"),
-        _STREAMED,
-    ),
-    "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "error_feedback(blockwise(bits=4))",
-        "error_feedback(powersgd(rank=2))",
-        "error_feedback(topk(0.01))",
-        "error_feedback(sign())",
-        _STREAMED,
-    ),
-}
-#: Those that average across replicas of a model in shards.
-DEFAULT_REPLICA_HOOKS = {name: found[:5] for name, found in DEFAULT_HOOKS.items()}
-#: Those that take part in reduce-scatters.
-DEFAULT_SHARD_HOOKS = {
-    "adamw": ("allreduce()", "cast()", "blockwise()", "fp8()", "blockwise(bits=4)"),
-    "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "fp8()",
-        "error_feedback(blockwise(bits=4))",
-        "error_feedback(sign())",
-    ),
-}
 
 
 class Loss(IntEnum):

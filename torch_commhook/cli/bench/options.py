@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, positive_float, positive_int
 from torch_commhook.cli.outputs import OutputError, check_checkpoint
@@ -24,19 +26,14 @@ from torch_commhook.hooks.expressions import (
     is_file_reference,
     parse_hook,
 )
+from torch_commhook.planning.computing import OPTIMIZERS
 
 #: The parts of a run, and their shares of its time.
 PARTS = {"link": 4, "collectives": 2, "codecs": 3, "hooks": 6}
 _OF_SEVERAL = ("link", "collectives")
-DEFAULT_HOOKS = (
-    "allreduce()",
-    "cast()",
-    "blockwise()",
-    "error_feedback(blockwise(bits=4))",
-    "error_feedback(topk(0.01))",
-    "error_feedback(powersgd(rank=2))",
-)
-#: What the others are compared with. It is measured, too, if it is not named.
+#: The hooks that plan compares by default, so that it finds all of them in the file of --out.
+_DEFAULT_HOOKS = DEFAULT_HOOKS[OPTIMIZERS[0]]
+#: The hook that the others are compared with. It is always measured.
 BASELINE = "allreduce()"
 _DEFAULT_ELEMENTS = 25_000_000
 _DEFAULT_SECONDS = 60.0
@@ -132,8 +129,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--hooks",
         nargs="+",
         metavar="HOOK",
-        default=list(DEFAULT_HOOKS),
-        help=f"as train takes them ({' '.join(DEFAULT_HOOKS)})",
+        default=list(_DEFAULT_HOOKS),
+        help=f"as train takes them ({' '.join(_DEFAULT_HOOKS)})",
     )
     add("--out", type=Path, metavar="FILE", help="write the file that plan --link takes")
     add("--plot", type=Path, metavar="FILE", help="draw a picture (PNG)")
@@ -261,11 +258,10 @@ def _check_memory(options: BenchOptions, local_ranks: int) -> None:
     needed = sum(map(math.prod, options.shapes)) * _BYTES_PER_ELEMENT * local_ranks
     there = _available_memory()
     if there is not None and needed > there:
-        ranks = f"{local_ranks} rank{'s' * (local_ranks > 1)}"
         raise OptionError(
             f"argument --parts: hooks need about {needed / 1e9:.1f} GB for {options.what} on "
-            f"{ranks} of this machine, and {there / 1e9:.1f} GB are free; give fewer --elements, "
-            "or leave hooks out"
+            f"{pluralize(local_ranks, 'rank')} of this machine, and {there / 1e9:.1f} GB are free; "
+            "give fewer --elements, or leave hooks out"
         )
 
 
