@@ -20,6 +20,7 @@ import torch
 from train_processes import read_metrics
 
 from torch_commhook.cli import loss_plot, report, step_log, text_data
+from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import learning_rate
 from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
@@ -280,7 +281,7 @@ def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loss_plot.draw_loss(tmp_path / "loss.png", [result])
-    assert "pip install torch-commhook[train]" in loss_plot.HOW_TO_GET_MATPLOTLIB
+    assert "pip install torch-commhook[train]" in MATPLOTLIB_IS_MISSING
 
 
 def _result(hook: str, bytes_a_step: int | None, steps: int = 50) -> report.RunResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,13 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_commhook.cli.outputs import has_matplotlib
 from torch_commhook.cli.report import RunResult, StepRecord, format_bytes
 from torch_commhook.cli.train_config import is_no_hook
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-#: What to say where there is nothing to draw with.
-HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
 
 #: Of runs with hooks: told apart by most who do not see all colours.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#6a3d9a")
@@ -59,7 +56,7 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
     Returns:
         False where matplotlib is not installed, and nothing is written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         return False
     loss_figure(results, title).savefig(path, dpi=120)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import stat
@@ -16,6 +17,7 @@ SUMMARY = "summary.json"
 PLOT = "loss.png"
 #: The folder of ``--log tensorboard``.
 EVENTS = "tensorboard"
+MATPLOTLIB_IS_MISSING = "matplotlib is missing (pip install torch-commhook[train])"
 _STEP = "{step}"
 
 
@@ -49,6 +51,18 @@ def check_checkpoint(path: Path) -> None:
     """Raise OutputError unless a file can be put at ``path``. Leaves nothing behind."""
     _check_regular(path)
     _check_folder(path.parent)
+
+
+def has_matplotlib() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_picture(path: Path) -> None:
+    """Raise OutputError unless a picture can be drawn and put at ``path``."""
+    if not has_matplotlib():
+        raise OutputError(MATPLOTLIB_IS_MISSING)
+    check_checkpoint(path)
 
 
 def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:

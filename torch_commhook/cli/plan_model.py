@@ -48,14 +48,24 @@ class Subject:
     make: Callable[[], Any] | None = None
     inputs: Callable[[], Sequence[Any]] | None = None
 
-    def compute_seconds(self, optimizer: str) -> float | None:
-        """Of a step on this machine, measured; None where that can't be.
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the model can be made and called, so that its step can be measured."""
+        return self.make is not None and self.inputs is not None
+
+    def compute_seconds(self, optimizer: str) -> float:
+        """Measure a step of a runnable model on this machine, without communication.
+
+        Args:
+            optimizer: ``adamw`` or ``sgd``.
+
+        Returns:
+            Its time in seconds.
 
         Raises:
             ModelError: the model fails when it is made or run.
         """
-        if self.make is None or self.inputs is None:
-            return None
+        assert self.make is not None and self.inputs is not None
         try:
             module = self.make()
             return measure_step(module, self.inputs(), optimizer)

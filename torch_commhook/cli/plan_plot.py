@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import colorsys
-import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_commhook.cli.plan_numbers import format_rate
-
-HOW_TO_GET_MATPLOTLIB = "needs matplotlib (pip install torch-commhook[train])"
 
 #: Bits per second: two in each factor of ten, and the ends of a scale.
 RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
@@ -21,11 +18,6 @@ _COLORS = (
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
 )
 _LABEL_CHARACTERS = 90
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_rates(

@@ -23,8 +23,9 @@ from torch_commhook.cli.checkpoint import (
     write_checkpoint,
 )
 from torch_commhook.cli.formatting import pluralize
-from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
+from torch_commhook.cli.loss_plot import draw_loss
 from torch_commhook.cli.outputs import (
+    MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
     OutputError,
@@ -518,7 +519,7 @@ def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
         if result.choice:
             print(f"{result.hook} averaged with {result.choice}", flush=True)
     if not draw_loss(out / PLOT, results, title=_what_trains(options)):
-        print(HOW_TO_GET_MATPLOTLIB)
+        print(f"no {PLOT}: {MATPLOTLIB_IS_MISSING}")
     last = results[-1]
     if last.is_interrupted:
         which = f" of the run with hook {last.hook}" if len(results) > 1 else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
 from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, positive_float, positive_int
-from torch_commhook.cli.outputs import OutputError, check_checkpoint
+from torch_commhook.cli.outputs import OutputError, check_checkpoint, check_picture
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.plan_numbers import format_count, parse_count
 from torch_commhook.cli.train_config import MOST, MOST_RANKS
@@ -235,18 +234,15 @@ def _hooks(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_outputs(options: BenchOptions) -> None:
-    for name in ("out", "plot"):
+    checks = {"out": check_checkpoint, "plot": check_picture}
+    for name, check in checks.items():
         path = getattr(options, name)
         if path is None:
             continue
         try:
-            check_checkpoint(path)
+            check(path)
         except OutputError as error:
             raise OptionError(f"argument --{name}: {error}") from error
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise OptionError(
-            "argument --plot: matplotlib is missing (pip install torch-commhook[train])"
-        )
     if options.out is not None and options.out == options.plot:
         raise OptionError(
             f"argument --plot: must be another file than that of --out, {options.out}"
