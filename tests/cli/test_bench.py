@@ -153,7 +153,7 @@ def test_the_world_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_options([], place).ranks == 4
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)
-    assert "--ranks: must be the 4 of the world that is there, got 2" in capsys.readouterr().err
+    assert "--ranks: must be 4, the ranks of the launcher, got 2" in capsys.readouterr().err
 
 
 # ---- messages ------------------------------------------------------------------------------------

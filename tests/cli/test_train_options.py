@@ -268,7 +268,7 @@ def test_a_world_that_is_there_decides_the_ranks(capsys: pytest.CaptureFixture[s
     assert parse_options([], place).config.ranks == 5
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)
-    assert "must be the 5 of the world that is there, got 2" in capsys.readouterr().err
+    assert "must be 5, the ranks of the launcher, got 2" in capsys.readouterr().err
     many = MOST_RANKS + 1  # on many machines
     assert parse_options([], Place(0, many, 0, 1)).config.ranks == many
 

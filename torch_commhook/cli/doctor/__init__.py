@@ -22,6 +22,7 @@ from torch_commhook.cli.doctor.meeting import NoMeetingError, meet
 from torch_commhook.cli.doctor.network import check_network
 from torch_commhook.cli.doctor.ranks import check_ranks
 from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.option_types import number
 from torch_commhook.cli.place import PlaceError, read_place
 from torch_commhook.cli.slurm import slurm_variables
 
@@ -80,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         help="the checks to run",
     )
     parser.add_argument(
-        "--backend", help="describe a group of this backend, such as cpu:gloo,cuda:nccl"
+        "--backend", help="backend to describe a group of, such as cpu:gloo,cuda:nccl"
     )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="that ranks have to come and to connect",
+        help="time for ranks to come and to connect",
     )
     return parser
 
@@ -101,7 +102,7 @@ def _checks(text: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    seconds = number(text, float, "a number")
     if not 0 < seconds <= 3600:
         raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600, got {text}")
     return seconds
