@@ -432,7 +432,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) 
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
         os.kill(run.rank_pid(1), signal.SIGSTOP)
         os.kill(run.process.pid, signal.SIGINT)
-        _wait_for(lambda: "once more ends them" in run.stderr, "the first one was not taken")
+        _wait_for(lambda: "a second signal ends them" in run.stderr, "the first one was not taken")
         assert run.process.poll() is None
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 130

@@ -129,7 +129,7 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert (options.config.dim, options.config.seq, options.config.ranks) == (32, 16, 2)
     assert (options.config.steps, options.config.batch) == (9, 5)
     assert len(options.notes) == 2
-    assert any("--batch is 5, it was 4" in note for note in options.notes)
+    assert any("--batch is 5, but was 4" in note for note in options.notes)
     assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
 
 

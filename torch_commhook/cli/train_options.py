@@ -223,8 +223,8 @@ def _base_from_checkpoint(
             )
         if name == "ranks" and checkpoint.has_hook_state:
             raise OptionError(
-                f"argument {option}: the checkpoint {path} holds the hook's state of each of "
-                f"{was} ranks; resume with {was} ranks, got {value}"
+                f"argument {option}: the checkpoint {path} holds the hook's state of {was} ranks, "
+                f"one for each; resume with {was} ranks, got {value}"
             )
         if name in MEMORY_FIELDS and checkpoint.has_hook_state and not is_noted:
             is_noted = True
