@@ -218,8 +218,8 @@ def test_a_compiler_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = finding(report(capsys, "build"), "C++ compiler")
-    assert found["value"] == "CXX names no-such-compiler, which is not there"
-    assert found["advice"].startswith("Set CXX to a compiler that is there, or unset it: ")
+    assert found["value"] == "CXX names no-such-compiler, which is missing"
+    assert found["advice"].startswith("Set CXX to an installed compiler, or unset it: ")
     monkeypatch.setenv("CXX", f"{sys.executable} -O2")
     assert finding(report(capsys, "build"), "C++ compiler")["value"] == sys.executable
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` finds, and how it prints that."""
+"""The findings of ``doctor``, and their text and JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def count(findings: Sequence[Finding], level: Level) -> int:
-    """How many findings have a level."""
+    """The number of findings with a level."""
     return sum(finding.level == level for finding in findings)
 
 

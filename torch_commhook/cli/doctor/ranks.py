@@ -46,7 +46,7 @@ def check_ranks(settings: Settings) -> Iterator[Finding]:
 
 
 def _two_processes(timeout: float) -> Iterator[Finding]:
-    """Start this check as two ranks, which take the store of this process."""
+    """Start this check as two ranks, which meet in a store of this process."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
