@@ -216,7 +216,7 @@ def test_the_table_of_a_link() -> None:
     part = LinkPart(figures, FILE.messages, {1 << 26: "one takes about 2.7 s; give more --seconds"})
     assert tables.link_text(part, 3).splitlines() == [
         "link: 200.0 Mbit/s each way with headers, round trip 50.00 ms",
-        "one connection carries 90.0 Mbit/s, 4 carry 200.0: attach() takes these",
+        "one connection carries 90.0 Mbit/s, 4 carry 200.0: attach() takes 4",
         "",
         "message to each of 2 ranks     ms  Mbit/s each way",
         "1 KiB                       50.00             0.33",

@@ -1,4 +1,4 @@
-"""What ``bench`` prints."""
+"""Formats the measurements of ``bench`` as text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch_commhook.planning.link_file import (
     Message,
 )
 
-#: What is said of a part that only several ranks have.
+#: The text of the part ``link`` on one rank.
 NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures one"
 
 
 def heading(found: LinkFile, threads: int, torch_version: str) -> str:
-    """The ranks, their group and their device."""
+    """The first line: the ranks, their backend and their device."""
     ranks = pluralize(found.ranks, "rank")
     where = "CUDA" if found.device == "cuda" else pluralize(threads, "thread")
     return f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}"
 
 
 def link_text(part: LinkPart, ranks: int) -> str:
-    """The link, what more connections carry, and the messages."""
+    """The rate, the round trip, the rate of more connections, and a row for each message."""
     figures = part.figures
     lines = [
         f"link: {format_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
@@ -38,7 +38,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
         one, many = (format_rate(figures.rates[count]) for count in (1, MANY))
         taken = "takes" if figures.connections == MANY else "would not take"
         lines.append(
-            f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} these"
+            f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} {MANY}"
         )
     others = ranks - 1
     to_each = "" if others == 1 else f" to each of {others} ranks"
@@ -57,7 +57,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
 
 
 def message_rate(message: Message, ranks: int) -> float:
-    """Bits per second that each rank sends in messages, with the round trip, without headers."""
+    """The bits per second that each rank sends, without headers; the time has the round trip."""
     return message.bytes * (ranks - 1) * 8 / message.seconds
 
 
@@ -105,12 +105,13 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes in binary units: ``64 KiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024 or unit == "MiB":
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024  # type: ignore[assignment]
-    raise AssertionError
+    """Format bytes in binary units: ``64 KiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} MiB"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -119,6 +120,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """In Mbit/s, without the unit."""
+    """Format a rate in Mbit/s, without the unit."""
     value = bits_per_second / 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
