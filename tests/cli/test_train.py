@@ -60,7 +60,7 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     assert summary["config"]["dim"] == 32
 
     lines = run.stdout.splitlines()
-    assert lines[1] == "to compare with: blockwise(bits=4), then none"
+    assert lines[1] == "then, for comparison: blockwise(bits=4), then none"
     live = [line for line in lines if line.startswith("cast(bfloat16)  step")]
     assert [line.split()[2] for line in live] == ["2/5", "4/5", "5/5"]
     assert live[-1].endswith("2.00x smaller than fp32")

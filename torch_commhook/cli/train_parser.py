@@ -1,4 +1,4 @@
-"""The command line of ``train``: its options, each by itself."""
+"""The command line of ``train``."""
 
 from __future__ import annotations
 
