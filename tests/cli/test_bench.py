@@ -123,14 +123,14 @@ def test_a_picture_needs_matplotlib(
 def test_the_gradients_of_a_model() -> None:
     options = parse_options(["--model", "bench_models:make"])
     assert options.shapes == ((4, 8), (4,), (2, 4))
-    assert options.what == "44 elements of bench_models:make"
+    assert options.description == "44 elements of bench_models:make"
 
 
 @pytest.mark.usefixtures("_no_launch")
 def test_other_gradients_are_mostly_square_matrices() -> None:
     options = parse_options(["--elements", "4801"])
     assert options.shapes == (*[(10, 10)] * 48, (1,))
-    assert options.what == "4.801 k elements"
+    assert options.description == "4.801 k elements"
 
 
 @pytest.mark.usefixtures("_no_launch")

@@ -1,4 +1,4 @@
-"""Formats counts and tables for the terminal."""
+"""Formats counts, errors and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from collections.abc import Sequence
 def pluralize(number: int, noun: str) -> str:
     """``number`` with ``noun``, which gets an ``s`` unless the number is 1: ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the text of an error in one line; only the type if there is no text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def align_columns(

@@ -279,7 +279,7 @@ def _end_text(code: int, failure: Failure | None) -> str:
 
 
 def _first_cause(failed: dict[int, int], folder: Path) -> int:
-    """The rank that caused the end of the others: killed by a signal, or else the first to fail."""
+    """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
     def order(number: int) -> tuple[bool, bool, float, int]:
         failure = read_failure(folder, number)

@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and exit code 2, without the whole usage."""
+    """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())

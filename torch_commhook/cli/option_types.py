@@ -71,9 +71,9 @@ def type_of(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return read
 
 
-def number(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
-    """Convert by ``kind``; the error calls the expected value ``what``."""
+def number(text: str, kind: Callable[[str], _Number], noun: str) -> _Number:
+    """Convert by ``kind``; the error names the expected value by ``noun``."""
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be {noun}, got {text!r}") from None

@@ -108,12 +108,12 @@ def attach_hook(model: nn.Module, config: TrainConfig) -> Any:
         return None
     from torch_commhook import attach
 
-    beside = {}
+    options = {}
     if config.shard_hook is not None:
-        beside["shard_hook"] = parse_hook(config.shard_hook)
+        options["shard_hook"] = parse_hook(config.shard_hook)
     if config.weights is not None:
-        beside["weights"] = parse_codec(config.weights)
-    return attach(model, hook, **beside)
+        options["weights"] = parse_codec(config.weights)
+    return attach(model, hook, **options)
 
 
 # ---- the whole state -----------------------------------------------------------------------------

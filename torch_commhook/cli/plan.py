@@ -61,14 +61,14 @@ class _Answer:
     Attributes:
         costs: the cost of each hook, the plain all-reduce first.
         advice: the recommended hook.
-        said: the question in one sentence.
+        question: the question in one sentence.
         table: the lines of the table.
         costs_at: computes the costs over a link of another rate, in bits per second.
     """
 
     costs: _Costs
     advice: Advice
-    said: str
+    question: str
     table: list[str]
     costs_at: Callable[[float], _Costs]
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_plain(question, answer), indent=2))
     else:
-        print(text_of(answer.advice, answer.said, answer.table))
+        print(text_of(answer.advice, answer.question, answer.table))
     return 0
 
 
@@ -131,7 +131,7 @@ def _check_plot(options: argparse.Namespace) -> None:
 
 
 def _announce(options: argparse.Namespace, subject: Subject, hooks: Sequence[str]) -> None:
-    """Print to stderr what is measured next, because this may take minutes."""
+    """Announce the measurements on stderr, because they may take minutes."""
     measured = [pluralize(len(hooks), "hook")]
     if options.compute_ms is None:
         measured.insert(0, f"a step of {subject.name}")
@@ -200,7 +200,7 @@ def _question(options: argparse.Namespace, subject: Subject) -> Question:
 
 
 def _world(options: argparse.Namespace) -> int:
-    """The number of ranks: of ``--world``, else of the link's file, else of ``train``.
+    """The number of ranks: from ``--world``, the link's file or the default of ``train``.
 
     Raises:
         PlanError: there is only one rank.
@@ -301,7 +301,7 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
     return _Answer(
         costs,
         _advise(costs, [cost.bytes_sent for cost in costs], question),
-        question.said(beside=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
+        question.sentence(step=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
         table_of(costs, question),
         costs_at,
     )
@@ -338,7 +338,7 @@ def _of_shards(
     return _Answer(
         costs,
         _advise(costs, sent, question),
-        question.said(spread=spread_of(layout), link=within),
+        question.sentence(spread=spread_of(layout), link=within),
         sharded_table_of(costs, layout, question.optimizer),
         costs_at,
     )
@@ -359,7 +359,7 @@ def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> N
             options.plot,
             seconds,
             asked=question.bits_per_second,
-            title=f"A step over links of other rates: {answer.said}",
+            title=f"A step over links of other rates: {answer.question}",
         )
     except OSError as error:
         raise PlanError(f"argument --plot: {options.plot} can't be written: {error}") from error

@@ -212,8 +212,8 @@ def judge_row(label: str, optimizer: str) -> Verdict:
         label: the text of the row: a hook, and possibly a ``shard_hook`` and ``weights``.
         optimizer: ``adamw`` or ``sgd``.
     """
-    beside = label.partition(", shard_hook=")[2].partition(", weights=")[0]
-    texts = [own_text(label), *[beside] * bool(beside)]
+    shard_hook = label.partition(", shard_hook=")[2].partition(", weights=")[0]
+    texts = [own_text(label), *[shard_hook] * bool(shard_hook)]
     return max((judge(text, optimizer) for text in texts), key=lambda each: each.loss)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.planning import Model, Parameter
@@ -70,7 +71,9 @@ class Subject:
             module = self.make()
             return measure_step(module, self.inputs(), optimizer)
         except Exception as error:  # a user's model may raise anything
-            raise ModelError(f"a step of {self.name} can't be measured: {_said(error)}") from error
+            raise ModelError(
+                f"a step of {self.name} can't be measured: {one_line(error)}"
+            ) from error
 
 
 def train_transformer() -> Subject:
@@ -115,7 +118,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
     except Exception as error:
         raise ModelError(
             f"{text} can't be built on the meta device, which has shapes and no values: "
-            f"{_said(error)}"
+            f"{one_line(error)}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{text} must return a torch.nn.Module, got {type(module).__qualname__}")
@@ -145,7 +148,7 @@ def _load_factory(text: str) -> Callable[[], Any]:
     except ModelError:
         raise
     except Exception as error:  # a user's module may raise anything
-        raise ModelError(f"{text} can't be loaded: {_said(error)}") from error
+        raise ModelError(f"{text} can't be loaded: {one_line(error)}") from error
     if not callable(found):
         raise ModelError(f"{text} must be a function, got {type(found).__qualname__}")
     factory: Callable[[], Any] = found
@@ -169,11 +172,6 @@ def _load_module(place: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up a class's module by name
     spec.loader.exec_module(module)
     return module
-
-
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ def model_of_shapes(path: Path) -> Subject:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} can't be read: {_said(error)}") from error
+        raise ModelError(f"{path} can't be read: {one_line(error)}") from error
     is_json = text.lstrip()[:1] in ("[", "{")
     parameters = _of_json(path, text) if is_json else _of_lines(path, text)
     elements = sum(each.numel for each in parameters)
@@ -233,7 +231,7 @@ def _of_json(path: Path, text: str) -> list[Parameter]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is no JSON: {_said(error)}") from error
+        raise ModelError(f"{path} is no JSON: {one_line(error)}") from error
     if isinstance(document, dict):
         document = document.get("parameters")
     if not isinstance(document, list):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_commhook import hooks
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.cli.sharded_options import check_hook_fits, check_weights
 from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.planning.hook_work import (
@@ -144,7 +145,7 @@ def measure_sharded(
     if weights is not None:
         check_weights(weights)
     plain = _Part(_NUMBER_BYTES * layout.shard_elements * (layout.shards - 1))
-    beside = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
+    scatters = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
     parts = [_tried(_scatter if on_shards else _reduce, text, layout) for text in texts]
     given = {"shard_hook": shard_hook, "weights": weights}
     compressed = [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -154,24 +155,24 @@ def measure_sharded(
         if compressed and not found:
             found.append(_measured(text, part, plain, _gathers(None, layout), layout))
         label = ", ".join([text, *compressed])
-        found.append(_measured(label, part, beside, gathers, layout))
+        found.append(_measured(label, part, scatters, gathers, layout))
     return found
 
 
 def _measured(
-    label: str, part: _Part, beside: _Part, gathers: tuple[_Part, _Part], layout: Layout
+    label: str, part: _Part, scatters: _Part, gathers: tuple[_Part, _Part], layout: Layout
 ) -> Measured:
     on_shards = layout.replicas is None
-    others = gathers if on_shards else (*gathers, beside)
+    others = gathers if on_shards else (*gathers, scatters)
     return Measured(
         hook=label,
-        scattered_bytes=part.sent if on_shards else beside.sent,
+        scattered_bytes=part.sent if on_shards else scatters.sent,
         forward_bytes=gathers[0].sent,
         backward_bytes=gathers[1].sent,
         reduced_bytes=0.0 if on_shards else part.sent,
         compute_seconds=part.seconds + sum(each.seconds for each in others),
         error_bytes=part.error,
-        shard_error_bytes=0.0 if on_shards else beside.error,
+        shard_error_bytes=0.0 if on_shards else scatters.error,
     )
 
 
@@ -224,10 +225,10 @@ def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _
         passes = sum(measure_pass(each, elements, elements) for each in hook.around)
         return _Part(found.sent / hook.every, (found.seconds + passes) / hook.every, found.error)
     except Exception as error:  # a user's hook may raise anything
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        if "attach(model, hook)" in said:
-            said = "it needs more of the model than its size"
-        raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+        reason = one_line(error)
+        if "attach(model, hook)" in reason:
+            reason = "it needs more of the model than its size"
+        raise HookError(f"the hook {text!r} can't be planned: {reason}") from error
 
 
 def _parsed(text: str) -> Any:

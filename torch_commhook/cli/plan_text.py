@@ -51,13 +51,13 @@ class Question:
     threads: int
     optimizer: str
 
-    def said(self, spread: str = "", link: str = "", beside: str = "") -> str:
+    def sentence(self, spread: str = "", link: str = "", step: str = "") -> str:
         """The question in one sentence.
 
         Args:
             spread: the distribution of the model, after the ranks.
             link: more about the link, after its rate.
-            beside: more about the step, after its time.
+            step: more about the step, after its time.
         """
         ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes else "")
         name = f" ({self.name})" if self.name else ""
@@ -70,7 +70,7 @@ class Question:
         return (
             f"{format_count(self.model.elements)} parameters{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
-            f"without communication{measured}{beside}, {self.optimizer_name}, {threads}"
+            f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
         )
 
     @property

@@ -35,7 +35,7 @@ class RankedCommand(Generic[_T]):
     Attributes:
         name: the subcommand's name.
         build_parser: makes its parser.
-        parse_options: parses its options; with a place, those of a rank.
+        parse_options: parses its options, for a rank if a place is given.
         launch: starts ranks and waits for them; returns the exit code.
         run_rank: runs a rank.
         print_notes: prints remarks on the options, once for all ranks.

@@ -133,7 +133,7 @@ def check_hook_fits(expression: str, *, on_shards: bool) -> None:
     except HookExpressionError as error:
         raise ShardedOptionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_said(error)) from error
+        raise ShardedOptionError(_reason(error)) from error
 
 
 def check_weights(expression: str) -> None:
@@ -151,10 +151,10 @@ def check_weights(expression: str) -> None:
     except HookExpressionError as error:
         raise ShardedOptionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_said(error)) from error
+        raise ShardedOptionError(_reason(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).removeprefix("attach: ")
 
 

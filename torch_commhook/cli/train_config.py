@@ -72,8 +72,8 @@ class TrainConfig:
     @property
     def communication(self) -> str:
         """The hook, ``shard_hook`` and ``weights``, as in a call of ``attach``."""
-        beside = {"shard_hook": self.shard_hook, "weights": self.weights}
-        given = [f"{name}={value}" for name, value in beside.items() if value is not None]
+        options = {"shard_hook": self.shard_hook, "weights": self.weights}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([self.hook, *given])
 
     @property

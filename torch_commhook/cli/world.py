@@ -17,7 +17,7 @@ from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 
 
 class WorldOptions(Protocol):
-    """The options of a command whose ranks form a world."""
+    """The options that :func:`join_world` needs."""
 
     @property
     def device(self) -> str:

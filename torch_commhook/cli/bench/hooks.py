@@ -15,6 +15,7 @@ from torch import nn
 
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.cli.bench.timing import slowest, timed
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning.hook_work import unwrap_hook
 from torch_commhook.planning.link_file import HookTime
@@ -90,8 +91,7 @@ def measure_hooks(
         try:
             found.append((text, *_with_hook(model, text, share)))
         except Exception as error:  # a user's hook may raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RuntimeError(f"the hook {text!r} can't be measured: {said}") from error
+            raise RuntimeError(f"the hook {text!r} can't be measured: {one_line(error)}") from error
     baseline = found[1][1]
     return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
 

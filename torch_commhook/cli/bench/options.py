@@ -57,7 +57,7 @@ class BenchOptions:
         parts: the names of the parts to measure, in the order of :data:`PARTS`.
         seconds: the approximate time of all parts.
         shapes: the shapes of the parameters, in the order of the forward.
-        what: a description of the gradients.
+        description: a description of the gradients.
         hooks: the hooks, as ``train`` takes them; the first is :data:`BASELINE`.
         out: the file for ``plan --link``; None for none.
         plot: the picture; None for none.
@@ -69,7 +69,7 @@ class BenchOptions:
     parts: tuple[str, ...]
     seconds: float
     shapes: tuple[tuple[int, ...], ...]
-    what: str
+    description: str
     hooks: tuple[str, ...]
     out: Path | None
     plot: Path | None
@@ -178,13 +178,13 @@ def _resolve(given: argparse.Namespace, place: Place | None) -> BenchOptions:
             f"argument --parts: {' and '.join(given.parts)} need{'s' * (len(given.parts) == 1)} "
             "two or more ranks; give --ranks 2, or start bench by torchrun"
         )
-    shapes, what = _shapes(given)
+    shapes, description = _shapes(given)
     return BenchOptions(
         ranks=ranks,
         parts=given.parts,
         seconds=given.seconds,
         shapes=shapes,
-        what=what,
+        description=description,
         hooks=_hooks(given.hooks),
         out=given.out,
         plot=given.plot,
@@ -237,9 +237,9 @@ def _check_memory(options: BenchOptions, local_ranks: int) -> None:
     there = _available_memory()
     if there is not None and needed > there:
         raise OptionError(
-            f"argument --parts: hooks need about {needed / 1e9:.1f} GB for {options.what} on "
-            f"{pluralize(local_ranks, 'rank')} of this machine, and {there / 1e9:.1f} GB are free; "
-            "give fewer --elements, or leave hooks out"
+            f"argument --parts: hooks need about {needed / 1e9:.1f} GB for {options.description} "
+            f"on {pluralize(local_ranks, 'rank')} of this machine, and {there / 1e9:.1f} GB are "
+            "free; give fewer --elements, or leave hooks out"
         )
 
 

@@ -77,7 +77,7 @@ def _with_part(
         say(tables.codecs_text(codecs))
         return replace(found, codecs=codecs)
     hooks = measure_hooks(options.hooks, options.shapes, device, seconds)
-    say(tables.hooks_text(hooks, options.what))
+    say(tables.hooks_text(hooks, options.description))
     return replace(found, hooks=hooks)
 
 
@@ -88,7 +88,7 @@ def _machine(options: BenchOptions) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "threads": options.threads,
-        "gradients": options.what,
+        "gradients": options.description,
         "elements": sum(map(math.prod, options.shapes)),
     }
 

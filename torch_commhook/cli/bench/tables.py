@@ -88,7 +88,7 @@ def codecs_text(found: Sequence[CodecSpeed]) -> str:
     return "\n".join(align_columns(header, rows))
 
 
-def hooks_text(found: Sequence[HookTime], what: str) -> str:
+def hooks_text(found: Sequence[HookTime], description: str) -> str:
     """A row for each hook."""
     header = ["hook", "step ms", "x allreduce()", "sent per step"]
     rows = [
@@ -100,7 +100,7 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
         ]
         for each in found
     ]
-    title = f"steps that average {what}, and compute next to nothing"
+    title = f"steps that average {description}, and compute next to nothing"
     return "\n".join([title, *align_columns(header, rows)])
 
 

@@ -1,4 +1,4 @@
-"""``doctor``: finds out whether hooks can run here, and says what to do where they cannot.
+"""``doctor``: checks whether hooks can run here, and names a solution if they cannot.
 
 It works even if torch or a native library does not load. So its modules import these only when they
 need them, and the package calls :func:`end_where_nothing_loads` before it loads them itself. Bug
@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = OneLineParser(
         prog="commhook doctor",
-        description="Find out whether hooks can run here, and say what to do where they cannot. "
-        "Under torchrun all ranks try to reach each other, and rank 0 reports for all. The exit "
+        description="Check whether hooks can run here, and name a solution if they cannot. "
+        "Under torchrun, all ranks try to reach each other, and rank 0 reports for all. The exit "
         "code is 0 if there is no error, and 1 otherwise.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -109,7 +109,7 @@ def _seconds(text: str) -> float:
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
-    """The settings of the checks, and what prevents a meeting of the launcher's ranks."""
+    """The settings of the checks, and a finding if the launcher's ranks cannot meet."""
     alone = Settings(options.timeout, options.backend)
     try:
         os.environ.update(slurm_variables(os.environ))
@@ -132,7 +132,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
-    """What a check finds; a check that fails is an error of its own."""
+    """The findings of a check, and an error if the check itself fails."""
     found: list[Finding] = []
     try:
         found.extend(CHECKS[name](settings))

@@ -1,4 +1,4 @@
-"""Checks of what is installed: versions, the native libraries, a compiler."""
+"""Checks of the installation: versions, the native libraries, a compiler."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ class Finding:
 
     Attributes:
         group: the check that found it; a name in ``doctor --only``.
-        name: of the fact.
+        name: the name of the fact.
         value: the fact.
         level: ``"ok"``, ``"warning"`` or ``"error"``. Only an error changes the exit code.
-        advice: one sentence that says what to do; empty if the level is ``"ok"``.
+        advice: the solution, in one sentence; empty if the level is ``"ok"``.
         rank: the rank that found it, if it is not the rank that prints.
     """
 

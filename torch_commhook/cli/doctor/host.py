@@ -121,7 +121,7 @@ def _processors(settings: Settings) -> Finding:
 
 
 def usable_cores() -> float:
-    """The processors of this process: its affinity, and at most the quota of its container."""
+    """The number of processors in this process's affinity, at most its container's quota."""
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

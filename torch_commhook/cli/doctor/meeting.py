@@ -31,7 +31,7 @@ class NoMeetingError(Exception):
     """This rank does not reach the store.
 
     Attributes:
-        advice: one sentence that says what to do.
+        advice: the solution, in one sentence.
     """
 
     def __init__(self, message: str, advice: str) -> None:

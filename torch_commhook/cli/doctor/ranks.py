@@ -31,7 +31,7 @@ _ADVICE_ON_ONE_HOST = (
 
 
 def check_ranks(settings: Settings) -> Iterator[Finding]:
-    """Whether ranks connect: those of the launcher, or else two processes on this host."""
+    """Whether the launcher's ranks connect; without a launcher, two processes on this host."""
     try:
         import torch.distributed as dist
     except (ImportError, OSError):
