@@ -160,7 +160,7 @@ def test_the_world_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class MadeUpWire(Wire):
-    """Ranks over a link of 8 Mbit/s, with times of its own that take no time."""
+    """A simulated link of 8 Mbit/s. Its messages take no real time."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks, self.group = ranks, object()  # type: ignore[assignment]
@@ -264,7 +264,7 @@ SHORT = ("--elements", "10k", "--seconds", "1", "--threads", "1")
 
 
 def bench(*arguments: str | Path, folder: Path) -> str:
-    """Run ``bench`` to its good end; what it prints."""
+    """Run ``bench``, which must succeed; returns its stdout."""
     command = ("-m", "torch_commhook", "bench", *SHORT, *arguments)
     with TrainProcess(*command, folder=folder) as process:
         assert process.wait() == 0, process.stderr

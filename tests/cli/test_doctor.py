@@ -1,4 +1,4 @@
-"""``python -m torch_commhook doctor``: its report, and what it says of set-ups that are broken."""
+"""``python -m torch_commhook doctor``: its report, and its findings on broken installations."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_wrong_gradients_are_told(
 
 
 def _copy_of_the_package(folder: Path, library: str, contents: bytes | None) -> None:
-    """A package in which the libraries of a name have other contents, or are missing."""
+    """A package with a changed or missing library."""
     for path in (ROOT / "torch_commhook").rglob("*"):
         if not path.is_file() or "__pycache__" in path.parts:
             continue
@@ -330,7 +330,7 @@ def test_shared_memory(
 
 
 def test_too_little_shared_memory() -> None:
-    """In a mount namespace with a small /dev/shm, as a container has."""
+    """Run in a mount namespace with a small /dev/shm, as in a container."""
     doctor = f"{sys.executable} -m torch_commhook doctor --only host --json"
     script = f"mount -t tmpfs -o size=8m none /dev/shm || exit 99; exec {doctor}"
     options = ["--mount"] if os.getuid() == 0 else ["--mount", "--map-root-user"]

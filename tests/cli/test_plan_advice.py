@@ -1,4 +1,4 @@
-"""Which hook ``commhook plan`` tells to take, and what it warns of."""
+"""The hook that ``commhook plan`` recommends, and its warnings."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_mildest_hook_that_is_clearly_faster_is_taken() -> None:
     assert taken(plain=1.0, cast=0.6, four=0.47) == "cast()"  # 1.28 times as fast
     assert taken(plain=1.0, cast=0.6, four=0.3, local=0.21) == "blockwise(bits=4)"
     assert taken(plain=1.0, cast=0.6, four=0.3, local=0.19) == "local_sgd(30)"
-    # What is not clearly faster than a milder one is beside the point, whatever follows.
+    # A hook that is not clearly faster than a milder one does not matter for the next hooks.
     assert taken(plain=1.0, cast=0.9, four=0.88, local=0.5) == "local_sgd(30)"
 
 

@@ -1,4 +1,4 @@
-"""The models that ``commhook plan`` takes, and how long their steps compute."""
+"""The models that ``commhook plan`` takes, and the measured time of their steps."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_factory_gives_shapes(models: str) -> None:
 
 
 def test_a_factory_of_a_module(monkeypatch: pytest.MonkeyPatch, models: str) -> None:
-    """Found in the folder that the command is called in."""
+    """Python finds the module in the current folder."""
     monkeypatch.chdir(Path(models).parent)
     monkeypatch.setattr("sys.path", [each for each in __import__("sys").path if each])
     assert model_of_factory("some_models:Table", None).model.elements == 40
@@ -150,7 +150,7 @@ def test_a_step_that_fails(models: str) -> None:
 
 
 class Detached(torch.nn.Linear):
-    """Returns nothing that has a gradient."""
+    """A model without a gradient."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -237,7 +237,7 @@ def test_shapes_without_names(tmp_path: Path, text: str) -> None:
 def test_files_without_shapes(tmp_path: Path, text: str, message: str | None) -> None:
     path = tmp_path / "shapes"
     path.write_text(text)
-    if message is None:  # an x at its end says nothing
+    if message is None:  # a trailing x does not matter
         assert model_of_shapes(path).model.elements == 16
         return
     with pytest.raises(ModelError, match=message):
@@ -286,7 +286,7 @@ def test_it_announces_each_measurement(
     said = []
 
     def stop(*arguments: Any, **options: Any) -> None:
-        said.append(capsys.readouterr().err)
+        said.append(capsys.readouterr().err.splitlines()[-1])
         raise HookError("stopped")
 
     monkeypatch.setattr(plan_model, "measure_step", stop)
@@ -298,9 +298,9 @@ def test_it_announces_each_measurement(
         assert main(["plan", "--model", model, "--hooks", "cast()", *arguments]) == 2
     begin = "commhook plan: measuring on this machine:"
     assert said == [
-        f"{begin} a step of {model}, 2 hooks\n",
-        f"{begin} 2 hooks\n",
-        f"{begin} 2 hooks, --shard-hook fp8(), --weights fp8()\n",
+        f"{begin} a step of {model}, 2 hooks",
+        f"{begin} 2 hooks",
+        f"{begin} 2 hooks, --shard-hook fp8(), --weights fp8()",
     ]
 
 

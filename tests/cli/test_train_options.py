@@ -139,7 +139,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     Path("link").symlink_to("at-3")
     Path("link9").symlink_to("at-3")
     os.mkfifo("pipe")
-    pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it: who reads that much does not wait
+    pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it, so that a read of 1 kB does not wait
     os.write(pipe, bytes(1000))
     before = sorted(Path().iterdir())
     try:

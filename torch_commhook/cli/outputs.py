@@ -60,9 +60,9 @@ def has_matplotlib() -> bool:
 
 def check_picture(path: Path) -> None:
     """Raise OutputError unless a picture can be drawn and written to ``path``."""
+    check_checkpoint(path)
     if not has_matplotlib():
         raise OutputError(MATPLOTLIB_IS_MISSING)
-    check_checkpoint(path)
 
 
 def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:
