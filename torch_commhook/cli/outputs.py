@@ -47,7 +47,7 @@ def log_name(rank: int) -> str:
     return f"rank{rank}.log"
 
 
-def check_checkpoint(path: Path) -> None:
+def check_file(path: Path) -> None:
     """Raise OutputError unless a file can be written to ``path``. Leaves no file."""
     _check_regular(path)
     _check_folder(path.parent)
@@ -60,7 +60,7 @@ def has_matplotlib() -> bool:
 
 def check_picture(path: Path) -> None:
     """Raise OutputError unless a picture can be drawn and written to ``path``."""
-    check_checkpoint(path)
+    check_file(path)
     if not has_matplotlib():
         raise OutputError(MATPLOTLIB_IS_MISSING)
 

@@ -19,7 +19,7 @@ from torch_commhook.cli.outputs import (
     SUMMARY,
     OutputError,
     check_apart,
-    check_checkpoint,
+    check_file,
     check_results,
     checkpoint_path,
     metrics_name,
@@ -291,7 +291,7 @@ def _check_outputs(options: TrainOptions) -> None:
     if options.save is None:
         return
     try:
-        check_checkpoint(checkpoint_path(options.save, options.last_step))
+        check_file(checkpoint_path(options.save, options.last_step))
         check_apart(
             options.save,
             options.last_step,

@@ -30,7 +30,7 @@ from torch_commhook.cli.outputs import (
     SUMMARY,
     OutputError,
     check_apart,
-    check_checkpoint,
+    check_file,
     checkpoint_path,
     metrics_name,
 )
@@ -391,7 +391,7 @@ def _save(
     path = checkpoint_path(options.save, run.step)
     if not options.saves_at(run.step):  # of an interrupt: not checked before the run
         try:
-            check_checkpoint(path)
+            check_file(path)
             names = options.result_names
             check_apart(options.save, run.step, run.step.__eq__, options.out, names, world.size)
         except OutputError as error:

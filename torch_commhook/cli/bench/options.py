@@ -13,7 +13,7 @@ from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
 from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, positive_float, positive_int, type_of
-from torch_commhook.cli.outputs import OutputError, check_checkpoint, check_picture
+from torch_commhook.cli.outputs import OutputError, check_file, check_picture
 from torch_commhook.cli.place import Place, checks_outputs
 from torch_commhook.cli.plan_numbers import format_count, parse_count
 from torch_commhook.cli.train_config import MOST_RANKS, is_no_hook
@@ -216,7 +216,7 @@ def _hooks(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_outputs(options: BenchOptions) -> None:
-    checks = {"out": check_checkpoint, "plot": check_picture}
+    checks = {"out": check_file, "plot": check_picture}
     for name, check in checks.items():
         path = getattr(options, name)
         if path is None:
