@@ -368,7 +368,7 @@ def test_no_huge_pages(
     [
         (8, 8, 1, ""),
         (8, 4, 2, ""),
-        (8, 8, 2, "Set OMP_NUM_THREADS=4: the threads of all ranks"),
+        (8, 8, 2, "Set OMP_NUM_THREADS=4: all ranks together have more"),
         (8, 1, 2, "Set OMP_NUM_THREADS=4: each rank uses one processor of 4"),
         (2, 1, 2, ""),
         (2, 1, 4, ""),

@@ -412,7 +412,7 @@ def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
         assert run.wait() == 130
         run.assert_all_end()
         asked, ended = run.stderr.splitlines()
-        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks end their step")
+        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks finish their step")
         out = tmp_path / "out"
         assert ended == (
             "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
