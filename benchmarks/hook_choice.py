@@ -16,7 +16,8 @@ import torch
 from bench_plan import measure_hooks, model_of
 from machine import FOLDER, environment
 
-from torch_commhook.cli.plan_advice import DEFAULT_HOOKS, advise
+from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
+from torch_commhook.cli.plan_advice import advise
 from torch_commhook.cli.plan_numbers import format_rate, say_seconds
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.planning import measure, plan

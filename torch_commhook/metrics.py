@@ -369,10 +369,14 @@ def _table(stats: HookStats) -> str:
     steps = f"{stats.steps} steps"
     if stats.local_steps:
         steps = f"{stats.steps} exchanges after {stats.local_steps} steps"
-    ratio = stats.total_ratio
-    less = "" if ratio is None else f", {ratio:.1f} times less than plain all-reduces"
     sent = "an unknown number of bytes" if stats.bytes_sent is None else _bytes(stats.bytes_sent)
-    lines = [f"{steps} on {stats.world_size} ranks: this rank sent {sent}{less}"]
+    ratio = stats.total_ratio
+    if ratio:
+        times = f"{ratio:.1f} times less than"
+        if ratio < 1:
+            times = f"{1 / ratio:.1f} times as many bytes as"
+        sent += f", {times} plain all-reduces"
+    lines = [f"{steps} on {stats.world_size} ranks: this rank sent {sent}"]
     if stats.choice:
         lines.insert(0, f"auto averages with {stats.choice}: {stats.reason}")
     if not stats.buckets:

@@ -52,6 +52,13 @@ def test_a_table() -> None:
     assert row.split() == ["0", "91,203", "float32", "365", "kB", "365", "kB"]
 
 
+def test_a_hook_that_sends_more_than_plain_all_reduces() -> None:
+    stats = HookStats(steps=2, bytes_sent=1400, gradient_bytes=1000, world_size=2)
+    assert str(stats) == (
+        "2 steps on 2 ranks: this rank sent 1.4 kB, 1.4 times as many bytes as plain all-reduces"
+    )
+
+
 def test_nothing_is_known_of_a_hook_that_counts_nothing() -> None:
     stats = HookStats(steps=2, bytes_sent=None, world_size=2)
     assert str(stats) == "2 steps on 2 ranks: this rank sent an unknown number of bytes"

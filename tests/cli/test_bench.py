@@ -123,14 +123,14 @@ def test_a_picture_needs_matplotlib(
 def test_the_gradients_of_a_model() -> None:
     options = parse_options(["--model", "bench_models:make"])
     assert options.shapes == ((4, 8), (4,), (2, 4))
-    assert options.what == "44 elements of bench_models:make"
+    assert options.description == "44 elements of bench_models:make"
 
 
 @pytest.mark.usefixtures("_no_launch")
 def test_other_gradients_are_mostly_square_matrices() -> None:
     options = parse_options(["--elements", "4801"])
     assert options.shapes == (*[(10, 10)] * 48, (1,))
-    assert options.what == "4.801 k elements"
+    assert options.description == "4.801 k elements"
 
 
 @pytest.mark.usefixtures("_no_launch")
@@ -153,14 +153,14 @@ def test_the_world_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_options([], place).ranks == 4
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)
-    assert "--ranks: must be the 4 of the world that is there, got 2" in capsys.readouterr().err
+    assert "--ranks: must be 4, the ranks of the launcher, got 2" in capsys.readouterr().err
 
 
 # ---- messages ------------------------------------------------------------------------------------
 
 
 class MadeUpWire(Wire):
-    """Ranks over a link of 8 Mbit/s, with times of its own that take no time."""
+    """A simulated link of 8 Mbit/s. Its messages take no real time."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.ranks, self.group = ranks, object()  # type: ignore[assignment]
@@ -216,7 +216,7 @@ def test_the_table_of_a_link() -> None:
     part = LinkPart(figures, FILE.messages, {1 << 26: "one takes about 2.7 s; give more --seconds"})
     assert tables.link_text(part, 3).splitlines() == [
         "link: 200.0 Mbit/s each way with headers, round trip 50.00 ms",
-        "one connection carries 90.0 Mbit/s, 4 carry 200.0: attach() takes these",
+        "one connection carries 90.0 Mbit/s, 4 carry 200.0: attach() takes 4",
         "",
         "message to each of 2 ranks     ms  Mbit/s each way",
         "1 KiB                       50.00             0.33",
@@ -264,7 +264,7 @@ SHORT = ("--elements", "10k", "--seconds", "1", "--threads", "1")
 
 
 def bench(*arguments: str | Path, folder: Path) -> str:
-    """Run ``bench`` to its good end; what it prints."""
+    """Run ``bench``, which must succeed; returns its stdout."""
     command = ("-m", "torch_commhook", "bench", *SHORT, *arguments)
     with TrainProcess(*command, folder=folder) as process:
         assert process.wait() == 0, process.stderr

@@ -1,4 +1,4 @@
-"""``python -m torch_commhook doctor``: its report, and what it says of set-ups that are broken."""
+"""``python -m torch_commhook doctor``: its report, and its findings on broken installations."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_wrong_gradients_are_told(
 
 
 def _copy_of_the_package(folder: Path, library: str, contents: bytes | None) -> None:
-    """A package in which the libraries of a name have other contents, or are missing."""
+    """A package with a changed or missing library."""
     for path in (ROOT / "torch_commhook").rglob("*"):
         if not path.is_file() or "__pycache__" in path.parts:
             continue
@@ -218,8 +218,8 @@ def test_a_compiler_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = finding(report(capsys, "build"), "C++ compiler")
-    assert found["value"] == "CXX names no-such-compiler, which is not there"
-    assert found["advice"].startswith("Set CXX to a compiler that is there, or unset it: ")
+    assert found["value"] == "CXX names no-such-compiler, which is missing"
+    assert found["advice"].startswith("Set CXX to an installed compiler, or unset it: ")
     monkeypatch.setenv("CXX", f"{sys.executable} -O2")
     assert finding(report(capsys, "build"), "C++ compiler")["value"] == sys.executable
 
@@ -330,7 +330,7 @@ def test_shared_memory(
 
 
 def test_too_little_shared_memory() -> None:
-    """In a mount namespace with a small /dev/shm, as a container has."""
+    """Run in a mount namespace with a small /dev/shm, as in a container."""
     doctor = f"{sys.executable} -m torch_commhook doctor --only host --json"
     script = f"mount -t tmpfs -o size=8m none /dev/shm || exit 99; exec {doctor}"
     options = ["--mount"] if os.getuid() == 0 else ["--mount", "--map-root-user"]
@@ -368,7 +368,7 @@ def test_no_huge_pages(
     [
         (8, 8, 1, ""),
         (8, 4, 2, ""),
-        (8, 8, 2, "Set OMP_NUM_THREADS=4: the threads of all ranks"),
+        (8, 8, 2, "Set OMP_NUM_THREADS=4: all ranks together have more"),
         (8, 1, 2, "Set OMP_NUM_THREADS=4: each rank uses one processor of 4"),
         (2, 1, 2, ""),
         (2, 1, 4, ""),

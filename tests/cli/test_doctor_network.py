@@ -54,7 +54,7 @@ def test_a_missing_interface(
     found = finding(report(capsys, "network", code=1), "Gloo listens at")
     assert found["value"] == "GLOO_SOCKET_IFNAME names none0, and this host has no such interface"
     assert found["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface that other hosts")
-    with pytest.raises(RuntimeError, match="none0"):  # Gloo sees the same
+    with pytest.raises(RuntimeError, match="none0"):  # Gloo agrees
         dist.ProcessGroupGloo.create_device(interface="none0")
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_nobody_reaches(
     fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # a port at which nobody listens
+        closed.bind(("127.0.0.1", 0))  # a port without a listener
         port = closed.getsockname()[1]
         number = threading.local()
 
@@ -233,7 +233,7 @@ def test_a_store_that_goes(rank: int) -> None:
 
 
 def test_torchrun() -> None:
-    """Rank 0 reports for all ranks, and prints what another one has found."""
+    """Rank 0 reports for all ranks, and prints the findings of another rank."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     checks = "build,network,ranks,group"
     # Rank 1 has no compiler.

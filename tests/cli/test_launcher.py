@@ -1,4 +1,4 @@
-"""The launcher and the ranks' processes: whatever ends one, all end, with one message."""
+"""The launcher and the ranks' processes: if one ends, all end, with one message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 
 _RANK_PROCESS = Path(rank_process.__file__)
 
-# A rank without torch: it starts in 0.1 s, and tells its process id in a file.
+# A rank without torch: it starts in 0.1 s, and writes its process id to a file.
 _CHILD = f"""
 import importlib.util, os, pathlib, signal, sys, time
 spec = importlib.util.spec_from_file_location("rank_process", {str(_RANK_PROCESS)!r})
@@ -36,10 +36,10 @@ part = pathlib.Path(f"pid-{{rank}}.part")
 part.write_text(str(os.getpid()))
 part.rename(f"pid-{{rank}}")
 while not all(os.path.exists(f"pid-{{other}}") for other in range(size)):
-    time.sleep(0.01)  # so that what follows happens in all ranks at about the same time
+    time.sleep(0.01)  # all ranks continue at about the same time
 def linger():
     time.sleep(60)
-    pathlib.Path(f"lingered-{{rank}}").touch()  # nobody has ended this rank
+    pathlib.Path(f"lingered-{{rank}}").touch()  # the launcher has not ended this rank
 """
 
 
@@ -64,7 +64,7 @@ def _pids(tmp_path: Path, ranks: int) -> list[int]:
 
 
 def _assert_were_ended(tmp_path: Path, ranks: int) -> None:
-    """Fail where a rank still runs, or came to its own end in ``linger``."""
+    """Fail if a rank still runs, or has ended by itself in ``linger``."""
     for pid in _pids(tmp_path, ranks):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -124,12 +124,12 @@ def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
             "rank == 0 and os.kill(os.getpid(), signal.SIGSEGV)\nlinger()",
             "rank 0 was killed by SIGSEGV (11)",
         ),
-        (  # rank 0 only noticed, and told it first: the cause is rank 1's
+        (  # rank 0 reports first, but rank 1 is the cause
             "error = RuntimeError('Connection closed by peer') if rank == 0 else ValueError('mine')"
             "\nrank < 2 and rank_process.fail(error, rank)\nlinger()",
             "rank 1 failed: ValueError: mine; the other 2 ended too\n  full output:",
         ),
-        (  # a signal is the cause of whatever the others say, also if it is seen a little later
+        (  # a rank killed by a signal is the cause, even if it is noticed a little later
             "rank == 0 and rank_process.fail(RuntimeError('Broken pipe'), rank)\n"
             "first = pathlib.Path(os.environ['COMMHOOK_LAUNCHER_FOLDER']) / 'failure-0.json'\n"
             "while not first.exists(): time.sleep(0.01)\n"
@@ -211,7 +211,7 @@ _TOLD = (
 
 
 def _launch_and_signal(tmp_path: Path, body: str, number: signal.Signals, timeout: float) -> int:
-    """The exit code, where a signal comes once both ranks are ready."""
+    """The exit code after a signal that comes when both ranks are ready."""
 
     def send(pids: list[int]) -> None:
         _wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks are not ready")
@@ -295,7 +295,7 @@ def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
 
 
 def _assert_ranks_follow_a_killed_launcher(tmp_path: Path, ranks: int, launcher: str) -> None:
-    """Run the Python code ``launcher``, kill it once its ranks run, and see that they end."""
+    """Run the Python code ``launcher``, kill it when its ranks run, and check that they end."""
     script = tmp_path / "driver.py"
     script.write_text(launcher)
     with TrainProcess(script, folder=tmp_path) as driver:
@@ -316,7 +316,7 @@ def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
-    """The way of systems without PR_SET_PDEATHSIG."""
+    """As on systems without PR_SET_PDEATHSIG."""
     child = tmp_path / "watched.py"
     child.write_text(
         _CHILD.replace("rank_process.tie_to_launcher", "(lambda pid: rank_process.watch_parent())")
@@ -408,11 +408,11 @@ _LONG = ("--hook", "none", "--steps", "1000000", "--log-every", "1000000")
 def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
     with start_train(*_LONG, folder=tmp_path) as run:
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
-        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        os.killpg(run.process.pid, signal.SIGINT)  # to all of them, as a terminal does
         assert run.wait() == 130
         run.assert_all_end()
         asked, ended = run.stderr.splitlines()
-        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks end their step")
+        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks finish their step")
         out = tmp_path / "out"
         assert ended == (
             "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
@@ -432,7 +432,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) 
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
         os.kill(run.rank_pid(1), signal.SIGSTOP)
         os.kill(run.process.pid, signal.SIGINT)
-        _wait_for(lambda: "once more ends them" in run.stderr, "the first one was not taken")
+        _wait_for(lambda: "a second signal ends them" in run.stderr, "the first one was not taken")
         assert run.process.poll() is None
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 130

@@ -1,4 +1,4 @@
-"""``commhook plan``: what hooks would cost."""
+"""``commhook plan``: its table, its options, and its predictions for sharded models."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--delay", "1e30"], "must be a number of milliseconds from 0 to 3600000, got '1e30'"),
         (["--delay", "-1"], "must be a number of milliseconds from 0 to 3600000, got '-1'"),
         (["--compute-ms", "1e30"], "must be a number of milliseconds from 0 to 1000000000"),
-        (["--connections", "17"], "must be a number from 1 to 16, got '17'"),
+        (["--connections", "17"], "must be at most 16, got 17"),
         (["--world", "10", "--nodes", "3"], "--nodes: must divide the 10 ranks, got 3"),
-        (["--nodes", "0"], "must be a number from 1 to 1024"),
+        (["--nodes", "0"], "argument --nodes: must be at least 1, got 0"),
         (["--parallel", "fsdp", "--nodes", "2"], "--nodes: is for --parallel ddp alone"),
         (["--parallel", "fsdp", "--connections", "2"], "--connections: is for --parallel ddp"),
     ],
@@ -152,7 +152,7 @@ def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
     [(4, (1 + 4 / 256) * 3 / 4), (2, 4 * 1 / 2), (1, 0.0)],
 )
 def test_weights_are_compressed_among_all_shards(after_forward: int, backward: float) -> None:
-    """``reshard_after_forward=2`` gathers them as they are among two ranks in the backward."""
+    """In the backward, ``reshard_after_forward=2`` gathers uncompressed among two ranks."""
     shape = layout(4, after_forward=after_forward)
     plain, found = plan_sharded.measure_sharded(["cast()"], shape, weights="blockwise()")
     assert (plain.hook, found.hook) == ("cast()", "cast(), weights=blockwise()")
@@ -182,7 +182,7 @@ def test_a_shard_hook_is_of_the_reduce_scatters() -> None:
     ],
 )
 def test_what_stays_within_takes_the_inner_link(shape: plan_sharded.Layout, seconds: float) -> None:
-    """Ten times as fast. Nothing is hidden behind what is computed, for 3 seconds."""
+    """The inner link is ten times as fast. Nothing overlaps the 3 seconds of computation."""
     reduced = 0.0 if shape.replicas is None else 1e6
     sizes = [8e6, 4e6, 2e6, reduced]
     measured = plan_sharded.Measured("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
@@ -228,8 +228,8 @@ def test_the_command_lists_hooks_for_shards(
         (["--link", "no_such.json"], "and there is none of this name"),
         (["--link", "fast"], "must be a rate such as 200mbit"),
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
-        (["--world", "0"], "must be a number from 1 to 1024"),
-        (["--bucket-cap-mb", "0"], "must be from 0.001 to 100000 MiB"),
+        (["--world", "1025"], "argument --world: must be at most 1024, got 1025"),
+        (["--bucket-cap-mb", "0"], "must be a number of MiB from 0.001 to 100000, got '0'"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (

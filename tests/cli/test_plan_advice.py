@@ -1,4 +1,4 @@
-"""Which hook ``commhook plan`` tells to take, and what it warns of."""
+"""The hook that ``commhook plan`` recommends, and its warnings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from torch_commhook.cli.bench.options import parse_options
+from torch_commhook.cli.default_hooks import DEFAULT_HOOKS, DEFAULT_SHARD_HOOKS
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan_advice import (
-    DEFAULT_HOOKS,
-    DEFAULT_SHARD_HOOKS,
-    Loss,
-    advise,
-    judge,
-    judge_row,
-)
+from torch_commhook.cli.plan_advice import Loss, advise, judge, judge_row
 from torch_commhook.cli.plan_numbers import (
     format_count,
     format_rate,
@@ -25,6 +20,7 @@ from torch_commhook.cli.plan_numbers import (
     parse_rate,
     say_seconds,
 )
+from torch_commhook.cli.plan_parser import build_parser
 from torch_commhook.hooks.expressions import parse_hook
 
 UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={}, error_reset=True)"
@@ -78,6 +74,11 @@ def test_defaults_do_no_harm() -> None:
         assert DEFAULT_HOOKS[optimizer][0] == "allreduce()"
 
 
+def test_bench_measures_the_hooks_that_plan_compares() -> None:
+    optimizer = build_parser().parse_args([]).optimizer
+    assert parse_options(["--elements", "10k"]).hooks == DEFAULT_HOOKS[optimizer]
+
+
 def taken(optimizer: str = "adamw", **seconds: float) -> str:
     names = {
         "plain": "allreduce()",
@@ -96,7 +97,7 @@ def test_the_mildest_hook_that_is_clearly_faster_is_taken() -> None:
     assert taken(plain=1.0, cast=0.6, four=0.47) == "cast()"  # 1.28 times as fast
     assert taken(plain=1.0, cast=0.6, four=0.3, local=0.21) == "blockwise(bits=4)"
     assert taken(plain=1.0, cast=0.6, four=0.3, local=0.19) == "local_sgd(30)"
-    # What is not clearly faster than a milder one is beside the point, whatever follows.
+    # A hook that is not clearly faster than a milder one does not matter for the next hooks.
     assert taken(plain=1.0, cast=0.9, four=0.88, local=0.5) == "local_sgd(30)"
 
 

@@ -1,4 +1,4 @@
-"""The models that ``commhook plan`` takes, and how long their steps compute."""
+"""The models that ``commhook plan`` takes, and the measured time of their steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torch_commhook.cli import plan, plan_model, plan_sharded
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan_model import (
     ModelError,
@@ -19,7 +20,7 @@ from torch_commhook.cli.plan_model import (
     train_transformer,
 )
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.planning import LinkFile, MeasuredLink, Model, Parameter
+from torch_commhook.planning import HookError, LinkFile, MeasuredLink, Model, Parameter
 from torch_commhook.planning.computing import measure_step
 from torch_commhook.planning.link_file import HookTime
 
@@ -88,11 +89,11 @@ def test_a_factory_gives_shapes(models: str) -> None:
     found = model_of_factory(f"{models}:linear", None)
     assert found.model.parameters == tuple(SHAPES)
     assert found.model.elements == 128 * 64 + 128 + 8 * 128
-    assert found.compute_seconds("adamw") is None  # nobody knows its inputs
+    assert not found.is_runnable  # its inputs are unknown
 
 
 def test_a_factory_of_a_module(monkeypatch: pytest.MonkeyPatch, models: str) -> None:
-    """Found in the folder that the command is called in."""
+    """Python finds the module in the current folder."""
     monkeypatch.chdir(Path(models).parent)
     monkeypatch.setattr("sys.path", [each for each in __import__("sys").path if each])
     assert model_of_factory("some_models:Table", None).model.elements == 40
@@ -109,8 +110,8 @@ def test_a_factory_of_a_module(monkeypatch: pytest.MonkeyPatch, models: str) -> 
 )
 def test_a_step_is_measured(models: str, factory: str, inputs: Sequence[str] | None) -> None:
     made = None if inputs is None else [parse_input(text) for text in inputs]
-    seconds = model_of_factory(f"{models}:{factory}", made).compute_seconds("adamw")
-    assert seconds is not None and 0 < seconds < 60
+    found = model_of_factory(f"{models}:{factory}", made)
+    assert found.is_runnable and 0 < found.compute_seconds("adamw") < 60
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_a_step_that_fails(models: str) -> None:
 
 
 class Detached(torch.nn.Linear):
-    """Returns nothing that has a gradient."""
+    """A model without a gradient."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -236,7 +237,7 @@ def test_shapes_without_names(tmp_path: Path, text: str) -> None:
 def test_files_without_shapes(tmp_path: Path, text: str, message: str | None) -> None:
     path = tmp_path / "shapes"
     path.write_text(text)
-    if message is None:  # an x at its end says nothing
+    if message is None:  # a trailing x does not matter
         assert model_of_shapes(path).model.elements == 16
         return
     with pytest.raises(ModelError, match=message):
@@ -277,6 +278,30 @@ def test_a_model_that_is_not_measured(capsys: pytest.CaptureFixture[str], models
     assert "argument --compute-ms: how long does a step take without communication?" in said
     assert main(["plan", "--model", f"{models}:fails"]) == 2
     assert "can't be built on the meta device" in capsys.readouterr().err
+
+
+def test_it_announces_each_measurement(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: str
+) -> None:
+    said = []
+
+    def stop(*arguments: Any, **options: Any) -> None:
+        said.append(capsys.readouterr().err.splitlines()[-1])
+        raise HookError("stopped")
+
+    monkeypatch.setattr(plan_model, "measure_step", stop)
+    monkeypatch.setattr(plan, "measure", stop)
+    monkeypatch.setattr(plan_sharded, "measure_sharded", stop)
+    model = f"{models}:with_inputs"
+    sharded = ["--parallel", "hsdp", "--world", "4", "--shard-hook", "fp8()", "--weights", "fp8()"]
+    for arguments in ([], ["--compute-ms", "7"], ["--compute-ms", "7", *sharded]):
+        assert main(["plan", "--model", model, "--hooks", "cast()", *arguments]) == 2
+    begin = "commhook plan: measuring on this machine:"
+    assert said == [
+        f"{begin} a step of {model}, 2 hooks",
+        f"{begin} 2 hooks",
+        f"{begin} 2 hooks, --shard-hook fp8(), --weights fp8()",
+    ]
 
 
 def test_without_a_model_it_is_that_of_train() -> None:

@@ -1,4 +1,4 @@
-"""Slurm's variables: what ``train`` and scripts take from them."""
+"""The place of a rank from Slurm's variables, for ``train`` and for scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_commhook.cli.place import PlaceError, read_place
 from torch_commhook.cli.slurm import first_host, slurm_variables
 from torch_commhook.integrations import slurm
 
-#: Of the fourth task of a step on three hosts.
+#: The variables of the fourth task of a step on three hosts.
 TASK = {
     "SLURM_JOB_ID": "7041234",
     "SLURM_STEP_ID": "2",
@@ -120,7 +120,7 @@ def test_a_script_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(TASK))
     assert slurm.set_variables()
     assert os.environ == {**TASK, **PLACE}
-    assert not slurm.set_variables()  # under what it has set itself
+    assert not slurm.set_variables()  # with the variables that it has set
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ wait -n && wait -n
 
 @pytest.fixture
 def slurm_host(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a batch script on a host that has a ``srun``."""
+    """The environment of a batch script on a host with ``srun``."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in (("srun", _SRUN), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):

@@ -22,7 +22,7 @@ processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for proces
 
 _INT4 = "error_feedback(blockwise(bits=4))"
 _WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
-#: Has a fragment on its way where training is saved.
+#: A fragment is on its way when training is saved.
 _FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=2, delay=3)"
 
 
@@ -60,7 +60,7 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     assert summary["config"]["dim"] == 32
 
     lines = run.stdout.splitlines()
-    assert lines[1] == "to compare with: blockwise(bits=4), then none"
+    assert lines[1] == "then, for comparison: blockwise(bits=4), then none"
     live = [line for line in lines if line.startswith("cast(bfloat16)  step")]
     assert [line.split()[2] for line in live] == ["2/5", "4/5", "5/5"]
     assert live[-1].endswith("2.00x smaller than fp32")
@@ -96,7 +96,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):
         folder.mkdir()
-    # What this hook gives depends on what shares a bucket, which must be the same in both.
+    # This hook's result depends on the buckets, which must be the same in both runs.
     hooks = hooks_file(
         tmp_path,
         "from torch_commhook.collectives import all_reduce\n"
@@ -156,7 +156,7 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
         assert run.wait() == 0, run.stderr
     with start_train("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed) as run:
         assert run.wait() == 0, run.stderr
-    # Where ranks are apart in the end, the hook says so when it is removed.
+    # If ranks are apart at the end, the hook warns when it is removed.
     said = run.stderr + "".join(log.read_text() for log in (resumed / "out").glob("rank*.log"))
     assert "the ranks' last exchange" not in said
     expected, got = read_checkpoint(straight / "s-10.pt"), read_checkpoint(resumed / "last.pt")
@@ -174,7 +174,7 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
     sent = [line["bytes_sent"] for line in lines]
     if hook == _FRAGMENTS:
-        assert sent[6] == 0 < sent[7] == sent[9]  # counted where it ends
+        assert sent[6] == 0 < sent[7] == sent[9]  # counted when it ends
         return
     assert sent[2] == 0 < sent[3] == sent[6] and sent[7] == sent[9] == 2 * sent[3]
     assert lines[7]["fp32_bytes"] > 20 * sent[7]

@@ -1,4 +1,4 @@
-"""Checkpoints of ``train``: written whole, read back, and what ``--resume`` says of bad ones."""
+"""Checkpoints of ``train``: atomic writes, reads, and the errors of ``--resume`` on bad ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_to_cpu_copies_tensors_in_any_nesting() -> None:
 def test_an_interrupt_writes_no_checkpoint_in_the_place_of_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which steps are saved is known before a run, and checked then, but for an interrupt's."""
+    """A run checks the paths of its checkpoints before it starts, except after an interrupt."""
     monkeypatch.chdir(tmp_path)
     options = parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--ranks", "1"])
     model, optimizer = _model_and_optimizer()
@@ -129,7 +129,7 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert (options.config.dim, options.config.seq, options.config.ranks) == (32, 16, 2)
     assert (options.config.steps, options.config.batch) == (9, 5)
     assert len(options.notes) == 2
-    assert any("--batch is 5, it was 4" in note for note in options.notes)
+    assert any("--batch is 5, but was 4" in note for note in options.notes)
     assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
 
 
@@ -212,7 +212,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 
 def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
-    """Something that sets ``content[keys[0]][keys[1]]...``."""
+    """A function that sets ``content[keys[0]][keys[1]]...``."""
 
     def change(content: dict[str, Any]) -> None:
         inner: Any = content

@@ -139,7 +139,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     Path("link").symlink_to("at-3")
     Path("link9").symlink_to("at-3")
     os.mkfifo("pipe")
-    pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it: who reads that much does not wait
+    pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it, so that a read of 1 kB does not wait
     os.write(pipe, bytes(1000))
     before = sorted(Path().iterdir())
     try:
@@ -268,7 +268,7 @@ def test_a_world_that_is_there_decides_the_ranks(capsys: pytest.CaptureFixture[s
     assert parse_options([], place).config.ranks == 5
     with pytest.raises(SystemExit):
         parse_options(["--ranks", "2"], place)
-    assert "must be the 5 of the world that is there, got 2" in capsys.readouterr().err
+    assert "must be 5, the ranks of the launcher, got 2" in capsys.readouterr().err
     many = MOST_RANKS + 1  # on many machines
     assert parse_options([], Place(0, many, 0, 1)).config.ranks == many
 

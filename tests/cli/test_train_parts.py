@@ -20,6 +20,7 @@ import torch
 from train_processes import read_metrics
 
 from torch_commhook.cli import loss_plot, report, step_log, text_data
+from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import learning_rate
 from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
@@ -191,7 +192,9 @@ def test_metrics_of_a_resumed_run_go_on_in_the_same_file(tmp_path: Path) -> None
         reporter.close()
 
     write(range(1, 6), 0)
-    path.write_text(path.read_text() + '{"step": 6, "lo')  # a run that was killed in a line
+    path.write_text(
+        path.read_text() + '{"step": 6, "lo'
+    )  # a run that was killed while it wrote a line
     write(range(4, 8), 3)
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
     write(range(1, 3), 0)
@@ -280,7 +283,7 @@ def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loss_plot.draw_loss(tmp_path / "loss.png", [result])
-    assert "pip install torch-commhook[train]" in loss_plot.HOW_TO_GET_MATPLOTLIB
+    assert "pip install torch-commhook[train]" in MATPLOTLIB_IS_MISSING
 
 
 def _result(hook: str, bytes_a_step: int | None, steps: int = 50) -> report.RunResult:
@@ -325,7 +328,7 @@ def test_the_picture_has_the_loss_by_step_bytes_and_time() -> None:
     assert len({*colors.values()}) == 4 and colors["no hook"] == "#7f7f7f"
     assert len(by_step.lines) == 8  # a raw curve below each
     assert by_bytes.lines[0].get_xdata()[-1] == 100_000
-    # Whose bytes nobody knows.
+    # Its bytes are unknown.
     assert len(_curves(by_bytes)["mine.py:hook"].get_xdata()) == 0
 
     renderer = figure.canvas.get_renderer()
@@ -350,7 +353,7 @@ def test_many_hooks_are_told_apart() -> None:
 
 
 def test_a_short_span_of_bytes_has_ticks() -> None:
-    """Of a run that goes on from a checkpoint."""
+    """Of a run that continues from a checkpoint."""
     pytest.importorskip("matplotlib")
     whole = _result("cast(bfloat16)", 2_000_000, steps=500)
     figure = loss_plot.loss_figure([replace(whole, records=whole.records[400:])], "")

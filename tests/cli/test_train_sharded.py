@@ -56,7 +56,7 @@ def _step(model: ByteTransformer, rank: int, optimizer: torch.optim.Optimizer) -
     ],
 )
 def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainConfig) -> None:
-    """Of 2 layers whose rows 3 ranks do not divide, where ``none`` is not counted."""
+    """3 ranks do not divide the rows of these 2 layers; the count of ``none`` is a formula."""
 
     def of_rank(rank: int) -> tuple[parallel.Traffic, parallel.Traffic]:
         model = _model(config)

@@ -97,8 +97,7 @@ cast()                                                                          
 topk(0.01)                                                                       35.3 GB        35.3 GB  1.348e+05           15     2.14e+03  2.95 s    30.0 ms   215.76 s     0.03  hurts
 error_feedback(powersgd(rank=4))                                                 36.9 MB        36.9 MB  5.393e+05           30     4.41e+03  3.1 ms    30.0 ms   442.52 s     0.07    yes
 local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))        71.1 MB         288 MB       2022           78         21.4  5.9 ms    30.0 ms     5.37 s     0.00    yes
-Warning: topk(0.01): most of each gradient is lost, and nothing of it is sent later: use
-error_feedback.
+Warning: topk(0.01): most of each gradient is lost, and never sent later: use error_feedback.
 """,
         )
 
@@ -119,7 +118,7 @@ hook                               reduce-scatter  gathers, forward  backward   
 allreduce()                                300 kB            300 kB    300 kB  752.8 ms    30.0 ms  832.8 ms     1.00
 cast()                                     150 kB            300 kB    300 kB  627.3 ms    30.0 ms  707.3 ms     0.85   yes
 error_feedback(blockwise(bits=4))         38.7 kB            300 kB    300 kB  534.3 ms    30.0 ms  614.3 ms     0.74   yes
-error_feedback(blockwise(bits=4)) remembers 400 kB on each rank: what it has lost of the gradients of all shards
+error_feedback(blockwise(bits=4)) keeps 400 kB of error memory on each rank, for the gradients of all shards
 """,
         )
 
@@ -133,8 +132,8 @@ error_feedback(blockwise(bits=4)) remembers 400 kB on each rank: what it has los
         self.assertExpectedInline(
             text,
             """\
-Take allreduce(), the plain all-reduce: a step takes 0.20 s. Only hooks that hurt the loss, or of
-which nothing is known, are faster: error_feedback(blockwise(bits=4)),
+Take allreduce(), the plain all-reduce: a step takes 0.20 s. Only hooks that hurt the loss, or have
+an unknown effect on it, are faster: error_feedback(blockwise(bits=4)),
 shard_hook=error_feedback(sign()), weights=blockwise() takes 52 ms.
 
 100 k parameters, 4 ranks, 2 replicas, parameters sharded over 2 ranks each and kept after the forward, 10 Mbit/s each way (1 Gbit/s within), a step of 0.0 ms without communication, AdamW, 1 thread
@@ -143,15 +142,15 @@ allreduce()                                                                     
 allreduce(), shard_hook=error_feedback(sign()), weights=blockwise()                               6.46 kB           50.8 kB       0 B            200 kB  167.8 ms    30.0 ms  197.8 ms     0.99  hurts
 cast(), shard_hook=error_feedback(sign()), weights=blockwise()                                    6.46 kB           50.8 kB       0 B            100 kB   84.1 ms    30.0 ms  114.1 ms     0.57  hurts
 error_feedback(blockwise(bits=4)), shard_hook=error_feedback(sign()), weights=blockwise()         6.46 kB           50.8 kB       0 B           25.9 kB   22.1 ms    30.0 ms   52.1 ms     0.26  hurts
-error_feedback(blockwise(bits=4)) remembers 300 kB on each rank: what it has lost of the gradients of the rank's own shard
-shard_hook remembers 400 kB on each rank: what it has lost of the gradients of all shards
+error_feedback(blockwise(bits=4)) keeps 300 kB of error memory on each rank, for the gradients of the rank's own shard
+shard_hook keeps 400 kB of error memory on each rank, for the gradients of all shards
 Warning: allreduce(), shard_hook=error_feedback(sign()), weights=blockwise(); cast(),
 shard_hook=error_feedback(sign()), weights=blockwise(); error_feedback(blockwise(bits=4)),
 shard_hook=error_feedback(sign()), weights=blockwise(): error feedback on gradients hurts under
-AdamW, which takes the error that a step sends late for a large gradient. train's transformer, after
-61 steps: loss 3.33 with allreduce(), 4.01 with topk(0.01), 5.00 with error_feedback(topk(0.01)),
-6.90 with error_feedback(sign()). local_sgd(1, outer=outer_sgd(1.0, 0.0), hook=HOOK,
-error_reset=True) compresses the updates instead: 3.35.
+AdamW, which mistakes late errors for large gradients. train's transformer, after 61 steps: loss
+3.33 with allreduce(), 4.01 with topk(0.01), 5.00 with error_feedback(topk(0.01)), 6.90 with
+error_feedback(sign()). local_sgd(1, outer=outer_sgd(1.0, 0.0), hook=HOOK, error_reset=True)
+compresses the updates instead: 3.35.
 """,
         )
 

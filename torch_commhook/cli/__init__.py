@@ -1,1 +1,1 @@
-"""The command line: ``python -m torch_commhook`` (also ``commhook``), a module a subcommand."""
+"""The command line ``python -m torch_commhook`` or ``commhook``: one module per subcommand."""

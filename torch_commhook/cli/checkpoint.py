@@ -1,4 +1,7 @@
-"""Checkpoints of ``train``: one file, written whole or not at all, read with weights_only."""
+"""Writes and reads checkpoints of ``train``.
+
+A checkpoint is one file. It is written atomically, and read with ``weights_only``.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,26 @@ _VERSION = 1
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that can't be read, in one sentence that names the file."""
+    """A checkpoint can't be read or loaded. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run goes on from.
+    """The state that a resumed run continues from.
 
     Attributes:
         config: the configuration as plain values.
-        step: the steps done.
-        model: parameter name to tensor, whole where parameters are sharded.
-        optimizer: the optimizer's ``state_dict()``, of whole parameters.
-        rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``. Of a
-            hook that keeps ranks apart also ``"optimizer"``, that of the rank's own; ``model`` and
-            ``optimizer`` are then those of rank 0.
-        data_fingerprint: of the text.
-        bytes_sent: what rank 0 has sent for gradients, None where the hook doesn't tell.
-        seconds: spent on the steps.
-        bytes_scattered: what it has sent in reduce-scatters within a replica.
-        bytes_gathered: what it has sent to gather parameters.
+        step: the number of steps done.
+        model: parameter name to tensor; the tensor is whole even if the parameter is sharded.
+        optimizer: the optimizer's ``state_dict()`` for whole parameters.
+        rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``. With
+            a hook that keeps ranks apart, it also has ``"optimizer"``, the state of the rank's
+            optimizer, and ``model`` and ``optimizer`` are those of rank 0.
+        data_fingerprint: the fingerprint of the text.
+        bytes_sent: bytes that rank 0 has sent for gradients; None if the hook does not tell.
+        seconds: the time of the steps.
+        bytes_scattered: bytes that rank 0 has sent in reduce-scatters within its replica.
+        bytes_gathered: bytes that rank 0 has sent to gather parameters.
     """
 
     config: dict[str, Any]
@@ -55,18 +58,18 @@ class Checkpoint:
 
     @property
     def has_hook_state(self) -> bool:
-        """Whether the hook remembers anything of its own on any rank."""
+        """Whether the hook has a state on any rank."""
         return any(bool(state.get("hook")) for state in self.rank_states)
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoint`` so that ``path`` always holds a whole one, the old or the new.
+    """Write ``checkpoint`` atomically: ``path`` has the old file or the whole new one.
 
     Raises:
-        OSError: the file can't be written; what was at ``path`` is still there.
+        OSError: the file can't be written; ``path`` still has the old file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One fixed name: what a killed run leaves behind, the next one overwrites.
+    # The name is fixed, so that the next run overwrites the remains of a killed one.
     temporary = path.with_name(f".{path.name}.part")
     content = {"format": _FORMAT, "version": _VERSION, **vars(checkpoint)}
     try:
@@ -81,7 +84,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read what :func:`write_checkpoint` wrote, on the CPU.
+    """Read a file of :func:`write_checkpoint`, with all tensors on the CPU.
 
     Raises:
         CheckpointError: the file is missing, damaged, or no checkpoint of ``train``.
@@ -113,7 +116,7 @@ def _load(path: Path) -> Any:
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with it is an error, in one line
+            warnings.simplefilter("ignore")  # damage raises an error of one line
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -121,12 +124,12 @@ def _load(path: Path) -> Any:
         raise CheckpointError(f"there is no file {path}") from error
     except PermissionError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-    except Exception as error:  # what torch.load raises depends on where the damage is
+    except Exception as error:  # the type depends on the place of the damage
         raise CheckpointError(f"{path} is not a whole checkpoint of commhook train") from error
 
 
 def _right_fields(checkpoint: Checkpoint) -> dict[str, bool]:
-    """For each field whether it is of the form that :class:`Checkpoint` says."""
+    """Whether each field has the form that :class:`Checkpoint` describes."""
     model, optimizer, ranks = checkpoint.model, checkpoint.optimizer, checkpoint.rank_states
     return {
         "config": isinstance(checkpoint.config, Mapping),
@@ -164,15 +167,15 @@ def _is_rank_state(state: object) -> bool:
 def check_fits(
     checkpoint: Checkpoint, model: nn.Module, groups: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Check that the weights and AdamW's state of ``checkpoint`` can be loaded.
+    """Check that a model and its AdamW can load the tensors of ``checkpoint``.
 
     Args:
-        checkpoint: a checkpoint.
-        model: of the shapes that are needed.
+        checkpoint: the checkpoint.
+        model: the model.
         groups: the optimizer's groups of parameters of ``model``.
 
     Raises:
-        CheckpointError: one is missing, too many, or of another shape or dtype.
+        CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.
     """
     _check_tensors("model", model.state_dict(), checkpoint.model)
     parameters = [parameter for group in groups for parameter in group]
@@ -210,7 +213,7 @@ def _describe(value: object) -> str:
 
 
 def to_cpu(value: Any) -> Any:
-    """``value`` with every tensor inside of it copied to the CPU; dicts, lists and tuples stay."""
+    """Copy ``value`` with all its tensors to the CPU; dicts, lists and tuples keep their form."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine, and ends them together.
 
-The ranks can outlive nothing: the launcher ends them when one fails or when it gets a signal, and
-they end themselves when the launcher is gone (``rank_process``).
+The launcher ends all ranks if one fails, or if it gets a signal. The ranks end themselves if the
+launcher ends (``rank_process``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch_commhook.cli.rank_process import (
 )
 
 _POLL_SECONDS = 0.05
-#: After the first rank ended: time for others that ended of the same cause to be seen.
+#: Time to notice other ranks that fail of the same cause, after the first one has failed.
 _SETTLE_SECONDS = 0.3
-#: The most that ranks get for their last step, a checkpoint and the results after a signal.
+#: The most time for the last step, a checkpoint and the results, after a signal.
 _STOP_SECONDS = 60.0
-#: From SIGTERM to SIGKILL.
+#: Time from SIGTERM to SIGKILL.
 _GRACE_SECONDS = 2.0
 _LOG_LINES = 5
 _SIGNALS = tuple(
@@ -47,7 +47,7 @@ _SIGNALS = tuple(
 
 @dataclass
 class Rank:
-    """One rank's process and the file that takes its stderr."""
+    """One rank's process and the file with its stderr."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -63,23 +63,24 @@ def launch(
     timeout: float = _STOP_SECONDS,
     name: str = "train",
 ) -> int:
-    """Run ``command`` in ``ranks`` processes of this machine, to their end.
+    """Run ``command`` in ``ranks`` processes on this machine, and wait for their end.
 
-    A signal asks ranks that have done a step to stop after the one that they are in, and to write
-    what they have reached. A second signal, or a minute, ends them at once.
+    After a signal, ranks that have done a step finish the current step and write their results. A
+    second signal ends the ranks at once, and so does the end of a minute.
 
     Args:
-        command: the program and its arguments; each process gets its place by RANK, LOCAL_RANK,
+        command: the program and its arguments. Each process gets its place by RANK, LOCAL_RANK,
             WORLD_SIZE, LOCAL_WORLD_SIZE, COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER.
-        ranks: how many.
-        out: the folder of the results; the stderr of a rank that wrote any is kept there.
-        threads: of each rank.
-        timeout: of the ranks' collectives, in seconds; they are not waited for longer.
-        name: of the subcommand, which messages begin with.
+        ranks: the number of processes.
+        out: the folder of the results. The launcher puts the stderr of ranks there, if not empty.
+        threads: the threads of each rank.
+        timeout: the timeout of the ranks' collectives, in seconds; also limits the time after a
+            signal.
+        name: the subcommand, which messages begin with.
 
     Returns:
-        The exit code: 0 where every rank's is 0, 128 + n after signal n, else 1. What went wrong
-        is one message on stderr.
+        The exit code: 0 if all ranks end with 0, 128 + n after signal n, else 1. A message on
+        stderr says why a run fails.
     """
     say = partial(_say, name)
     with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as path:
@@ -94,14 +95,16 @@ def launch(
                     started.append(_start(number, command, environment, folder))
                 except OSError as error:  # the machine takes no more processes
                     _end_all(started)
-                    say(f"rank {number} of {ranks} can't be started: {error}; the others ended")
+                    say(
+                        f"rank {number} of {ranks} can't be started: {error}; the others have ended"
+                    )
                     return 1
             ended = _wait(started, received)
             if received and told_first_step(folder):
                 ask_to_stop(folder)
                 say(
-                    f"{_what_came(received)}: the ranks end their step and save what they have; "
-                    "once more ends them at once"
+                    f"{_signal_text(received)}: the ranks finish their step and save their "
+                    "results; a second signal ends them at once"
                 )
                 ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
             _end_all(started)
@@ -124,7 +127,7 @@ def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[st
     environment[LAUNCHER_PID] = str(os.getpid())
     environment[LAUNCHER_FOLDER] = str(folder)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    if Path("/sys/class/net/lo").exists():  # Gloo else looks up the host's name, which may be slow
+    if Path("/sys/class/net/lo").exists():  # otherwise Gloo resolves the host's name, maybe slowly
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
@@ -140,9 +143,9 @@ def _start(number: int, command: Sequence[str], environment: dict[str, str], fol
 
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
-    """Block SIGINT for processes started within: Ctrl-C reaches the whole foreground group.
+    """Block SIGINT in processes that start within: Ctrl-C reaches the whole foreground group.
 
-    A blocked signal stays blocked in the child, and one that comes meanwhile isn't lost to us.
+    The children keep SIGINT blocked. This process gets a SIGINT of that time afterwards.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -156,7 +159,7 @@ def _blocked_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run in a list instead of acting on them."""
+    """Collect the signals that end a run in a list, in order."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -165,9 +168,9 @@ def _caught_signals() -> Iterator[list[int]]:
     with ExitStack() as stack:
         for number in _SIGNALS:
             before = signal.getsignal(number)
-            # A script's background jobs ignore SIGINT: one that is sent to them still counts.
+            # Background jobs of a script ignore SIGINT, but an explicit SIGINT still counts.
             if before is signal.SIG_IGN and number not in (signal.SIGINT, signal.SIGTERM):
-                continue  # started by nohup
+                continue  # nohup has started this process
             signal.signal(number, note)
             stack.callback(signal.signal, number, before or signal.SIG_DFL)
         yield received
@@ -177,15 +180,15 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf) -> dict[int, int]:
-    """Wait until all ranks have ended, or the first has failed, or a signal came.
+    """Wait until all ranks have ended, one has failed, a signal comes, or time is up.
 
     Args:
-        ranks: that are waited for.
-        received: the signals so far; one more ends the wait.
-        seconds: the most to wait.
+        ranks: the ranks to wait for.
+        received: the signals so far; a further one ends the wait.
+        seconds: the most time to wait.
 
     Returns:
-        Rank number to exit code (negative: the signal), of those that ended of themselves.
+        The exit codes by rank number, negative for a signal. Empty after a signal or a timeout.
     """
     before, end = len(received), time.monotonic() + seconds
     deadline: float | None = None
@@ -203,7 +206,7 @@ def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf)
 
 
 def _end_all(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run: SIGTERM, and SIGKILL after the grace."""
+    """End the ranks that still run by SIGTERM, and after a grace period by SIGKILL."""
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()
@@ -216,7 +219,7 @@ def _end_all(ranks: Sequence[Rank]) -> None:
             rank.process.wait()
 
 
-# ---- saying what happened ------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def _report(
@@ -229,17 +232,16 @@ def _report(
 ) -> int:
     failed = {number: code for number, code in ended.items() if code != 0}
     if received:
-        what = _what_came(received)
         kept = f"; the steps so far are in {out}" if told_first_step(folder) else ""
-        which = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
+        who = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
         if kept and len(ended) < len(ranks):
             kept += ", without checkpoint and summary of the last one"
         if failed:
             _keep_logs(ranks, out)
             number = _first_cause(failed, folder)
-            kept += f"; rank {number} {_how_it_ended(failed[number], read_failure(folder, number))}"
-        say(f"{what}, {which} ended{kept}")
-        add_no_line()  # more of the same signal may be on their way
+            kept += f"; rank {number} {_end_text(failed[number], read_failure(folder, number))}"
+        say(f"{_signal_text(received)}, {who} ended{kept}")
+        add_no_line()  # the same signal may come again
         return 128 + received[0]
     logs = _keep_logs(ranks, out)
     if not failed:
@@ -248,27 +250,27 @@ def _report(
         return 0
     number = _first_cause(failed, folder)
     code, failure = failed[number], read_failure(folder, number)
-    message = f"rank {number} {_how_it_ended(code, failure)}"
+    message = f"rank {number} {_end_text(code, failure)}"
     others = len(ranks) - 1
     if others:
         message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
     if number in logs:
-        if failure is None and code != -signal.SIGKILL:  # else the log says nothing more
+        if failure is None and code != -signal.SIGKILL:  # otherwise the log adds nothing
             message += "".join(f"\n  {line}" for line in _last_lines(logs[number]))
         message += f"\n  full output: {logs[number]}"
     say(message)
     return 1
 
 
-def _what_came(received: Sequence[int]) -> str:
+def _signal_text(received: Sequence[int]) -> str:
     name = signal.Signals(received[0]).name
     return "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
 
 
-def _how_it_ended(code: int, failure: Failure | None) -> str:
-    """What is said of a rank that failed, after its number."""
+def _end_text(code: int, failure: Failure | None) -> str:
+    """The end of a sentence about a rank that failed, after its number."""
     if code == -signal.SIGKILL:
-        return "was killed by SIGKILL (9) (if nobody did that: did the machine run out of memory?)"
+        return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     if failure is None:
@@ -277,7 +279,7 @@ def _how_it_ended(code: int, failure: Failure | None) -> str:
 
 
 def _first_cause(failed: dict[int, int], folder: Path) -> int:
-    """The rank whose end caused the others': a signal, else the first error that's its own."""
+    """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
     def order(number: int) -> tuple[bool, bool, float, int]:
         failure = read_failure(folder, number)
@@ -288,12 +290,12 @@ def _first_cause(failed: dict[int, int], folder: Path) -> int:
 
 
 def _keep_logs(ranks: Sequence[Rank], out: Path) -> dict[int, Path]:
-    """Copy what the ranks wrote to stderr to ``out``; rank number to file, of those that wrote."""
+    """Copy the stderr of ranks to ``out``, if not empty; returns the files by rank number."""
     kept: dict[int, Path] = {}
     for rank in ranks:
         path = out / rank.log.name
         try:
-            path.unlink(missing_ok=True)  # an earlier run's
+            path.unlink(missing_ok=True)  # of an earlier run
             if rank.log.stat().st_size > 0:
                 out.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(rank.log, path)

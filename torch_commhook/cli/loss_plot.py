@@ -1,8 +1,7 @@
-"""Draws the loss of runs against steps, bytes sent and time."""
+"""Draws the loss of runs by step, by bytes sent and by time."""
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_commhook.cli.outputs import has_matplotlib
 from torch_commhook.cli.report import RunResult, StepRecord, format_bytes
 from torch_commhook.cli.train_config import is_no_hook
 
@@ -17,20 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: What to say where there is nothing to draw with.
-HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
-
-#: Of runs with hooks: told apart by most who do not see all colours.
+#: The colours of runs with hooks. Most people with colour blindness can tell them apart.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#6a3d9a")
 _DASHES = ("-", "--", "-.", ":")
-#: Of the run without a hook, which lies below the others.
+#: The colour of the run without a hook. Its curve lies below the others.
 _GREY = "#7f7f7f"
-#: A curve is smoothed over this share of its steps, before and after each.
+#: Smoothing averages over this share of the steps before, and as many after, each step.
 _SMOOTHED_SHARE = 0.025
 _INCHES = 4.2
-#: Of a row of the legend, for each panel.
+#: The characters in a row of the legend, per panel.
 _LABEL_CHARACTERS = 44
-#: Bytes that are less far apart have ticks between powers of ten.
+#: If the largest number of bytes is less than this many times the smallest, the axis has ticks
+#: between powers of ten.
 _FEW_TICKS = 10.0
 
 
@@ -49,31 +47,31 @@ _TIME = _Panel("by time", "time of the steps (s)", lambda record: record.seconds
 
 
 def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool:
-    """Write a PNG with a curve for each run: the loss, and a smoothed one over it.
+    """Write a PNG with two curves for each run: the loss, and the smoothed loss.
 
     Args:
-        path: of the picture.
-        results: of the runs.
-        title: of the picture.
+        path: the path of the picture.
+        results: the results of the runs.
+        title: the title of the picture.
 
     Returns:
-        False where matplotlib is not installed, and nothing is written.
+        Whether matplotlib is installed. If not, the function writes nothing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         return False
     loss_figure(results, title).savefig(path, dpi=120)
     return True
 
 
 def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
-    """The picture of :func:`draw_loss`: a panel for each of its axes, and a legend below them."""
+    """The picture of :func:`draw_loss`: a panel for each kind of axis, above a legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     sends = any(_BYTES.place(record) for result in results for record in result.records)
     panels = (_STEPS, _BYTES, _TIME) if sends else (_STEPS, _TIME)
     figure = Figure(figsize=(_INCHES * len(panels), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     figure.suptitle(title)
     all_axes = figure.subplots(1, len(panels), sharey=True)
     styles = _styles(results)
@@ -93,7 +91,7 @@ def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
     figure.legend(
         lines,
         [_wrapped(label, width // columns) for label in labels],
-        loc="outside lower center",  # where it hides nothing
+        loc="outside lower center",  # where it covers no curve
         ncols=columns,
         frameon=False,
     )
@@ -101,7 +99,7 @@ def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
 
 
 def _styles(results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """A colour for each hook, and grey for no hook; after the last colour, dashes."""
+    """The style of each curve: a colour for each hook, then dashed colours; grey for no hook."""
     kinds = ({"color": color, "linestyle": dash} for dash in cycle(_DASHES) for color in _COLORS)
     plain = {"color": _GREY, "linestyle": "-", "linewidth": 3.0, "zorder": 1.5}
     return [
@@ -123,9 +121,9 @@ def _draw_curve(axes: Axes, result: RunResult, panel: _Panel, style: dict[str, A
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and of those around it, fewer at both ends.
+    """The mean of each value and its neighbours, of which there are fewer at both ends.
 
-    At the beginning, where losses fall fast, as many after a value count as there are before it.
+    At the beginning, where losses fall fast, a mean has as many values after its centre as before.
     """
     most = round(_SMOOTHED_SHARE * len(values))
     sums = [0.0, *accumulate(values)]
@@ -138,7 +136,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _count_bytes(axes: Axes) -> None:
-    """A logarithmic axis of bytes, with a few ticks wherever it begins and ends."""
+    """Make the horizontal axis logarithmic, with a few ticks for any range of bytes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")
@@ -150,11 +148,11 @@ def _count_bytes(axes: Axes) -> None:
 
 
 def _tick(count: float, place: int | None = None) -> str:
-    """Bytes without zeros at the end: ``10 MB``."""
+    """Format bytes without trailing zeros: ``10 MB``."""
     number, unit = format_bytes(count).split()
     return f"{float(number):g} {unit}"
 
 
 def _wrapped(hook: str, characters: int) -> str:
-    """A hook in lines that the legend has room for."""
+    """Break a hook into lines of the legend's width."""
     return "\n".join(textwrap.wrap(hook, characters))

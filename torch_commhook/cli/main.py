@@ -1,4 +1,4 @@
-"""Chooses the subcommand, and ends it in one way whatever happens."""
+"""Runs the subcommand that the command line names, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import NoReturn
 from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_interrupts
 from torch_commhook.cli.version import version_text
 
-#: name: (module with ``main(argv) -> exit code``, what it does). A new subcommand is a line here.
+#: Name of each subcommand: (module with ``main(argv) -> exit code``, description).
 COMMANDS = {
     "bench": (
         "torch_commhook.cli.bench",
-        "measure the link between ranks, and what hooks take over it",
+        "measure the link between ranks, and a step with each hook over it",
     ),
     "doctor": (
         "torch_commhook.cli.doctor",
-        "whether hooks can run here, and what to do where they cannot",
+        "check whether hooks can run here, and name a solution if they cannot",
     ),
     "plan": (
         "torch_commhook.cli.plan",
-        "what each hook would cost over a link, and whether it pays",
+        "recommend a hook for a link, and predict a step with each hook",
     ),
     "store": (
         "torch_commhook.cli.store",
-        "run the store in which the ranks of an elastic training meet",
+        "run the store through which the ranks of an elastic training meet",
     ),
     "train": (
         "torch_commhook.cli.train",
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and exit code 2, without the whole usage."""
+    """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``argv`` names.
 
     Args:
-        argv: the arguments. Where it is None they are ``sys.argv[1:]``, and this process is the
-            command's own: Ctrl-C ends it at once until the subcommand sees to that, and does
-            nothing any more when the subcommand is done.
+        argv: the arguments. None stands for ``sys.argv[1:]``, in a process that runs only this
+            command. Ctrl-C then ends the process at once, until the subcommand installs its own
+            handling. After the subcommand has ended, Ctrl-C does nothing.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong arguments, 128 + n ended by signal n.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:])
     finally:
-        ignore_interrupts()  # else one that comes while Python ends is what the process ends of
+        ignore_interrupts()  # Ctrl-C while Python ends must not change the exit code
 
 
 def _run(arguments: list[str]) -> int:
@@ -82,6 +82,6 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"commhook {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has gone, as in `commhook ... | head`
+    except BrokenPipeError:  # the reader of the pipe has ended, as in `commhook ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

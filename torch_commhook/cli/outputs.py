@@ -1,7 +1,8 @@
-"""What a run writes and where, and whether that will work, which is asked before it starts."""
+"""Names the files that a run writes, and checks before the run that it can write them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import stat
@@ -10,21 +11,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-#: Of the run of ``--compare`` without a hook.
+#: The steps of the run of ``--compare`` without a hook.
 PLAIN_METRICS = "metrics-none.jsonl"
 SUMMARY = "summary.json"
 PLOT = "loss.png"
 #: The folder of ``--log tensorboard``.
 EVENTS = "tensorboard"
+MATPLOTLIB_IS_MISSING = "matplotlib is missing (pip install torch-commhook[train])"
 _STEP = "{step}"
 
 
 def metrics_name(number: int, *, is_plain: bool) -> str:
-    """The file of a run's steps.
+    """The name of the file for the steps of a run.
 
     Args:
-        number: of the run, from 0; 0 is that of ``--hook``.
-        is_plain: whether it has no hook.
+        number: the number of the run. Run 0 has the hook of ``--hook``.
+        is_plain: whether the run has no hook.
     """
     if number == 0:
         return METRICS
@@ -32,32 +34,44 @@ def metrics_name(number: int, *, is_plain: bool) -> str:
 
 
 class OutputError(ValueError):
-    """A place that can't be written, in one sentence."""
+    """A file can't be written. The message is one sentence that names it."""
 
 
 def checkpoint_path(save: Path, step: int) -> Path:
-    """The file of ``--save``, where ``{step}`` stands for the step."""
+    """The path of a checkpoint: ``save`` with the step in the place of ``{step}``."""
     return Path(str(save).replace(_STEP, str(step)))
 
 
 def log_name(rank: int) -> str:
-    """The file of what a rank wrote to stderr."""
+    """The name of the file for a rank's stderr."""
     return f"rank{rank}.log"
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raise OutputError unless a file can be put at ``path``. Leaves nothing behind."""
+def check_file(path: Path) -> None:
+    """Raise OutputError unless a file can be written to ``path``. Leaves no file."""
     _check_regular(path)
     _check_folder(path.parent)
 
 
+def has_matplotlib() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_picture(path: Path) -> None:
+    """Raise OutputError unless a picture can be drawn and written to ``path``."""
+    check_file(path)
+    if not has_matplotlib():
+        raise OutputError(MATPLOTLIB_IS_MISSING)
+
+
 def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = ()) -> None:
-    """Raise OutputError unless the results can be written. Leaves nothing behind.
+    """Raise OutputError unless the results can be written. Leaves no file.
 
     Args:
-        folder: of the results.
-        names: of files in it.
-        folders: in it that take files.
+        folder: the folder of the results.
+        names: the files in this folder.
+        folders: folders in this folder that take new files.
     """
     _check_folder(folder)
     for name in folders:
@@ -77,21 +91,21 @@ def check_apart(
     names: Sequence[str],
     ranks: int,
 ) -> None:
-    """Raise OutputError where a checkpoint would be in the place of what the run writes itself.
+    """Raise OutputError if a checkpoint has the path of another file of the run, or is its folder.
 
     Args:
         save: the path of ``--save``.
-        last_step: of the run, which is saved.
+        last_step: the last step of the run, which is saved.
         saves_at: whether a step is saved.
-        folder: of the results.
-        names: of these.
-        ranks: the run's, each of which may leave a log in ``folder``.
+        folder: the folder of the results.
+        names: the files of the results.
+        ranks: the number of ranks. Each of them may write a log to ``folder``.
     """
     results = {
         _real(folder / name): folder / name
         for name in (*names, *(log_name(rank) for rank in range(ranks)))
     }
-    # The steps may be too many to try each: only those that fit the names of the results.
+    # There may be too many steps to try each one. So this finds the steps that match a result.
     pattern = re.compile(re.escape(str(_real(save))).replace(re.escape(_STEP), "([0-9]+)"))
     steps = {last_step}
     for place in {place for real in results for place in (real, *real.parents)}:
@@ -111,10 +125,10 @@ def _real(path: Path) -> Path:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise OutputError where something is at ``path`` that is no regular file."""
+    """Raise OutputError if ``path`` exists and is no regular file."""
     try:
         mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):  # the check of the folder tells about those
+    except (FileNotFoundError, NotADirectoryError):  # _check_folder reports these
         return
     except OSError as error:
         raise OutputError(f"{path} can't be written: {error.strerror}") from error
@@ -125,7 +139,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise OutputError unless ``folder``, or what of its path is there, takes new files."""
+    """Raise OutputError unless new files fit into ``folder``, or its nearest existing parent."""
     present = folder
     while not os.path.lexists(present):
         present = present.parent

@@ -1,4 +1,4 @@
-"""The model of ``train`` whole or in shards: what that sends, and its state as a whole."""
+"""Shards the model of ``train``: its traffic without a hook, and its state in whole tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends.
+    """The bytes that a rank sends.
 
     Attributes:
-        gradients: by the hook: in all-reduces, in the reduce-scatters of ``fsdp``, or between the
-            replicas of ``hsdp``. None where the hook doesn't tell.
-        scattered: in reduce-scatters of gradients within a replica of ``hsdp``.
-        gathered: in all-gathers of parameters.
+        gradients: bytes of the hook's messages: in all-reduces, in the reduce-scatters of ``fsdp``,
+            or between the replicas of ``hsdp``. None if the hook does not tell.
+        scattered: bytes of reduce-scatters of gradients within a replica of ``hsdp``.
+        gathered: bytes of all-gathers of parameters.
     """
 
     gradients: int | None = 0
@@ -44,21 +44,21 @@ class Traffic:
         )
 
     def times(self, count: int) -> Traffic:
-        """That of so many steps."""
+        """The traffic of ``count`` steps like this one."""
         gradients = None if self.gradients is None else count * self.gradients
         return Traffic(gradients, count * self.scattered, count * self.gathered)
 
     @classmethod
     def of_hook(cls, stats: HookStats) -> Traffic:
-        """What a hook and its model have sent while it was attached."""
+        """The traffic of a hook and its model since the hook was attached."""
         return cls(stats.bytes_sent, stats.bytes_scattered, stats.bytes_gathered)
 
 
 def plain_traffic(model: ByteTransformer, config: TrainConfig) -> Traffic:
-    """What a step sends without a hook, in float32 and around rings.
+    """The traffic of a step without a hook, in float32 and with ring collectives.
 
-    ``fully_shard`` fills each parameter up to equal shards. It gathers those of a block in forward
-    and in backward, and the others once.
+    ``fully_shard`` pads each parameter to equal shards. It gathers the parameters of a block in the
+    forward and again in the backward, and the others once.
     """
     ranks, replicas = config.shard_ranks, config.replicas
     if config.parallel == "ddp":
@@ -76,13 +76,13 @@ def plain_traffic(model: ByteTransformer, config: TrainConfig) -> Traffic:
 
 
 def _shard_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
-    """Of each rank's shards, filled up."""
+    """The bytes of a rank's padded shards."""
     shapes = [tuple(parameter.shape) for parameter in parameters]
     return sum(_FP32_BYTES * -(-rows // ranks) * math.prod(rest) for rows, *rest in shapes)
 
 
 def shard(model: ByteTransformer, config: TrainConfig, device: torch.device) -> None:
-    """Apply ``fully_shard`` to each block, and to the model for all else."""
+    """Apply ``fully_shard`` to each block, and to the model for its other parameters."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = _mesh(config, device)
@@ -97,32 +97,32 @@ def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(
         device.type,
         (config.replicas, config.shard_ranks),
-        mesh_dim_names=("replicas", "shards"),  # FSDP2 asks for names
+        mesh_dim_names=("replicas", "shards"),  # FSDP2 requires names
     )
 
 
 def attach_hook(model: nn.Module, config: TrainConfig) -> Any:
-    """Attach what the configuration describes; returns the handle, None without a hook."""
+    """Attach the configuration's hook, shard hook and codec; returns the handle, or None."""
     hook = parse_hook(config.hook)
     if hook is None:
         return None
     from torch_commhook import attach
 
-    beside = {}
+    options = {}
     if config.shard_hook is not None:
-        beside["shard_hook"] = parse_hook(config.shard_hook)
+        options["shard_hook"] = parse_hook(config.shard_hook)
     if config.weights is not None:
-        beside["weights"] = parse_codec(config.weights)
-    return attach(model, hook, **beside)
+        options["weights"] = parse_codec(config.weights)
+    return attach(model, hook, **options)
 
 
 # ---- the whole state -----------------------------------------------------------------------------
 
 
 def whole_state(state: Any) -> Any:
-    """A state with whole tensors in place of shards; dicts and lists stay. All ranks must call it.
+    """A copy of a state with whole tensors instead of shards. All ranks must call this function.
 
-    Where nothing is sharded it is the same state, and nothing is sent.
+    Without shards it sends nothing and copies no tensor.
     """
     if isinstance(state, Mapping):
         return {key: whole_state(value) for key, value in state.items()}
@@ -132,7 +132,7 @@ def whole_state(state: Any) -> Any:
 
 
 def whole_model(model: ByteTransformer, config: TrainConfig) -> ByteTransformer:
-    """The model with whole parameters on each rank, for an evaluation. All ranks must call it."""
+    """The model with whole parameters on each rank. All ranks must call this function."""
     if config.parallel == "ddp":
         return model
     with torch.device("meta"):
@@ -142,11 +142,11 @@ def whole_model(model: ByteTransformer, config: TrainConfig) -> ByteTransformer:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -> None:
-    """Have an optimizer go on from the state of whole parameters, which stays as it is.
+    """Load the state of whole parameters into an optimizer, which keeps its settings.
 
     Args:
-        optimizer: of parameters in shards, or whole.
-        state: by the number of each parameter. Settings are the optimizer's own.
+        optimizer: an optimizer of sharded or whole parameters.
+        state: the state by the number of each parameter. The function does not change it.
     """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     own = {
@@ -158,7 +158,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """A copy of a state tensor, sharded as its parameter where it has the same shape."""
+    """Copy a tensor of a state. The copy is sharded as its parameter if it has the same shape."""
     if not isinstance(value, Tensor):
         return value
     if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
@@ -167,5 +167,5 @@ def _like(value: Any, parameter: Tensor) -> Any:
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     whole = value.to(mesh.device_type, copy=True)
-    # Each rank has read the whole of it: none sends anything.
+    # Each rank has the whole tensor, so no rank sends it.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)

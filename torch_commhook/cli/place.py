@@ -1,4 +1,4 @@
-"""This process's place among the ranks, as a launcher describes it by environment variables."""
+"""Reads this process's place among the ranks from the environment variables of a launcher."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 class PlaceError(ValueError):
-    """An environment variable that describes no place, in one sentence that names it."""
+    """An environment variable is missing or wrong. The message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place.
+    """A rank's place among the ranks.
 
     Attributes:
         rank: 0 to ``size - 1``.
-        size: the ranks.
-        local_rank: among the ranks of this machine.
-        local_size: the ranks of this machine.
-        launcher_pid: the process id of the launcher, None where it is not ours.
+        size: the number of ranks.
+        local_rank: the rank among those of this machine.
+        local_size: the number of ranks on this machine.
+        launcher_pid: the process id of our launcher; None under another launcher.
     """
 
     rank: int
@@ -33,14 +33,25 @@ class Place:
     launcher_pid: int | None = None
 
 
-def read_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that ``environment`` describes; None where nothing has launched this process.
+def checks_outputs(place: Place | None) -> bool:
+    """Whether this process checks the files that a command will write.
 
-    ``train`` sets COMMHOOK_LAUNCHER_PID for the ranks that it starts; torchrun, or anything else
-    that launches ranks, sets RANK, WORLD_SIZE and MASTER_ADDR.
+    One process does: the one that launches the ranks, or rank 0 of another launcher.
+
+    Args:
+        place: this process's place; None if it launches the ranks.
+    """
+    return place is None or (place.rank == 0 and place.launcher_pid is None)
+
+
+def read_place(environment: Mapping[str, str]) -> Place | None:
+    """Read this process's place; returns None if no launcher has started the process.
+
+    Our launcher sets COMMHOOK_LAUNCHER_PID. Others, such as torchrun, set RANK, WORLD_SIZE and
+    MASTER_ADDR.
 
     Raises:
-        PlaceError: a variable is missing, no whole number, or too small or large.
+        PlaceError: a variable is missing, no whole number, too small or too large.
     """
     launcher_pid = None
     if LAUNCHER_PID in environment:
@@ -48,7 +59,7 @@ def read_place(environment: Mapping[str, str]) -> Place | None:
     elif not all(name in environment for name in _WORLD):
         return None
     else:
-        _number(environment, "MASTER_PORT", 0, 65535)  # torch reads it
+        _number(environment, "MASTER_PORT", 0, 65535)  # only checked: torch reads it
     size = _number(environment, "WORLD_SIZE", 1)
     rank = _number(environment, "RANK", 0, size - 1)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, default=size)

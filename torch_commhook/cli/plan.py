@@ -1,6 +1,6 @@
-"""``commhook plan``: what each hook would cost over a link, and which one to take.
+"""``plan``: recommends a hook for a link, and predicts the time of a step with each hook.
 
-:mod:`torch_commhook.planning` measures the hooks and computes the steps.
+:mod:`torch_commhook.planning` measures the hooks and predicts the steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from torch_commhook.cli import plan_sharded
-from torch_commhook.cli.outputs import OutputError, check_checkpoint
-from torch_commhook.cli.plan_advice import (
+from torch_commhook.cli.default_hooks import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
     DEFAULT_SHARD_HOOKS,
-    Advice,
-    advise,
 )
+from torch_commhook.cli.formatting import pluralize
+from torch_commhook.cli.outputs import OutputError, check_picture
+from torch_commhook.cli.plan_advice import Advice, advise
 from torch_commhook.cli.plan_model import (
     ModelError,
     Subject,
@@ -33,45 +33,48 @@ from torch_commhook.cli.plan_model import (
 )
 from torch_commhook.cli.plan_numbers import format_rate
 from torch_commhook.cli.plan_parser import build_parser
-from torch_commhook.cli.plan_plot import HOW_TO_GET_MATPLOTLIB, RATES, can_draw, draw_rates
+from torch_commhook.cli.plan_plot import RATES, draw_rates
 from torch_commhook.cli.plan_text import Question, sharded_table_of, spread_of, table_of, text_of
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks import allreduce
 from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
-from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan, step_seconds
+from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan
 from torch_commhook.planning.bench_times import with_bench_times
 
 _PLAIN = "allreduce()"
+#: The fields of a cost that ``--json`` omits: the single collectives of a step.
 _CALLS = ("issued", "agreement", "members", "beside")
 _OPTIONS_OF_DDP = ("delay", "nodes")
 
+_Costs = Sequence[Cost] | Sequence[plan_sharded.Cost]
+
 
 class PlanError(ValueError):
-    """A question that has no answer, in one sentence."""
+    """The options do not describe a step that can be planned. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was found.
+    """The result of a plan.
 
     Attributes:
-        costs: of each hook, the plain one first.
-        advice: which one to take.
-        said: the question in a sentence.
-        table: its lines.
-        seconds_at: the steps of all hooks over a link of another rate.
+        costs: the cost of each hook, the plain all-reduce first.
+        advice: the recommended hook.
+        question: the question in one sentence.
+        table: the lines of the table.
+        costs_at: computes the costs over a link of another rate, in bits per second.
     """
 
-    costs: Sequence[Cost] | Sequence[plan_sharded.Cost]
+    costs: _Costs
     advice: Advice
-    said: str
+    question: str
     table: list[str]
-    seconds_at: Callable[[float], list[float]]
+    costs_at: Callable[[float], _Costs]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the subcommand; see :func:`torch_commhook.cli.main.main`."""
+    """Run ``plan argv``; see :func:`torch_commhook.cli.main.main`."""
     options = build_parser().parse_args(argv)
     torch.set_num_threads(options.threads)
     try:
@@ -80,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
         subject = _subject(options)
         layout = _layout(options, subject)
         hooks = _hooks(options, layout)
+        _announce(options, subject, hooks)
         question = _question(options, subject)
         if layout is None:
             answer = _of_ddp(options, question, hooks)
@@ -93,12 +97,12 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_plain(question, answer), indent=2))
     else:
-        print(text_of(answer.advice, answer.said, answer.table))
+        print(text_of(answer.advice, answer.question, answer.table))
     return 0
 
 
 def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
-    """For JSON, without the single calls."""
+    """The question and the answer as plain values, for JSON."""
     asked = asdict(question)
     del asked["model"]
     return {
@@ -115,56 +119,67 @@ def _plain(question: Question, answer: _Answer) -> dict[str, Any]:
 
 
 def _check_plot(options: argparse.Namespace) -> None:
-    """Raise PlanError where a picture is wanted and can't be drawn or written."""
+    """Raise PlanError if ``--plot`` is given and its picture can't be drawn or written."""
     if options.plot is None:
         return
-    if not can_draw():
-        raise PlanError(f"argument --plot: {HOW_TO_GET_MATPLOTLIB}")
     try:
-        check_checkpoint(options.plot)
+        check_picture(options.plot)
     except OutputError as error:
         raise PlanError(f"argument --plot: {error}") from error
     if not options.plot.parent.is_dir():
         raise PlanError(f"argument --plot: there is no folder {options.plot.parent}")
 
 
+def _announce(options: argparse.Namespace, subject: Subject, hooks: Sequence[str]) -> None:
+    """Announce the measurements on stderr, because they may take minutes."""
+    measured = [pluralize(len(hooks), "hook")]
+    if options.compute_ms is None:
+        measured.insert(0, f"a step of {subject.name}")
+    if options.shard_hook is not None:
+        measured.append(f"--shard-hook {options.shard_hook}")
+    if options.weights is not None:
+        measured.append(f"--weights {options.weights}")
+    text = f"commhook plan: measuring on this machine: {', '.join(measured)}"
+    print(text, file=sys.stderr, flush=True)
+
+
 # ---- the question --------------------------------------------------------------------------------
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    """The model that is asked about.
+    """The model that the options name.
 
     Raises:
-        ModelError: there is none.
-        PlanError: inputs of no model.
+        ModelError: the model can't be built or read.
+        PlanError: ``--input`` is given without ``--model``, or the time of a step is neither given
+            nor can be measured.
     """
     if options.input is not None and options.model is None:
         raise PlanError("argument --input: needs --model MODULE:FACTORY")
     if options.model is not None:
-        return model_of_factory(options.model, options.input)
-    if options.shapes is not None:
-        return model_of_shapes(options.shapes)
-    if options.model_size is not None:
-        return model_of_size(options.model_size)
-    return train_transformer()
-
-
-def _question(options: argparse.Namespace, subject: Subject) -> Question:
-    """What is asked.
-
-    Raises:
-        ModelError: a step of the model can't be measured.
-        PlanError: it can't, and nobody has said how long it takes.
-    """
-    seconds = None if options.compute_ms is None else options.compute_ms / 1e3
-    if seconds is None:
-        seconds = subject.compute_seconds(options.optimizer)
-    if seconds is None:
+        subject = model_of_factory(options.model, options.input)
+    elif options.shapes is not None:
+        subject = model_of_shapes(options.shapes)
+    elif options.model_size is not None:
+        subject = model_of_size(options.model_size)
+    else:
+        subject = train_transformer()
+    if options.compute_ms is None and not subject.is_runnable:
         raise PlanError(
             "argument --compute-ms: how long does a step take without communication? Give it in "
             "ms, or give --model with --input SHAPE to measure it on this machine; 0 compares the "
             "communication alone"
         )
+    return subject
+
+
+def _question(options: argparse.Namespace, subject: Subject) -> Question:
+    """The question that the options ask. Measures a step of the model unless its time is given.
+
+    Raises:
+        ModelError: the step fails.
+    """
+    is_measured = options.compute_ms is None
     link = options.link
     return Question(
         model=subject.model,
@@ -175,18 +190,20 @@ def _question(options: argparse.Namespace, subject: Subject) -> Question:
         bits_per_second=link.bits_per_second,
         delay_seconds=link.delay_seconds if options.delay is None else options.delay / 1e3,
         link_file=link.path,
-        compute_seconds=seconds,
-        is_measured=options.compute_ms is None,
+        compute_seconds=(
+            subject.compute_seconds(options.optimizer) if is_measured else options.compute_ms / 1e3
+        ),
+        is_measured=is_measured,
         threads=options.threads,
         optimizer=options.optimizer,
     )
 
 
 def _world(options: argparse.Namespace) -> int:
-    """The ranks; those of the link's file where nobody has said.
+    """The number of ranks: from ``--world``, the link's file or the default of ``train``.
 
     Raises:
-        PlanError: there is one.
+        PlanError: there is only one rank.
     """
     world: int = options.world or options.link.ranks or TrainConfig().ranks
     if world == 1:
@@ -195,10 +212,10 @@ def _world(options: argparse.Namespace) -> int:
 
 
 def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layout | None:
-    """Of the model; None where each rank has all of it.
+    """The layout of a sharded model; None if each rank has the whole model.
 
     Raises:
-        ShardedOptionError: options that are wrong together.
+        ShardedOptionError: options contradict each other.
     """
     world = _world(options)
     named = ("bucket_cap_mb", "shards", "shard_hook", "weights")
@@ -211,11 +228,11 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layou
                 f"argument --nodes: must divide the {world} ranks, got {options.nodes}"
             )
         return None
-    for name in _OPTIONS_OF_DDP:
-        if getattr(options, name):
-            raise ShardedOptionError(f"argument --{name}: is for --parallel ddp alone")
+    used = [name for name in _OPTIONS_OF_DDP if getattr(options, name)]
     if options.connections > 1:
-        raise ShardedOptionError("argument --connections: is for --parallel ddp alone")
+        used.append("connections")
+    if used:
+        raise ShardedOptionError(f"argument --{used[0]}: is for --parallel ddp alone")
     shards = config.shard_ranks
     after = {"yes": shards, "no": 1}.get(options.reshard_after_forward)
     if after is None:
@@ -230,10 +247,10 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layou
 
 
 def _hooks(options: argparse.Namespace, layout: plan_sharded.Layout | None) -> list[str]:
-    """The hooks, the plain all-reduce first: the others are compared with it.
+    """The hooks to compare, each once, the plain all-reduce first.
 
     Raises:
-        HookExpressionError: what is no hook.
+        HookExpressionError: a text names no hook.
     """
     default = DEFAULT_HOOKS
     if layout is not None:
@@ -244,7 +261,7 @@ def _hooks(options: argparse.Namespace, layout: plan_sharded.Layout | None) -> l
 
 
 def _is_plain(text: str) -> bool:
-    if is_file_reference(text):  # which would be run for nothing
+    if is_file_reference(text):  # parsing it would run the user's file
         return False
     hook = parse_hook(text)
     return hook is None or type(hook) is allreduce
@@ -270,30 +287,24 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
             elements=question.model.elements,
             world_size=question.world,
         )
-    sizes = question.model.bucket_sizes(caps)
-    costs = plan(
-        measured,
-        bits_per_second=question.bits_per_second,
-        compute_seconds=question.compute_seconds,
-        buckets=sizes,
-        delay_seconds=question.delay_seconds,
+
+    def costs_at(rate: float) -> list[Cost]:
+        return plan(
+            measured,
+            bits_per_second=rate,
+            compute_seconds=question.compute_seconds,
+            buckets=question.model.bucket_sizes(caps),
+            delay_seconds=question.delay_seconds,
+        )
+
+    costs = costs_at(question.bits_per_second)
+    return _Answer(
+        costs,
+        _advise(costs, [cost.bytes_sent for cost in costs], question),
+        question.sentence(step=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
+        table_of(costs, question),
+        costs_at,
     )
-
-    def seconds_at(rate: float) -> list[float]:
-        return [
-            step_seconds(
-                each,
-                bits_per_second=rate,
-                compute_seconds=question.compute_seconds,
-                buckets=sizes,
-                delay_seconds=question.delay_seconds,
-            )
-            for each in measured
-        ]
-
-    advice = _advise(costs, [cost.bytes_sent for cost in costs], question)
-    said = question.said(beside=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB")
-    return _Answer(costs, advice, said, table_of(costs, question), seconds_at)
 
 
 def _of_shards(
@@ -327,27 +338,28 @@ def _of_shards(
     return _Answer(
         costs,
         _advise(costs, sent, question),
-        question.said(spread=spread_of(layout), link=within),
+        question.sentence(spread=spread_of(layout), link=within),
         sharded_table_of(costs, layout, question.optimizer),
-        lambda rate: [cost.step_seconds for cost in costs_at(rate)],
+        costs_at,
     )
 
 
-def _advise(
-    costs: Sequence[Cost] | Sequence[plan_sharded.Cost], sent: Sequence[float], question: Question
-) -> Advice:
+def _advise(costs: _Costs, sent: Sequence[float], question: Question) -> Advice:
     return advise(costs, sent, question.compute_seconds, question.optimizer)
 
 
 def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> None:
-    steps = zip(*map(answer.seconds_at, RATES), strict=True)
-    hooks = [cost.hook for cost in answer.costs]
+    at_rates = [answer.costs_at(rate) for rate in RATES]
+    seconds = {
+        costs[0].hook: [cost.step_seconds for cost in costs]
+        for costs in zip(*at_rates, strict=True)
+    }
     try:
         draw_rates(
             options.plot,
-            dict(zip(hooks, map(list, steps), strict=True)),
+            seconds,
             asked=question.bits_per_second,
-            title=f"A step over links of other rates: {answer.said}",
+            title=f"A step over links of other rates: {answer.question}",
         )
     except OSError as error:
         raise PlanError(f"argument --plot: {options.plot} can't be written: {error}") from error

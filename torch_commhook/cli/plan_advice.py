@@ -1,6 +1,6 @@
-"""Which hook to take: the mildest of those that are clearly faster than the ones before.
+"""Recommends a hook: the mildest one that is clearly faster than all milder ones.
 
-A hook's loss is that of its kind. The figures are those of ``train``'s transformer.
+The effect of a hook on the loss is that of its kind, as measured with the transformer of ``train``.
 """
 
 from __future__ import annotations
@@ -11,77 +11,37 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from torch_commhook import codecs, hooks
+from torch_commhook.cli.default_hooks import OF_UPDATES
 from torch_commhook.cli.plan_numbers import say_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.hooks.expressions import is_file_reference, parse_hook
 
-#: Of AdamW's updates, which error feedback does not hurt.
-OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
-_STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
-
-#: By the optimizer.
-DEFAULT_HOOKS = {
-    "adamw": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "blockwise(bits=4)",
-        "powersgd(rank=2)",
-        OF_UPDATES.format(hook="error_feedback(topk(0.01))"),
-        _STREAMED,
-    ),
-    "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "error_feedback(blockwise(bits=4))",
-        "error_feedback(powersgd(rank=2))",
-        "error_feedback(topk(0.01))",
-        "error_feedback(sign())",
-        _STREAMED,
-    ),
-}
-#: Those that average across replicas of a model in shards.
-DEFAULT_REPLICA_HOOKS = {name: found[:5] for name, found in DEFAULT_HOOKS.items()}
-#: Those that take part in reduce-scatters.
-DEFAULT_SHARD_HOOKS = {
-    "adamw": ("allreduce()", "cast()", "blockwise()", "fp8()", "blockwise(bits=4)"),
-    "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "fp8()",
-        "error_feedback(blockwise(bits=4))",
-        "error_feedback(sign())",
-    ),
-}
-
 
 class Loss(IntEnum):
-    """What a hook does to the loss, from nothing on."""
+    """The effect of a hook on the loss, from none to harmful."""
 
-    AS_PLAIN = 0  #: as an all-reduce in float32, or within what seeds differ by
+    AS_PLAIN = 0  #: as with an all-reduce in float32, within the difference between seeds
     MILD = 1  #: a few percent more in the beginning
     APART = 2  #: ranks take steps apart, which changes the training
-    UNKNOWN = 3  #: a hook of the user's
+    UNKNOWN = 3  #: a user's hook
     HURTS = 4
 
 
-#: How many times as fast as the one chosen so far a hook must be that does more to the gradients.
+#: A hook must be this many times as fast as the milder one chosen so far.
 _LEAST_GAIN = {Loss.AS_PLAIN: 1.15, Loss.MILD: 1.3, Loss.APART: 1.5}
 
-#: The share of a saved time that the link explains, if fewer bytes are the reason for it.
+#: Fewer bytes are the reason for a shorter step if the link explains this share of the saved time.
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a hook's loss.
+    """The known effect of a hook on the loss.
 
     Attributes:
-        loss: how much it suffers.
-        coarse: for the order among hooks of one ``loss``, by how much it suffers.
-        warning: why it suffers, in a sentence or two; None where it does not.
+        loss: the effect.
+        coarse: the order among hooks with the same ``loss``; larger values are more harmful.
+        warning: the reason for the harm, in sentences; None if there is none.
     """
 
     loss: Loss
@@ -94,18 +54,18 @@ class Row(Protocol):
 
     @property
     def hook(self) -> str:
-        """As it is written."""
+        """The hook as text."""
 
     @property
     def step_seconds(self) -> float:
-        """Of a step with it."""
+        """The time of a step."""
 
     @property
     def wire_seconds(self) -> float:
-        """That its bytes take on the link."""
+        """The time of the bytes on the link."""
 
 
-# ---- what is known of hooks ----------------------------------------------------------------------
+# ---- the effect of hooks -------------------------------------------------------------------------
 
 _EXACT, _CAST, _EIGHT_BITS, _UPDATES, _FOUR_BITS, _LOW_RANK, _FEW, _BIT = range(8)
 _KINDS: dict[type, int] = {
@@ -124,8 +84,8 @@ _CODECS: dict[type, int] = {
 _BITS = {8: _EIGHT_BITS, 4: _FOUR_BITS, 2: _BIT}
 
 _UNDER_ADAMW = (
-    "error feedback on gradients hurts under AdamW, which takes the error that a step sends late "
-    "for a large gradient. train's transformer, after 61 steps: loss 3.33 with allreduce(), 4.01 "
+    "error feedback on gradients hurts under AdamW, which mistakes late errors for large "
+    "gradients. train's transformer, after 61 steps: loss 3.33 with allreduce(), 4.01 "
     "with topk(0.01), 5.00 with error_feedback(topk(0.01)), 6.90 with error_feedback(sign())."
 )
 _UPDATES_INSTEAD = f"{OF_UPDATES.format(hook='HOOK')} compresses the updates instead: 3.35."
@@ -133,17 +93,17 @@ _COARSE = (
     "most of each gradient is lost. train's transformer under AdamW, after 61 steps: loss 3.33 "
     "with allreduce(), 4.01 with topk(0.01)."
 )
-_FORGETS = "most of each gradient is lost, and nothing of it is sent later: use error_feedback."
+_FORGETS = "most of each gradient is lost, and never sent later: use error_feedback."
 
 
 def judge(text: str, optimizer: str) -> Verdict:
-    """What is known of the loss with a hook.
+    """The known effect of a hook on the loss.
 
     Args:
         text: the hook, as ``train`` takes it.
         optimizer: ``adamw`` or ``sgd``.
     """
-    if is_file_reference(text):  # a file of the user's has run once already
+    if is_file_reference(text):  # parsing it would run the user's file again
         return Verdict(Loss.UNKNOWN)
     hook = parse_hook(text)
     return Verdict(Loss.AS_PLAIN) if hook is None else _judge(hook, optimizer)
@@ -155,7 +115,7 @@ def _judge(hook: Any, optimizer: str, *, has_feedback: bool = False) -> Verdict:
     if isinstance(hook, (hooks.after, hooks.clip, hooks.momentum)):
         return _judge(hook.hook, optimizer, has_feedback=has_feedback)
     if isinstance(hook, hooks.local_sgd):
-        # What it averages are distances, not gradients, whatever the optimizer is.
+        # It averages updates of parameters, not gradients, under any optimizer.
         inside = _judge(hook.hook, "sgd")
         least, coarse = (Loss.APART, inside.coarse) if hook.H > 1 else (Loss.MILD, _UPDATES)
         return Verdict(max(inside.loss, least), coarse, inside.warning)
@@ -193,17 +153,17 @@ def _of_kind(kind: int, optimizer: str, has_feedback: bool) -> Verdict:
     return Verdict(Loss.HURTS, kind, warning)
 
 
-# ---- what to say ---------------------------------------------------------------------------------
+# ---- the advice ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take.
+    """The recommended hook.
 
     Attributes:
-        hook: as it is written.
-        reason: what to take and why, in sentences.
-        warnings: of hooks whose loss suffers, in sentences.
+        hook: the hook as text.
+        reason: the recommendation and its reason, in sentences.
+        warnings: sentences about the hooks that hurt the loss.
     """
 
     hook: str
@@ -214,12 +174,12 @@ class Advice:
 def advise(
     rows: Sequence[Row], sent: Sequence[float], compute_seconds: float, optimizer: str
 ) -> Advice:
-    """Choose among hooks.
+    """Recommend one of some hooks.
 
     Args:
-        rows: the first is the plain one.
-        sent: bytes of each in a step.
-        compute_seconds: of a step without communication.
+        rows: the hooks, the plain all-reduce first.
+        sent: the bytes that a rank sends in a step, with each hook.
+        compute_seconds: the time of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
     verdicts = {row.hook: judge_row(row.hook, optimizer) for row in rows}
@@ -237,10 +197,10 @@ def advise(
         reason = _stay(plain, rows, compute_seconds)
     else:
         reason = _take(chosen, plain, bytes_of, compute_seconds)
-    said = verdicts[chosen.hook].loss
-    if said is Loss.APART:
+    loss = verdicts[chosen.hook].loss
+    if loss is Loss.APART:
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
-    elif said is Loss.MILD:
+    elif loss is Loss.MILD:
         reason += " Compare the loss, which may suffer a little."
     return Advice(chosen.hook, reason, _warnings(verdicts))
 
@@ -249,16 +209,16 @@ def judge_row(label: str, optimizer: str) -> Verdict:
     """The worse verdict of a row's hook and of its ``shard_hook``.
 
     Args:
-        label: of the row.
-        optimizer: as :func:`judge` takes it.
+        label: the text of the row: a hook, and possibly a ``shard_hook`` and ``weights``.
+        optimizer: ``adamw`` or ``sgd``.
     """
-    beside = label.partition(", shard_hook=")[2].partition(", weights=")[0]
-    texts = [own_text(label), *[beside] * bool(beside)]
+    shard_hook = label.partition(", shard_hook=")[2].partition(", weights=")[0]
+    texts = [own_text(label), *[shard_hook] * bool(shard_hook)]
     return max((judge(text, optimizer) for text in texts), key=lambda each: each.loss)
 
 
 def own_text(label: str) -> str:
-    """The hook of a row, without what else compresses there."""
+    """The hook of a row, without its ``shard_hook`` and ``weights``."""
     return label.partition(", shard_hook=")[0].partition(", weights=")[0]
 
 
@@ -270,7 +230,7 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
     if fastest.step_seconds * _LEAST_GAIN[Loss.MILD] > plain.step_seconds:
         return f"{text}, {say_seconds(compute)} of it computing, and no hook makes it much shorter."
     return (
-        f"{text}. Only hooks that hurt the loss, or of which nothing is known, are faster: "
+        f"{text}. Only hooks that hurt the loss, or have an unknown effect on it, are faster: "
         f"{fastest.hook} takes {say_seconds(fastest.step_seconds)}."
     )
 
@@ -290,7 +250,7 @@ def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> st
 
 
 def _warnings(verdicts: dict[str, Verdict]) -> list[str]:
-    """Each reason once, with the hooks that it is of."""
+    """Each warning once, after its hooks."""
     of_reason: dict[str, list[str]] = {}
     for hook, verdict in verdicts.items():
         if verdict.warning is not None:

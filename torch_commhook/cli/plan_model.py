@@ -1,4 +1,4 @@
-"""The model that ``plan`` is asked about, and how long its step computes."""
+"""Reads the model of ``plan``, and measures a step of it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.planning import Model, Parameter
 from torch_commhook.planning.computing import measure_step
 
-#: The attribute of a factory that has a model's inputs, or makes them.
+#: The attribute of a factory with the model's inputs, or with a function that makes them.
 EXAMPLE_INPUTS = "example_inputs"
 _MOST_DIMENSIONS = 16
 _MOST_ELEMENTS = 10**13
 
 
 class ModelError(ValueError):
-    """A model that can't be planned for, in one sentence."""
+    """A model can't be read, built or run. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and how to run it.
+    """A model to plan for.
 
     Attributes:
-        model: its size and, where they are known, its parameters.
-        name: as the command line has it; None of a bare number.
-        make: makes it with its values; None where nobody can.
-        inputs: make what it is called with; None where nobody has said.
+        model: the number of its parameters and, if known, their shapes.
+        name: its name on the command line; None for a model of ``--model-size``.
+        make: a function that makes the model with values; None if unknown.
+        inputs: a function that makes the model's inputs; None if unknown.
     """
 
     model: Model
@@ -48,23 +49,35 @@ class Subject:
     make: Callable[[], Any] | None = None
     inputs: Callable[[], Sequence[Any]] | None = None
 
-    def compute_seconds(self, optimizer: str) -> float | None:
-        """Of a step on this machine, measured; None where that can't be.
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the model can be made and called, so that its step can be measured."""
+        return self.make is not None and self.inputs is not None
+
+    def compute_seconds(self, optimizer: str) -> float:
+        """Measure a step of a runnable model on this machine, without communication.
+
+        Args:
+            optimizer: ``adamw`` or ``sgd``.
+
+        Returns:
+            Its time in seconds.
 
         Raises:
             ModelError: the model fails when it is made or run.
         """
-        if self.make is None or self.inputs is None:
-            return None
+        assert self.make is not None and self.inputs is not None
         try:
             module = self.make()
             return measure_step(module, self.inputs(), optimizer)
-        except Exception as error:  # it is the user's, and may raise anything
-            raise ModelError(f"a step of {self.name} can't be measured: {_said(error)}") from error
+        except Exception as error:  # a user's model may raise anything
+            raise ModelError(
+                f"a step of {self.name} can't be measured: {one_line(error)}"
+            ) from error
 
 
 def train_transformer() -> Subject:
-    """The model of ``train``, on a batch of its."""
+    """The model of ``train``, with a batch of its default size."""
     config = TrainConfig()
 
     def make() -> nn.Module:
@@ -79,20 +92,20 @@ def train_transformer() -> Subject:
 
 
 def model_of_size(elements: int) -> Subject:
-    """A model of which only the size is known."""
+    """A model of a given number of parameters."""
     return Subject(Model(elements))
 
 
 def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -> Subject:
-    """The model that a function makes, built on the meta device, where it takes no memory.
+    """The model that a function makes. It is built on the meta device, where it takes no memory.
 
     Args:
-        text: ``MODULE:FACTORY``, or ``FILE.py:FACTORY``. The factory is called without arguments.
-        inputs: make what the model is called with; None: the factory's attribute
+        text: ``MODULE:FACTORY``, or ``FILE.py:FACTORY``. The factory takes no arguments.
+        inputs: functions that make the model's inputs. None stands for the factory's attribute
             ``example_inputs``, if it has one.
 
     Raises:
-        ModelError: there is no such function, it fails, or gives no module with parameters.
+        ModelError: there is no such function, it fails, or it returns no module with parameters.
     """
     factory = _load_factory(text)
 
@@ -105,7 +118,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
     except Exception as error:
         raise ModelError(
             f"{text} can't be built on the meta device, which has shapes and no values: "
-            f"{_said(error)}"
+            f"{one_line(error)}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{text} must return a torch.nn.Module, got {type(module).__qualname__}")
@@ -134,8 +147,8 @@ def _load_factory(text: str) -> Callable[[], Any]:
             found = getattr(found, part)
     except ModelError:
         raise
-    except Exception as error:  # the module is the user's, and may raise anything
-        raise ModelError(f"{text} can't be loaded: {_said(error)}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise ModelError(f"{text} can't be loaded: {one_line(error)}") from error
     if not callable(found):
         raise ModelError(f"{text} must be a function, got {type(found).__qualname__}")
     factory: Callable[[], Any] = found
@@ -145,7 +158,7 @@ def _load_factory(text: str) -> Callable[[], Any]:
 def _load_module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         folder = os.getcwd()
-        if folder not in sys.path:  # where `python -m` finds modules, and the command does not
+        if folder not in sys.path:  # the command `commhook` lacks it, unlike `python -m`
             sys.path.insert(0, folder)
         return importlib.import_module(place)
     path = Path(place)
@@ -161,22 +174,17 @@ def _load_module(place: str) -> ModuleType:
     return module
 
 
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 # ---- inputs --------------------------------------------------------------------------------------
 
 
 def parse_input(text: str) -> Callable[[], Tensor]:
-    """What makes an input of a shape such as ``8x3x224x224`` or ``4x128:int64``.
+    """Parse an input such as ``8x3x224x224`` or ``4x128:int64``; returns a function that makes it.
 
-    Numbers of a floating or complex dtype are random; others are zeros, which are an index of any
-    table.
+    Its values are random for a floating or complex dtype. Otherwise they are zeros, which are valid
+    indices of any embedding.
 
     Raises:
-        ValueError: no shape, or no dtype.
+        ValueError: the text has no shape, or an unknown dtype.
     """
     shape_text, _, dtype_text = text.partition(":")
     shape = _shape_of(re.split(r"[x,]", shape_text))
@@ -196,11 +204,11 @@ def parse_input(text: str) -> Callable[[], Tensor]:
 
 
 def model_of_shapes(path: Path) -> Subject:
-    """The model whose parameters a file lists.
+    """The model with the parameters in a file.
 
-    Either JSON: a list of shapes, or of objects with a ``shape`` and a ``name``, or an object that
-    has such a list as ``parameters``. Or text, with a shape on each line, such as ``768x2304`` or
-    ``768 2304``, and a name before it if there is one. A line may end with a comment (``#``).
+    The file is JSON or text. JSON is a list of shapes, a list of objects with a ``shape`` and a
+    ``name``, or an object with such a list as ``parameters``. Text has a shape on each line, such
+    as ``768x2304`` or ``768 2304``, after an optional name. A line may end with a comment (``#``).
 
     Raises:
         ModelError: the file can't be read, or has no such shapes.
@@ -208,7 +216,7 @@ def model_of_shapes(path: Path) -> Subject:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} can't be read: {_said(error)}") from error
+        raise ModelError(f"{path} can't be read: {one_line(error)}") from error
     is_json = text.lstrip()[:1] in ("[", "{")
     parameters = _of_json(path, text) if is_json else _of_lines(path, text)
     elements = sum(each.numel for each in parameters)
@@ -223,7 +231,7 @@ def _of_json(path: Path, text: str) -> list[Parameter]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is no JSON: {_said(error)}") from error
+        raise ModelError(f"{path} is no JSON: {one_line(error)}") from error
     if isinstance(document, dict):
         document = document.get("parameters")
     if not isinstance(document, list):
@@ -255,8 +263,8 @@ def _of_lines(path: Path, text: str) -> list[Parameter]:
         shape = _shape_of([size for word in words for size in re.split(r"[x,]", word) if size])
         if shape is None:
             raise ModelError(
-                f"{path}, line {number}: must be a shape such as 768x2304, with a name before it "
-                f"if there is one, got {line.strip()[:100]!r}"
+                f"{path}, line {number}: must be a shape such as 768x2304, after an optional name, "
+                f"got {line.strip()[:100]!r}"
             )
         found.append(Parameter(shape, name))
     return found

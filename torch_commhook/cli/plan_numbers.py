@@ -1,4 +1,4 @@
-"""Numbers of ``plan`` as people write and read them: 7B, 100 Gbit/s, 0.42 s."""
+"""Parses and formats the numbers of ``plan``: 7B, 100 Gbit/s, 0.42 s."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MOST_COUNT = 10**13
 
 
 def parse_count(text: str) -> int:
-    """A number of elements, such as ``124M`` or ``7B``.
+    """Parse a number of elements, such as ``124M`` or ``7B``.
 
     Raises:
-        ValueError: no such number, or none from 1 to 10 T.
+        ValueError: the text is no such number, or the number is not from 1 to 10 T.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgbt]?)", text.strip().lower())
     count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
@@ -23,10 +23,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second of a rate, such as ``200mbit``, ``10 Gbit/s``, ``100G`` or ``1gbps``.
+    """Parse a rate such as ``200mbit``, ``10 Gbit/s``, ``100G`` or ``1gbps`` to bits per second.
 
     Raises:
-        ValueError: no such rate. One in bytes (``1GB/s``) is refused, too.
+        ValueError: the text is no such rate, or a rate in bytes (``1GB/s``).
     """
     match = re.fullmatch(
         r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])|([kmgt]?)(?:bits?(?:/s|ps)?|bps|b/s))",
@@ -39,22 +39,22 @@ def parse_rate(text: str) -> float:
 
 
 def format_count(count: float) -> str:
-    """``7 B``, ``124.4 M``."""
+    """Format a number of elements: ``7 B``, ``124.4 M``."""
     return _in_units(count, ("", " k", " M", " B", " T"))
 
 
 def format_rate(bits_per_second: float) -> str:
-    """``100 Gbit/s``."""
+    """Format a rate: ``100 Gbit/s``."""
     return _in_units(bits_per_second, (" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:
-    """``1.90 s``, ``42.0 ms``."""
+    """Format a time for a table: ``1.90 s``, ``42.0 ms``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def say_seconds(seconds: float) -> str:
-    """Two digits, for a sentence: ``1.9 s``, ``0.42 s``, ``42 ms``."""
+    """Format a time for a sentence, with two digits: ``1.9 s``, ``0.42 s``, ``42 ms``."""
     if seconds >= 9.95:
         return f"{seconds:.0f} s"
     if seconds >= 0.0995:

@@ -1,9 +1,8 @@
-"""Draws what a step with each hook takes over links of any rate."""
+"""Draws the time of a step with each hook over links of different rates."""
 
 from __future__ import annotations
 
 import colorsys
-import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,21 +10,14 @@ from typing import Any
 
 from torch_commhook.cli.plan_numbers import format_rate
 
-HOW_TO_GET_MATPLOTLIB = "needs matplotlib (pip install torch-commhook[train])"
-
-#: Bits per second: two in each factor of ten, and the ends of a scale.
+#: The rates in bits per second: 10 Mbit/s to 100 Gbit/s, two in each factor of ten.
 RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
-#: Tell apart for most who do not see all colours.
+#: Most people with colour blindness can tell the first ones apart.
 _COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
     *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
 )
 _LABEL_CHARACTERS = 90
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_rates(
@@ -36,17 +28,17 @@ def draw_rates(
     asked: float,
     title: str,
 ) -> None:
-    """Write a PNG with a line for each hook, each in a colour of its own.
+    """Write a PNG with a line for each hook, in different colours.
 
     Args:
-        path: of the picture.
-        seconds: of a step with each hook, for each rate.
-        rates: of links, in bits per second.
-        asked: the rate that the table is for, which a vertical line shows.
-        title: of the picture.
+        path: the path of the picture.
+        seconds: the time of a step with each hook, in seconds, at each rate.
+        rates: the rates of links, in bits per second.
+        asked: the rate of the table. A vertical line marks it.
+        title: the title of the picture.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,7 +47,7 @@ def draw_rates(
     labels = ["\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS)) for hook in seconds]
     lines = sum(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(8, 5 + 0.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     axes: Any = figure.subplots()
     colors = line_colors(len(labels))
     for label, times, color in zip(labels, seconds.values(), colors, strict=True):
@@ -70,13 +62,13 @@ def draw_rates(
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.set_title("\n".join(textwrap.wrap(title, _LABEL_CHARACTERS)), fontsize="medium")
-    # Under the axes, where it hides nothing.
+    # Below the axes, where it covers no line.
     figure.legend(loc="outside lower left", fontsize="small", frameon=False)
     figure.savefig(path, format="png", dpi=110)
 
 
 def line_colors(count: int) -> list[str]:
-    """So many colours, of which no two are the same."""
+    """Return ``count`` different colours."""
     found = list(_COLORS[:count])
     more = count - len(found)
     for number in range(more):

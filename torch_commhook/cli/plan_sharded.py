@@ -1,8 +1,8 @@
-"""What hooks would cost in a step of a model in shards.
+"""Measures hooks on a sharded model, and predicts the time of a step with each.
 
-Bytes are those of the formulas: a reduce-scatter sends ``(W - 1) / W`` of one encoding, and so does
-each all-gather; across replicas it is the hook's all-reduce of a shard. ``fully_shard`` on the CPU
-hides none of its communication, so a step is the sum of its computing and of the wire.
+Formulas give the bytes. A reduce-scatter or an all-gather sends ``(W - 1) / W`` of one encoding.
+Across replicas, the hook's all-reduce sends a shard. ``fully_shard`` on the CPU does not overlap
+communication with computation. So a step takes the sum of both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_commhook import hooks
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.cli.sharded_options import check_hook_fits, check_weights
 from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.planning.hook_work import (
@@ -29,20 +30,21 @@ from torch_commhook.planning.hook_work import (
 from torch_commhook.planning.model import square_shapes
 from torch_commhook.planning.schedule import PAYLOAD
 
-#: Parameters and gradients in float32.
+#: The bytes of a parameter or a gradient, in float32.
 _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a model are.
+    """The distribution of a sharded model over the ranks.
 
     Attributes:
-        elements: of the model.
-        shards: ranks that its parameters are sharded over.
-        replicas: across which the hook averages; None where it takes part in reduce-scatters.
-        after_forward: ranks that parameters are sharded over between forward and backward: the
-            shards where they are freed, 1 where they are kept.
+        elements: the number of the model's parameters.
+        shards: the number of ranks that the parameters are sharded over.
+        replicas: the number of replicas that the hook averages across; None if the hook takes part
+            in reduce-scatters.
+        after_forward: the number of ranks that parameters are sharded over between forward and
+            backward: ``shards`` if the forward frees them, 1 if it keeps them.
     """
 
     elements: int
@@ -52,23 +54,23 @@ class Layout:
 
     @property
     def shard_elements(self) -> int:
-        """Elements of a rank's shard."""
+        """The number of elements of a rank's shard."""
         return -(-self.elements // self.shards)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a hook does in one step, whatever the link.
+    """The work of a hook in one step, over any link.
 
     Attributes:
-        hook: as it is written, with what else compresses.
-        scattered_bytes: sent by each rank in reduce-scatters.
-        forward_bytes: sent in the all-gathers of the forward.
-        backward_bytes: sent in those of the backward.
-        reduced_bytes: sent across replicas.
-        compute_seconds: encoding, adding up and decoding.
-        error_bytes: of the hook's error feedback on each rank.
-        shard_error_bytes: of the shard hook's.
+        hook: the hook as text, with its ``shard_hook`` and ``weights``.
+        scattered_bytes: bytes that each rank sends in reduce-scatters.
+        forward_bytes: bytes that it sends in the all-gathers of the forward.
+        backward_bytes: bytes that it sends in the all-gathers of the backward.
+        reduced_bytes: bytes that it sends across replicas.
+        compute_seconds: the time to encode, add up and decode.
+        error_bytes: bytes of the hook's error memory on each rank.
+        shard_error_bytes: bytes of the shard hook's error memory on each rank.
     """
 
     hook: str
@@ -83,12 +85,12 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Measured):
-    """What a hook costs in one step.
+    """The predicted cost of a hook in one step.
 
     Attributes:
-        wire_seconds: that the bytes take on the links, with the headers of their packets.
-        step_seconds: with what the step computes anyway.
-        ratio: of that to the step of the first row.
+        wire_seconds: the time of the bytes on the links, with the headers of their packets.
+        step_seconds: the time of the step.
+        ratio: ``step_seconds`` over that of the first row.
     """
 
     wire_seconds: float
@@ -98,7 +100,13 @@ class Cost(Measured):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a step's communication."""
+    """A part of a step's communication.
+
+    Attributes:
+        sent: bytes that a rank sends.
+        seconds: the time to encode, add up and decode.
+        error: bytes of error memory.
+    """
 
     sent: float
     seconds: float = 0.0
@@ -112,21 +120,22 @@ def measure_sharded(
     shard_hook: str | None = None,
     weights: str | None = None,
 ) -> list[Measured]:
-    """What each hook computes and sends.
+    """Measure the time and the bytes of each hook.
 
     Args:
-        texts: hooks, as ``train`` takes them; ``none`` is ``allreduce()``.
-        layout: of the model.
-        shard_hook: of the reduce-scatters, where the hooks average across replicas.
+        texts: the hooks, as ``train`` takes them; ``none`` stands for ``allreduce()``.
+        layout: the distribution of the model.
+        shard_hook: the hook of the reduce-scatters, if the hooks average across replicas.
         weights: the codec of the all-gathers.
 
     Returns:
-        The first hook without ``shard_hook`` and ``weights``, where one is given; then each hook.
+        The measurements of each hook. If ``shard_hook`` or ``weights`` is given, the first hook
+        without them comes before.
 
     Raises:
-        HookExpressionError: no hook, or no codec.
-        ShardedOptionError: one that can't do what is asked of it.
-        HookError: one that fails when it is run.
+        HookExpressionError: a text names no hook or codec.
+        ShardedOptionError: a hook or codec does not fit the model.
+        HookError: a hook fails when it runs.
     """
     on_shards = layout.replicas is None
     for text in texts:
@@ -136,7 +145,7 @@ def measure_sharded(
     if weights is not None:
         check_weights(weights)
     plain = _Part(_NUMBER_BYTES * layout.shard_elements * (layout.shards - 1))
-    beside = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
+    scatters = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
     parts = [_tried(_scatter if on_shards else _reduce, text, layout) for text in texts]
     given = {"shard_hook": shard_hook, "weights": weights}
     compressed = [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -146,24 +155,24 @@ def measure_sharded(
         if compressed and not found:
             found.append(_measured(text, part, plain, _gathers(None, layout), layout))
         label = ", ".join([text, *compressed])
-        found.append(_measured(label, part, beside, gathers, layout))
+        found.append(_measured(label, part, scatters, gathers, layout))
     return found
 
 
 def _measured(
-    label: str, part: _Part, beside: _Part, gathers: tuple[_Part, _Part], layout: Layout
+    label: str, part: _Part, scatters: _Part, gathers: tuple[_Part, _Part], layout: Layout
 ) -> Measured:
     on_shards = layout.replicas is None
-    others = gathers if on_shards else (*gathers, beside)
+    others = gathers if on_shards else (*gathers, scatters)
     return Measured(
         hook=label,
-        scattered_bytes=part.sent if on_shards else beside.sent,
+        scattered_bytes=part.sent if on_shards else scatters.sent,
         forward_bytes=gathers[0].sent,
         backward_bytes=gathers[1].sent,
         reduced_bytes=0.0 if on_shards else part.sent,
         compute_seconds=part.seconds + sum(each.seconds for each in others),
         error_bytes=part.error,
-        shard_error_bytes=0.0 if on_shards else beside.error,
+        shard_error_bytes=0.0 if on_shards else scatters.error,
     )
 
 
@@ -175,15 +184,15 @@ def plan_sharded(
     inner_bits_per_second: float,
     compute_seconds: float = 0.0,
 ) -> list[Cost]:
-    """What each hook would cost; the first is what the others are compared with.
+    """Predict the cost of each hook. Ratios compare with the first one.
 
     Args:
-        measured: what :func:`measure_sharded` gives.
-        layout: as there.
-        bits_per_second: of each rank's link, each way; with replicas, between these.
-        inner_bits_per_second: within a replica, and among the ranks of ``after_forward`` where
-            these are fewer than the shards.
-        compute_seconds: of a step without communication.
+        measured: the result of :func:`measure_sharded`.
+        layout: the distribution of the model.
+        bits_per_second: the rate of each rank's link, each way; with replicas, between replicas.
+        inner_bits_per_second: the rate within a replica, and among the ranks of ``after_forward``
+            if these are fewer than the shards.
+        compute_seconds: the time of a step without communication.
     """
     costs: list[Cost] = []
     for each in measured:
@@ -208,28 +217,28 @@ def plan_sharded(
 
 
 def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _Part:
-    """A part of a hook, as it is in the long run."""
+    """Measure a part with a hook, as the mean over many steps."""
     try:
         hook = unwrap_hook(_parsed(text))
         found = part(hook.hook, layout)
         elements = layout.shard_elements
         passes = sum(measure_pass(each, elements, elements) for each in hook.around)
         return _Part(found.sent / hook.every, (found.seconds + passes) / hook.every, found.error)
-    except Exception as error:  # a hook may be a user's, and raise anything
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        if "attach(model, hook)" in said:
-            said = "it asks for more of a model than its size"
-        raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+    except Exception as error:  # a user's hook may raise anything
+        reason = one_line(error)
+        if "attach(model, hook)" in reason:
+            reason = "it needs more of the model than its size"
+        raise HookError(f"the hook {text!r} can't be planned: {reason}") from error
 
 
 def _parsed(text: str) -> Any:
-    """The hook of an expression; plain ``fully_shard`` averages as ``allreduce()`` does."""
+    """Parse a hook; ``none`` gives ``allreduce()``: plain ``fully_shard`` averages alike."""
     hook = parse_hook(text)
     return hooks.allreduce() if hook is None else hook
 
 
 def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
-    """The all-gathers of forward and backward."""
+    """The all-gathers of the forward, and those of the backward."""
     codec = None if weights is None else parse_codec(weights)
     ranks, elements = layout.shards, layout.shard_elements
     full = _Part(_NUMBER_BYTES * elements * (ranks - 1))
@@ -237,13 +246,13 @@ def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
         full = _Part(codec.nbytes(elements) * (ranks - 1), _codec_seconds(codec, layout))
     if layout.after_forward == ranks:
         return full, full
-    # The codec is for the gathers among all shards; fewer ranks gather parameters as they are.
+    # Only gathers among all shards use the codec; fewer ranks gather uncompressed parameters.
     few = layout.after_forward
     return full, _Part(_NUMBER_BYTES * -(-layout.elements // few) * (few - 1))
 
 
 def _codec_seconds(codec: Any, layout: Layout) -> float:
-    """Of encoding a shard and decoding all of them."""
+    """The seconds to encode a shard and to decode all shards."""
     import torch
 
     own = max(1, min(layout.elements, MOST_MEASURED) // layout.shards)
@@ -263,7 +272,7 @@ def _codec_seconds(codec: Any, layout: Layout) -> float:
 
 
 def _scatter(hook: Any, layout: Layout) -> _Part:
-    """A reduce-scatter that a hook takes part in."""
+    """Measure the reduce-scatters with a hook."""
     from torch_commhook.testing import run_ranks
 
     ranks = layout.shards
@@ -277,7 +286,7 @@ def _scatter(hook: Any, layout: Layout) -> _Part:
     def measure(rank: int) -> float:
         return median_seconds(_Scatter(hook, [measured], rank).average)
 
-    if ranks == 1:  # fully_shard calls no reduce-scatter then
+    if ranks == 1:  # fully_shard then calls no reduce-scatter
         return _Part(0.0)
     sent, error = run_ranks(count, ranks, timeout=600)[0]
     seconds = run_ranks(measure, 1, timeout=600)[0] * layout.elements / measured
@@ -285,12 +294,12 @@ def _scatter(hook: Any, layout: Layout) -> _Part:
 
 
 class _Scatter:
-    """One rank's gradients of a parameter, of which each rank gets a chunk.
+    """One rank's reduce-scatter of the gradient of one parameter.
 
     Args:
-        hook: averages them.
-        counts: elements of each rank's chunk, equally many.
-        rank: of the default process group.
+        hook: the hook that averages the gradient.
+        counts: the number of elements of each rank's chunk, the same for all ranks.
+        rank: the rank in the default process group.
     """
 
     def __init__(self, hook: Any, counts: list[int], rank: int) -> None:
@@ -313,7 +322,7 @@ class _Scatter:
         self._shard = torch.empty(counts[rank], dtype=torch.float32, device=cpu)
 
     def average(self) -> None:
-        """One step."""
+        """Do one step."""
         import torch.distributed as dist
 
         from torch_commhook.collectives import resolve_group
@@ -332,7 +341,7 @@ class _Scatter:
         driven(self._hook.average_shard(bucket)).wait()  # type: ignore[attr-defined]
 
     def sent(self) -> tuple[float, float]:
-        """The bytes that a step sends, and those of error feedback."""
+        """The bytes that a step sends, and the bytes of the error memory."""
         from torch_commhook.metrics import WireMeter, counting
 
         meter = WireMeter()
@@ -342,7 +351,7 @@ class _Scatter:
 
 
 def _reduce(hook: Any, layout: Layout) -> _Part:
-    """An average of shards across replicas."""
+    """Measure the average of a shard across replicas with a hook."""
     assert layout.replicas is not None
     elements = layout.shard_elements
     if layout.replicas == 1:
@@ -370,7 +379,7 @@ def _replica_error_bytes(hook: Any, layout: Layout) -> float:
 
 
 def _error_bytes(memory: Any) -> float:
-    """Of what a bucket's memory holds of lost values."""
+    """The bytes of error memory in a bucket's memory."""
     if memory is None:
         return 0.0
     own = sum(tensor.nbytes for name, tensor in memory.tensors.items() if "error" in name)

@@ -1,4 +1,4 @@
-"""What ``plan`` prints: the advice, the question, a table, and what to mind."""
+"""Formats the answer of ``plan``: the advice, the question, a table, and warnings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_commhook.cli.formatting import align_columns, pluralize
 from torch_commhook.cli.plan_advice import Advice, Loss, judge_row, own_text
 from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
 from torch_commhook.cli.plan_sharded import Cost as ShardedCost
@@ -14,26 +15,26 @@ from torch_commhook.cli.report import format_bytes
 from torch_commhook.planning import Cost, Model
 
 _WIDTH = 100
-#: A hook that takes more of the plain step does not pay.
+#: A hook pays if its step takes less than this share of the plain step.
 _LEAST_RATIO = 0.95
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned for.
+    """The training and the link that ``plan`` predicts steps for.
 
     Attributes:
-        model: its parameters.
-        name: of the model; None where it has none.
-        world: ranks.
-        nodes: that they are on; None where nobody asks.
-        connections: as ``attach`` takes them.
-        bits_per_second: of the link.
-        delay_seconds: of a message, one way.
-        link_file: that both are from; None where they were given.
-        compute_seconds: of a step without communication.
-        is_measured: whether that was measured here.
-        threads: that a rank computes with.
+        model: the sizes of the model.
+        name: the name of the model; None if it has none.
+        world: the number of ranks.
+        nodes: the number of nodes; None if not given.
+        connections: the ``connections`` of ``attach``.
+        bits_per_second: the rate of each rank's link, each way.
+        delay_seconds: the delay of a message, one way.
+        link_file: the file that gives the link; None if there is none.
+        compute_seconds: the time of a step without communication.
+        is_measured: whether ``plan`` has measured this time.
+        threads: the threads of a rank.
         optimizer: ``adamw`` or ``sgd``.
     """
 
@@ -50,13 +51,13 @@ class Question:
     threads: int
     optimizer: str
 
-    def said(self, spread: str = "", link: str = "", beside: str = "") -> str:
-        """The question in a sentence.
+    def sentence(self, spread: str = "", link: str = "", step: str = "") -> str:
+        """The question in one sentence.
 
         Args:
-            spread: how the model lies on the ranks.
-            link: more of the link.
-            beside: more that matters.
+            spread: the distribution of the model, after the ranks.
+            link: more about the link, after its rate.
+            step: more about the step, after its time.
         """
         ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes else "")
         name = f" ({self.name})" if self.name else ""
@@ -65,21 +66,27 @@ class Question:
             wire += f" and {self.delay_seconds * 1e3:.3g} ms"
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        threads = pluralize(self.threads, "thread")
         return (
             f"{format_count(self.model.elements)} parameters{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
-            f"without communication{measured}{beside}, {self.optimizer_name}, {threads}"
+            f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
         )
 
     @property
     def optimizer_name(self) -> str:
-        """As PyTorch writes it."""
+        """The name of the optimizer's class in PyTorch."""
         return {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
 
 
 def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
-    """All that is printed."""
+    """The text that ``plan`` prints.
+
+    Args:
+        advice: the recommended hook, and warnings.
+        question: the question in one sentence.
+        table: the lines of the table.
+    """
     warnings = [_wrapped(f"Warning: {each}") for each in advice.warnings]
     return "\n".join([_wrapped(advice.reason), "", question, *table, *warnings])
 
@@ -92,7 +99,7 @@ def _wrapped(text: str) -> str:
 
 
 def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
-    """The lines of the table for a model that each rank has all of."""
+    """The lines of the table for a model under DDP."""
     on_nodes = question.nodes is not None
     is_far = question.delay_seconds > 0 or on_nodes
     has_connections = on_nodes or question.connections > 1
@@ -112,11 +119,11 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
         )
         for cost in costs
     ]
-    return _aligned(header, rows)
+    return align_columns(header, rows)
 
 
 def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: str) -> list[str]:
-    """The lines of the table for a model in shards, and what error feedback takes in memory."""
+    """The lines of the table for a sharded model, and notes on the memory of error feedback."""
     has_replicas = layout.replicas is not None
     header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
     header += ["between replicas"] * has_replicas
@@ -134,11 +141,11 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
         ]
         for cost in costs
     ]
-    return [*_aligned(header, rows), *_memory_notes(costs, layout)]
+    return [*align_columns(header, rows), *_memory_notes(costs, layout)]
 
 
 def spread_of(layout: Layout) -> str:
-    """How a model in shards lies on the ranks."""
+    """Describe the distribution of a sharded model over the ranks."""
     spread = f"parameters sharded over {layout.shards} ranks"
     if layout.replicas is not None:
         spread = f"{layout.replicas} replicas, {spread} each"
@@ -150,31 +157,30 @@ def spread_of(layout: Layout) -> str:
 
 
 def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
-    """What error feedback costs in memory, in words."""
-    of_all = "what it has lost of the gradients of all shards"
-    of_shard = "what it has lost of the gradients of the rank's own shard"
-    notes: dict[str, None] = {}  # once each, in order
-    for cost in costs:
-        if cost.error_bytes:
-            lost = of_all if layout.replicas is None else of_shard
-            hook = own_text(cost.hook)
-            notes[f"{hook} remembers {format_bytes(cost.error_bytes)} on each rank: {lost}"] = None
+    """Sentences on the memory of error feedback."""
+    of_all, of_shard = "of all shards", "of the rank's own shard"
+    notes = [
+        _memory_note(
+            own_text(cost.hook), cost.error_bytes, of_all if layout.replicas is None else of_shard
+        )
+        for cost in costs
+        if cost.error_bytes
+    ]
     shard_error = max(cost.shard_error_bytes for cost in costs)
     if shard_error:
-        notes[f"shard_hook remembers {format_bytes(shard_error)} on each rank: {of_all}"] = None
-    return list(notes)
+        notes.append(_memory_note("shard_hook", shard_error, of_all))
+    return list(dict.fromkeys(notes))
+
+
+def _memory_note(hook: str, count: float, shards: str) -> str:
+    return (
+        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients "
+        f"{shards}"
+    )
 
 
 def _bytes_or_unknown(count: float | None) -> str:
     return "?" if count is None else format_bytes(count)
-
-
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
-        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
-    ]
 
 
 def _times(*seconds: float) -> list[str]:
@@ -182,7 +188,7 @@ def _times(*seconds: float) -> list[str]:
 
 
 def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
-    """Whether a hook makes the step shorter, and does the loss no harm that is known."""
+    """The cell that says whether a hook makes the step shorter, or hurts the loss."""
     if is_first:
         return ""
     if judge_row(cost.hook, optimizer).loss is Loss.HURTS:

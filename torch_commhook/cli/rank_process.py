@@ -1,8 +1,8 @@
-"""What ends a rank's process: its launcher's death, a signal, a failure; each at once.
+"""Ends a rank's process at once after its launcher's death, a signal or a failure.
 
-A rank that waits in a collective can't run Python's signal handlers, and the destructors of a
-broken process group may wait for peers that are gone. So a rank ends by ``os._exit``, and what must
-react during a collective stands in a thread.
+A rank that waits in a collective cannot run Python's signal handlers. So threads react to signals
+and to the launcher's death. The destructors of a broken process group may wait for peers that have
+ended. So a rank ends by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-#: The launcher's process id, set for the ranks that it starts.
+#: The variable with the launcher's process id, in the ranks that it starts.
 LAUNCHER_PID = "COMMHOOK_LAUNCHER_PID"
-#: The launcher's temporary folder: the rendezvous file and the ranks' failures.
+#: The variable with the launcher's temporary folder, for the rendezvous file and failures.
 LAUNCHER_FOLDER = "COMMHOOK_LAUNCHER_FOLDER"
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 0.5
-# What Gloo, NCCL and the store say where another rank is gone or silent.
+# Errors of Gloo, NCCL and the store if another rank has ended or does not answer.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
     r"|timed? ?out|remote process exited|failed to recv",
@@ -37,12 +37,12 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended, as it tells its launcher.
+    """The failure of a rank, as the rank reports it to its launcher.
 
     Attributes:
-        seconds: when, in seconds since the epoch.
-        summary: one line.
-        peer: whether it only noticed that another rank is gone.
+        seconds: the time of the failure, in seconds since the epoch.
+        summary: a description in one line.
+        peer: whether the rank failed only because another rank had ended.
     """
 
     seconds: float
@@ -51,7 +51,7 @@ class Failure:
 
 
 def tie_to_launcher(launcher_pid: int) -> None:
-    """End this process as soon as its launcher is gone, even if it was killed."""
+    """From now on, end this process when its launcher ends, even if the launcher is killed."""
     if sys.platform == "linux":
         try:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -60,17 +60,17 @@ def tie_to_launcher(launcher_pid: int) -> None:
             tied = False
     else:
         tied = False
-    if os.getppid() != launcher_pid:  # it died before this line
+    if os.getppid() != launcher_pid:  # the launcher has already ended
         os._exit(1)
     if not tied:
         watch_parent()
 
 
 def watch_parent() -> None:
-    """End this process within a second after its parent is gone.
+    """From now on, end this process within a second after its parent has ended.
 
-    For a parent that may start ranks from a thread: PR_SET_PDEATHSIG would take that thread's end
-    for the parent's.
+    Unlike PR_SET_PDEATHSIG, this also fits a parent that starts ranks from a thread: the signal
+    comes when that thread ends.
     """
     parent = os.getppid()
 
@@ -83,18 +83,18 @@ def watch_parent() -> None:
 
 
 def end_on_signals(rank: int, command: str = "train") -> None:
-    """On SIGINT or SIGTERM end this process at once, also within a collective.
+    """From now on, SIGINT and SIGTERM end this process at once, also within a collective.
 
-    Local rank 0 says so in one line; the others get the same signal and are silent.
+    All ranks get the same signal. Only local rank 0 prints a line.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         command: the subcommand, which the line begins with.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _ignore)  # the thread acts; a handler must be there for the fd
+        signal.signal(number, _ignore)  # the wakeup fd needs a handler; the thread reacts
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wait_for_signal() -> None:
@@ -117,14 +117,14 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def show_cursor() -> None:
-    """Give a terminal its cursor back, which the live line hides while it runs."""
+    """Show the terminal's cursor, which the live line hides."""
     if sys.stdout.isatty():
         sys.stdout.write("\r\x1b[?25h\n")
         sys.stdout.flush()
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure that ``error`` is, from its first line and those of its causes."""
+    """Describe ``error`` as a failure of this rank, now."""
     text = " ".join(str(error).split()) or "no message"
     summary = f"{type(error).__name__}: {text}"
     return Failure(time.time(), summary[:600], _is_lost_peer(error))
@@ -134,7 +134,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # Only what comes from C++ is a RuntimeError itself or one of torch.distributed's own.
+        # Errors of C++ are exactly RuntimeErrors, or types of torch.distributed.
         distributed = type(error).__module__.startswith("torch")
         if (type(error) is RuntimeError or distributed) and _PEER_LOST.search(str(error)):
             return True
@@ -143,11 +143,10 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 
 def finish() -> NoReturn:
-    """End this process with exit code 0, past the interpreter's own end.
+    """End this process with exit code 0, without the interpreter's shutdown.
 
-    A thread of Gloo may be dropping the last reference to a tensor at this moment. For that it
-    takes the GIL, and a thread that asks for the GIL while the interpreter ends aborts the process
-    (seen on torch 2.13).
+    A thread of Gloo may need the GIL to drop its last reference to a tensor. If it asks for the GIL
+    during the shutdown, the process aborts (seen on torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,17 +154,17 @@ def finish() -> NoReturn:
 
 
 def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
-    """End this process with exit code 1: tell the launcher of ``error``, or else say it here.
+    """End this process with exit code 1, after a report to the launcher or on stderr.
 
     Args:
-        error: that ended the rank's work.
-        rank: of this process.
+        error: the error that ended the rank's work.
+        rank: the rank of this process.
         command: the subcommand, which the line begins with.
     """
     failure = describe(error)
     folder = os.environ.get(LAUNCHER_FOLDER)
     if folder is not None:
-        traceback.print_exception(error)  # the launcher keeps this process's stderr in a log
+        traceback.print_exception(error)  # the launcher writes this process's stderr to a log
         _write_failure(Path(folder), rank, failure)
     elif failure.peer:
         show_cursor()
@@ -181,13 +180,13 @@ def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
 
 
 def tell_first_step() -> None:
-    """Tell the launcher that this run has results of its own, and looks for its wish to stop."""
+    """Tell the launcher that this run has results, and looks for requests to stop."""
     folder = os.environ.get(LAUNCHER_FOLDER)
     if folder is not None:
         try:
             _first_step_path(Path(folder)).touch()
         except OSError:
-            pass  # it only says less then
+            pass  # the launcher only reports less
 
 
 def told_first_step(folder: Path) -> bool:
@@ -196,7 +195,7 @@ def told_first_step(folder: Path) -> bool:
 
 
 def ask_to_stop(folder: Path) -> None:
-    """Ask the ranks of a launcher's folder to end the run after the step that they are in."""
+    """Ask the ranks with this launcher's folder to end the run after the current step."""
     _stop_path(folder).touch()
 
 
@@ -229,7 +228,7 @@ def _write_failure(folder: Path, rank: int, failure: Failure) -> None:
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
-    """What rank ``rank`` told its launcher, None where it told nothing."""
+    """The failure that a rank has reported to its launcher; None if it has reported none."""
     try:
         return Failure(**json.loads(_failure_path(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):

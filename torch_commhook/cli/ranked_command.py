@@ -1,4 +1,4 @@
-"""Runs a subcommand on several ranks: the process launches them, or is one of them."""
+"""Runs a subcommand on ranks: the process launches the ranks, or is one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class ParseOptions(Protocol[_Options]):
-    """Parses and checks a command line. Ends the process with a message if an option is wrong."""
+    """Parses and checks a command line; ends the process with a message if an option is wrong."""
 
     def __call__(self, argv: Sequence[str], place: Place | None = None) -> _Options: ...
 
@@ -35,7 +35,7 @@ class RankedCommand(Generic[_T]):
     Attributes:
         name: the subcommand's name.
         build_parser: makes its parser.
-        parse_options: parses its options; with a place, those of a rank.
+        parse_options: parses its options, for a rank if a place is given.
         launch: starts ranks and waits for them; returns the exit code.
         run_rank: runs a rank.
         print_notes: prints remarks on the options, once for all ranks.
@@ -51,10 +51,10 @@ class RankedCommand(Generic[_T]):
     def run(self, argv: Sequence[str]) -> int:
         """Run the subcommand; returns the exit code.
 
-        A process without a described world launches its own ranks and waits for them. A rank of
-        ours finds COMMHOOK_LAUNCHER_PID in its environment. A rank of torchrun, or of anything else
-        that sets RANK, WORLD_SIZE and MASTER_ADDR, joins that world. So does one of several tasks
-        of Slurm's srun.
+        The process joins the world that the environment describes: by COMMHOOK_LAUNCHER_PID for
+        our own launcher, by RANK, WORLD_SIZE and MASTER_ADDR for torchrun and others, or by the
+        variables of Slurm's srun for one of several tasks. Otherwise the process launches its own
+        ranks and waits for them.
         """
         try:
             os.environ.update(slurm_variables(os.environ))
@@ -75,9 +75,9 @@ class RankedCommand(Generic[_T]):
     def _be_rank(self, argv: Sequence[str], place: Place) -> NoReturn:
         if place.rank == 0:
             options = self.parse_options(argv, place)
-            if place.launcher_pid is None:  # else the launcher has printed them
+            if place.launcher_pid is None:  # our launcher has already printed them
                 self.print_notes(options)
-        else:  # rank 0 prints the errors of all
+        else:  # rank 0 prints the errors, which are the same on all ranks
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
                 options = self.parse_options(argv, place)
         try:

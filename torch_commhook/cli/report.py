@@ -1,4 +1,4 @@
-"""What a run tells: the live line, ``metrics.jsonl``, the table and ``summary.json``."""
+"""Reports a run: the live line, ``metrics.jsonl``, the table and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch_commhook.cli.formatting import align_columns
 from torch_commhook.cli.step_log import StepLog
 from torch_commhook.metrics import ring_all_reduce_bytes
 
-#: How many steps' mean time the live line's speed is.
+#: The live line shows the mean speed of this many steps.
 _SPEED_STEPS = 20
-#: Columns of the live line: of its bar and its title, at least, and between its four parts.
+#: Columns of the live line: the least for its bar and its title, and the gaps of its four parts.
 _LEAST_BAR = 10
 _LEAST_TITLE = 8
 _GAPS = 3
@@ -26,19 +27,18 @@ _GAPS = 3
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of ``metrics.jsonl``.
+    """One line of ``metrics.jsonl``. The bytes, seconds and tokens count from step 1.
 
     Attributes:
-        step: from 1.
-        loss: nats per byte before this step's update, the mean over the ranks.
+        step: the number of the step, from 1.
+        loss: the mean loss over the ranks before this step's update, in nats per byte.
         lr: the learning rate of this step.
-        seconds: spent on the steps so far.
-        bytes_sent: by rank 0 for gradients since step 1; None where the hook doesn't tell.
-        fp32_bytes: what rank 0 would have sent in the same places for fp32 gradients, around a
-            ring.
-        tokens: bytes of text trained on so far, by all ranks.
-        bytes_scattered: by rank 0 in reduce-scatters within its replica.
-        bytes_gathered: by rank 0 for parameters.
+        seconds: the time of the steps so far.
+        bytes_sent: bytes that rank 0 has sent for gradients; None if the hook does not tell.
+        fp32_bytes: bytes that rank 0 would have sent for float32 gradients, with ring collectives.
+        tokens: bytes of text that all ranks have trained on.
+        bytes_scattered: bytes that rank 0 has sent in reduce-scatters within its replica.
+        bytes_gathered: bytes that rank 0 has sent to gather parameters.
     """
 
     step: int
@@ -54,24 +54,24 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of one run, a row of the table.
+    """The result of one run, a row of the table.
 
     Attributes:
-        hook: its expression, with what else compresses.
-        steps: done in this run.
-        final_loss: nats per byte, the mean over the last ``final_steps`` steps.
-        final_steps: see there.
-        held_out_loss: nats per byte of the text that was held out, None where none was.
-        steps_per_second: without evaluation and checkpoints.
-        bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
-        fp32_bytes_per_step: of fp32 gradients in the same places, around a ring.
+        hook: the hook as text, with its ``shard_hook`` and ``weights``.
+        steps: the number of steps of this run.
+        final_loss: the mean loss over the last ``final_steps`` steps, in nats per byte.
+        final_steps: the number of steps in ``final_loss``.
+        held_out_loss: the loss on the held-out text, in nats per byte; None if it was not computed.
+        steps_per_second: the speed, without evaluation and checkpoints.
+        bytes_per_step: bytes that rank 0 sends for gradients; None if the hook does not tell.
+        fp32_bytes_per_step: bytes that it would send for float32 gradients, with ring collectives.
         records: the steps.
-        metrics: the file of its steps.
-        is_interrupted: whether it was ended before its last step.
-        checkpoint: the latest that was written, None where none was.
-        scattered_per_step: sent by rank 0 in reduce-scatters within its replica.
-        gathered_per_step: sent by rank 0 for parameters.
-        choice: of ``auto``, and why, in words; empty with other hooks.
+        metrics: the name of the file of the steps.
+        is_interrupted: whether the run ended before its last step.
+        checkpoint: the path of the latest checkpoint; None if there is none.
+        scattered_per_step: bytes that rank 0 sends in reduce-scatters within its replica.
+        gathered_per_step: bytes that rank 0 sends to gather parameters.
+        choice: the hook that ``auto`` has chosen, and the reason; empty with other hooks.
     """
 
     hook: str
@@ -92,11 +92,11 @@ class RunResult:
 
     @property
     def fp32_ratio(self) -> float | None:
-        """How many times less than fp32 was sent; None where nothing or an unknown amount was."""
+        """The bytes of float32 gradients over the bytes sent; None if these are 0 or unknown."""
         return fp32_ratio(self.bytes_per_step, self.fp32_bytes_per_step)
 
     def to_plain(self) -> dict[str, Any]:
-        """The result without its records, for JSON."""
+        """The result as plain values without its records, for JSON."""
         plain = asdict(self)
         del plain["records"]
         plain["fp32_ratio"] = self.fp32_ratio
@@ -104,12 +104,12 @@ class RunResult:
 
 
 def fp32_bytes_per_step(numel: int, world_size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of ``numel`` fp32 elements: 8 (W-1)/W each."""
+    """Bytes that a rank sends in a ring all-reduce of float32: 8 (W-1)/W for each element."""
     return ring_all_reduce_bytes(4 * numel, world_size)
 
 
 def fp32_ratio(sent: float | None, fp32: float) -> float | None:
-    """``fp32 / sent``: how many times less was sent; None where ``sent`` is 0 or unknown."""
+    """Return ``fp32 / sent``; None if ``sent`` is 0 or unknown."""
     return fp32 / sent if sent else None
 
 
@@ -117,7 +117,7 @@ def fp32_ratio(sent: float | None, fp32: float) -> float | None:
 
 
 def format_bytes(count: float | None) -> str:
-    """``count`` with three digits in decimal units: ``21.6 MB``; ``unknown`` for None."""
+    """Format bytes with three digits in decimal units: ``21.6 MB``; ``unknown`` for None."""
     if count is None:
         return "unknown"
     value = float(count)
@@ -131,7 +131,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """``2.00x smaller than fp32``, for a ratio of :func:`fp32_ratio`."""
+    """Describe a ratio of :func:`fp32_ratio`: ``2.00x smaller than fp32``."""
     if ratio is None:
         return "no ratio to fp32"
     if round(ratio, 2) == 1:
@@ -142,7 +142,7 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_step_time(speed: float) -> str:
-    """The time of a step at ``speed`` steps per second: ``215 ms/step``."""
+    """Format the time of a step at ``speed`` steps per second: ``215 ms/step``."""
     if speed <= 0:
         return "? s/step"
     seconds = 1 / speed
@@ -152,7 +152,7 @@ def format_step_time(speed: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Minutes and seconds, or hours too: ``3:07``, ``1:02:03``."""
+    """Format as minutes and seconds, after hours if needed: ``3:07``, ``1:02:03``."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     if minutes < 60:
         return f"{minutes}:{rest:02}"
@@ -169,11 +169,11 @@ class LiveLine(Protocol):
         """Show a step; ``speed`` is in steps per second."""
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """End the display, which keeps its last state."""
 
 
 class PlainLine:
-    """A line of text every ``every`` steps, for logs."""
+    """Prints a line of text every ``every`` steps, for logs."""
 
     def __init__(
         self, title: str, last_step: int, every: int, stream: TextIO | None = None
@@ -199,10 +199,10 @@ class PlainLine:
 
 
 class RichLine:
-    """A progress bar in place, for terminals: the steps, the loss, times and bytes.
+    """Shows a progress bar on a terminal, with the steps, the loss, times and bytes.
 
-    The bar gets the columns that are left. Where these are few, the title gives way first, then
-    all about the bytes but their number.
+    The bar gets the remaining columns. If they are few, the title first becomes shorter, then the
+    text loses the details of the bytes.
     """
 
     def __init__(self, title: str, first_step: int, last_step: int) -> None:
@@ -236,7 +236,13 @@ class RichLine:
         )
 
     def _show(self, step: int, numbers: str, short: str) -> None:
-        """Show as much as fits beside a bar of ``_LEAST_BAR`` columns."""
+        """Show the text that fits beside a bar of ``_LEAST_BAR`` columns.
+
+        Args:
+            step: the number of steps done.
+            numbers: the text.
+            short: a shorter text, if ``numbers`` leaves too little room for the title.
+        """
         steps = 2 * len(str(self._last_step)) + 1
         left = self._progress.console.width - steps - _LEAST_BAR - _GAPS
         if left - len(numbers) < min(len(self._title), _LEAST_TITLE):
@@ -264,7 +270,7 @@ def _sent(record: StepRecord) -> str:
 
 
 def make_live_line(title: str, first_step: int, last_step: int, every: int) -> LiveLine:
-    """A :class:`RichLine` where stdout is a terminal and rich is there, else a PlainLine."""
+    """Make a RichLine if stdout is a terminal and rich is installed, otherwise a PlainLine."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if terminal and importlib.util.find_spec("rich") is not None:
         return RichLine(title, first_step, last_step)
@@ -275,14 +281,14 @@ def make_live_line(title: str, first_step: int, last_step: int, every: int) -> L
 
 
 class Reporter:
-    """Takes the records of one run on rank 0: the live line, a file of JSON lines, and other logs.
+    """Reports the steps of one run on rank 0: on the live line, as JSON lines, and to other logs.
 
     Args:
-        path: the file. Lines of steps up to ``first_step`` are kept (a resumed run goes on in the
-            file of the run before), others are replaced.
+        path: the file of JSON lines. A resumed run continues the file of the earlier run: the
+            reporter keeps the lines up to ``first_step``, and replaces the others.
         line: the live line.
-        first_step: the steps done before this run.
-        logs: closed with the reporter.
+        first_step: the number of steps before this run.
+        logs: the other logs, which the reporter closes.
     """
 
     def __init__(
@@ -298,11 +304,11 @@ class Reporter:
         self._file.flush()
 
     def start(self, seconds: float) -> None:
-        """The time from which the first step's speed counts."""
+        """Set the time at which the first step starts."""
         self._times.append(seconds)
 
     def step(self, record: StepRecord) -> None:
-        """Take one step."""
+        """Report one step."""
         self._times.append(record.seconds)
         elapsed = self._times[-1] - self._times[0]
         speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
@@ -321,11 +327,11 @@ class Reporter:
 
 
 def log_values(record: StepRecord, speed: float) -> dict[str, float]:
-    """The numbers of a step for a log, by name; what is not known is left out.
+    """The known numbers of a step for a log, by name.
 
     Args:
-        record: of the step.
-        speed: in steps per second.
+        record: the step.
+        speed: the speed in steps per second.
     """
     found = {name: value for name, value in asdict(record).items() if name != "step"}
     found["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
@@ -345,7 +351,7 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 def write_summary(path: Path, config: dict[str, Any], results: Sequence[RunResult]) -> None:
-    """Write the configuration and the outcome of each run as JSON."""
+    """Write the configuration and the result of each run as JSON."""
     content = {"config": config, "runs": [result.to_plain() for result in results]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -354,15 +360,15 @@ def write_summary(path: Path, config: dict[str, Any], results: Sequence[RunResul
 
 
 def format_table(results: Sequence[RunResult]) -> str:
-    """The runs side by side, a line each.
+    """A table with a row for each run.
 
-    What was scattered and gathered has a column where a run did so.
+    Scattered and gathered bytes have columns only if a run has any.
     """
     has_scattered = any(result.scattered_per_step for result in results)
     has_gathered = any(result.gathered_per_step for result in results)
     header = ["hook", "final loss", "held-out", "steps/s", "sent per step", "fp32 / sent"]
     header += ["scattered per step"] * has_scattered + ["gathered per step"] * has_gathered
-    rows = [header]
+    rows = []
     for result in results:
         held_out = "-" if result.held_out_loss is None else f"{result.held_out_loss:.4f}"
         ratio = result.fp32_ratio
@@ -377,14 +383,7 @@ def format_table(results: Sequence[RunResult]) -> str:
         row += [format_bytes(result.scattered_per_step)] * has_scattered
         row += [format_bytes(result.gathered_per_step)] * has_gathered
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return "\n".join(align_columns(header, rows, is_underlined=True))
 
 
 def format_final_loss(result: RunResult) -> str:

@@ -1,4 +1,4 @@
-"""The options of ``train`` for models in shards, and the hooks that they take."""
+"""The options of ``train`` and ``plan`` for sharded models, and checks of their hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_commhook.hooks.expressions import (
 if TYPE_CHECKING:  # it imports torch, which DDP's options do not need
     from torch_commhook.memory.hook_memory import HookMemory
 
-#: The options that only some values of ``--parallel`` have.
+#: Field of TrainConfig: the values of ``--parallel`` that have its option.
 _BELONGS_TO = {
     "bucket_cap_mb": ("ddp",),
     "shards": ("hsdp",),
@@ -29,29 +29,32 @@ _BELONGS_TO = {
 
 
 class ShardedOptionError(ValueError):
-    """Options that are wrong together, in one sentence."""
+    """Options are wrong together. The message is one sentence that names one of them."""
 
 
 def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """``config`` with the default of ``--shards``, and without what a checkpoint has needlessly.
+    """Set the default of ``--shards``, and drop options of a checkpoint that do not apply.
 
     Args:
-        config: as given on the command line and by a checkpoint.
-        given: the fields that the command line has.
+        config: the configuration from the command line and a checkpoint.
+        given: the fields that the command line gives.
+
+    Returns:
+        The new configuration.
 
     Raises:
-        ShardedOptionError: an option is given that ``--parallel`` has no use for, or the shards do
-            not divide the ranks.
+        ShardedOptionError: the command line gives an option that ``--parallel`` excludes, or the
+            shards do not divide the ranks.
     """
     none: dict[str, Any] = {}
-    if config.hook.strip().lower() == NO_HOOK:
+    if config.is_plain:
         none = {name: None for name in ("shard_hook", "weights") if name not in given}
     for name, modes in _BELONGS_TO.items():
         if config.parallel in modes or getattr(config, name) is None:
             continue
         if name in given:
             raise ShardedOptionError(
-                f"argument {_option(name)}: needs --parallel {' or '.join(modes)}, "
+                f"argument {option_of(name)}: needs --parallel {' or '.join(modes)}, "
                 f"got {config.parallel}"
             )
         if name != "bucket_cap_mb":
@@ -73,23 +76,22 @@ def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def check_sharded(config: TrainConfig, option: str = "--hook") -> None:
-    """Check what averages gradients and gathers parameters, where the model is sharded.
+    """Check the hooks and the codec of a sharded model; does nothing for DDP.
 
-    A user's file is not run; ``attach`` checks its hook.
+    The check does not run a user's file: ``attach`` checks its hook.
 
     Args:
-        config: of the run.
-        option: that the hook comes from.
+        config: the configuration of the run.
+        option: the option that gives the hook, for errors.
 
     Raises:
-        ShardedOptionError: a hook or codec is none, or can't do what is asked of it.
+        ShardedOptionError: a text names no hook or codec, or one that does not fit.
     """
     if config.parallel == "ddp":
         return
-    has_no_hook = config.hook.strip().lower() == NO_HOOK
     for name in ("shard_hook", "weights"):
-        if has_no_hook and getattr(config, name) is not None:
-            raise ShardedOptionError(f"argument {_option(name)}: needs a --hook, got {NO_HOOK}")
+        if config.is_plain and getattr(config, name) is not None:
+            raise ShardedOptionError(f"argument {option_of(name)}: needs a --hook, got {NO_HOOK}")
     on_shards = config.parallel == "fsdp"
     _check(option, config.hook, on_shards=on_shards)
     if config.shard_hook is not None:
@@ -109,14 +111,14 @@ def _check(option: str, expression: str, *, on_shards: bool) -> None:
 
 
 def check_hook_fits(expression: str, *, on_shards: bool) -> None:
-    """Check that a hook of the library can average a sharded model's gradients.
+    """Check that a hook can average a sharded model's gradients.
 
     Args:
-        expression: of the hook.
-        on_shards: whether it takes part in reduce-scatters; else it averages across replicas.
+        expression: the hook as text. The check does not run a user's file.
+        on_shards: whether the hook takes part in reduce-scatters, or averages across replicas.
 
     Raises:
-        ShardedOptionError: it is no hook, or can't.
+        ShardedOptionError: the text names no hook, or one that cannot.
     """
     from torch_commhook.attachment.sharded.fits import check_fits
     from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
@@ -131,14 +133,14 @@ def check_hook_fits(expression: str, *, on_shards: bool) -> None:
     except HookExpressionError as error:
         raise ShardedOptionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_said(error)) from error
+        raise ShardedOptionError(_reason(error)) from error
 
 
 def check_weights(expression: str) -> None:
-    """Check that parameters can be gathered through a codec.
+    """Check that a codec can send the parameters in all-gathers.
 
     Raises:
-        ShardedOptionError: it is no codec, or they can't.
+        ShardedOptionError: the text names no codec, or one that cannot.
     """
     from torch_commhook.attachment.sharded.attaching import check_weights_codec
 
@@ -149,12 +151,13 @@ def check_weights(expression: str) -> None:
     except HookExpressionError as error:
         raise ShardedOptionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_said(error)) from error
+        raise ShardedOptionError(_reason(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).removeprefix("attach: ")
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """The option that gives a field of TrainConfig: ``--shard-hook`` for ``shard_hook``."""
     return "--" + name.replace("_", "-")

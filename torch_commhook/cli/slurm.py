@@ -1,4 +1,4 @@
-"""The variables that torch.distributed reads, from those that Slurm's ``srun`` sets."""
+"""Translates the environment variables of Slurm's ``srun`` to those of torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ _SRUN = "srun has started this process, and environment variable"
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank's place, for a process that ``srun`` has started among others.
+    """The variables of a rank's place, for one of several tasks of ``srun``.
 
-    ``MASTER_ADDR`` is the first host of the step, and ``MASTER_PORT`` 15000 and the last four
-    digits of the sum of the job's number and the step's. Both stay where they are set already.
+    ``MASTER_ADDR`` is the first host of the step. ``MASTER_PORT`` is 15000 plus the last four
+    digits of the sum of the job's number and the step's number. Both keep values that are set.
 
     Args:
-        environment: of the process.
+        environment: the environment of the process.
 
     Returns:
-        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` where Slurm tells it,
-        ``MASTER_ADDR`` and ``MASTER_PORT``. Empty where ``srun`` has not started the process, also
-        in a batch script itself; where a step has one task; and where a launcher within the step
-        has set ``RANK``.
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
+        ``LOCAL_WORLD_SIZE`` if Slurm tells it. Empty if ``srun`` has not started the process (as in
+        a batch script), if the step has one task, or if a launcher in the step has set ``RANK``.
 
     Raises:
-        PlaceError: a variable of Slurm's is missing or cannot be read, or ``WORLD_SIZE`` is set to
-            something else.
+        PlaceError: a variable of Slurm is missing or wrong, or ``WORLD_SIZE`` has another value.
     """
     if "RANK" in environment or LAUNCHER_PID in environment:
         return {}
     is_step = "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment
-    if not is_step or "SLURM_PROCID" not in environment:  # a batch script has no step's number
+    if not is_step or "SLURM_PROCID" not in environment:  # a batch script has no step number
         return {}
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks == 1:
@@ -61,10 +59,10 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a list as Slurm writes it: ``node[01-04,7],gpu1`` gives ``node01``.
+    """The first host of a list in Slurm's notation: ``node[01-04,7],gpu1`` gives ``node01``.
 
     Raises:
-        PlaceError: it is no such list.
+        PlaceError: the text is no such list.
     """
     first = re.sub(r"\[([^\]\[,-]+)[^\]\[]*\]", r"\1", hosts.strip()).split(",")[0]
     if not re.fullmatch(r"[\w.-]+", first):
@@ -73,7 +71,7 @@ def first_host(hosts: str) -> str:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:
-    """The tasks on this host, of a list such as ``2(x3),1``; None where Slurm does not tell."""
+    """The number of tasks on this host, from a list such as ``2(x3),1``; None if unknown."""
     per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE"))
     if per_host is None or "SLURM_NODEID" not in environment:
         return None
@@ -88,7 +86,7 @@ def _tasks_here(environment: Mapping[str, str]) -> int | None:
 
 
 def _first_of(environment: Mapping[str, str], *names: str) -> str:
-    """The value of the first variable that is set."""
+    """The value of the first variable that is set and not empty."""
     for name in names:
         if environment.get(name):
             return environment[name]

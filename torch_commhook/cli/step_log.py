@@ -1,4 +1,4 @@
-"""Where ``--log`` sends the numbers of each step, beside ``metrics.jsonl``."""
+"""Writes the numbers of each step to the logs of ``--log``, in addition to ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, Protocol
 
 from torch_commhook.cli.outputs import EVENTS
 
-#: The values of ``--log``, and the package that each needs.
+#: Value of ``--log``: the package that it needs, or None.
 LOGS: Mapping[str, str | None] = {"jsonl": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-#: Of runs on Weights & Biases.
+#: The project of runs on Weights & Biases.
 PROJECT = "torch-commhook"
 
 
 class LogError(ValueError):
-    """A log that can't be written, in one sentence."""
+    """A log can't be written. The message is one sentence."""
 
 
 class StepLog(Protocol):
     """Takes the numbers of one run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take those of a step."""
+        """Take the numbers of a step, by name."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining numbers."""
 
 
 def check_logs(logs: Sequence[str]) -> None:
-    """Raise LogError where the package that a log needs is not installed."""
+    """Raise LogError if a log needs a package that is not installed."""
     for name in logs:
         package = LOGS[name]
         if package is not None and not _is_installed(package):
@@ -44,15 +44,15 @@ def _is_installed(package: str) -> bool:
 def open_logs(
     logs: Sequence[str], out: Path, run: str, hook: str, config: Mapping[str, Any], first_step: int
 ) -> list[StepLog]:
-    """The logs of a run; ``jsonl`` is none of these, since ``metrics.jsonl`` is always written.
+    """Open the logs of a run, except ``jsonl``: the run always writes ``metrics.jsonl``.
 
     Args:
-        logs: as ``--log`` names them.
+        logs: names of logs, as for ``--log``.
         out: the folder of the results.
-        run: the name of the run, another one for each hook.
+        run: the name of the run, different for each hook.
         hook: the hook as text.
         config: the settings of the run.
-        first_step: the steps done before it.
+        first_step: the number of steps before the run.
     """
     open_log: dict[str, Callable[[], StepLog]] = {
         "tensorboard": lambda: _TensorBoardLog(out / EVENTS / run, hook, first_step),
@@ -62,12 +62,12 @@ def open_logs(
 
 
 class _TensorBoardLog:
-    """Event files: a folder for each run."""
+    """Writes event files to a folder for each run."""
 
     def __init__(self, folder: Path, hook: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run goes on in the folder of the run before; the steps that it repeats go.
+        # A resumed run continues in the folder of the earlier run, and replaces repeated steps.
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
         self._writer.add_text("hook", hook)
 
@@ -80,7 +80,7 @@ class _TensorBoardLog:
 
 
 class _WandbLog:
-    """A run on Weights & Biases, in a group with those that it is compared with."""
+    """Writes a run to Weights & Biases, in one group with the runs to compare it with."""
 
     def __init__(self, out: Path, run: str, hook: str, config: Mapping[str, Any]) -> None:
         import wandb

@@ -1,4 +1,4 @@
-"""``store``: runs the store in which the ranks of an elastic training meet, until it is ended."""
+"""``store``: runs the store through which the ranks of an elastic training meet."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import signal
 import threading
 from collections.abc import Sequence
 
-#: As torchrun's.
+from torch_commhook.cli.option_types import number
+
+#: torchrun's default.
 DEFAULT_PORT = 29400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``store argv``; returns 0 when it is ended by SIGTERM, 1 where the port is taken."""
+    """Run ``store argv`` until SIGTERM; returns 0, or 1 if the port is taken."""
     from torch_commhook.cli.main import OneLineParser
 
     parser = OneLineParser(
         prog="commhook store",
-        description="Run the store in which the ranks of an elastic training meet, until Ctrl-C "
-        "or SIGTERM. It needs little of its host, and must outlive the ranks: give each of them "
-        "torch_commhook.Elastic(store='HOST:PORT', ...).",
+        description="Run the store through which the ranks of an elastic training meet, until "
+        "Ctrl-C or SIGTERM. The store needs little memory and time, and must outlive the ranks. "
+        "Give each rank torch_commhook.Elastic(store='HOST:PORT', ...).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--port", type=_port, default=DEFAULT_PORT, help="to listen on; 0 takes one that is free"
+        "--port", type=_port, default=DEFAULT_PORT, help="port to listen on; 0 takes a free one"
     )
     port = parser.parse_args(argv).port
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
         store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:  # the first line; a stack of C++ follows
+    except RuntimeError as error:  # only its first line: a C++ stack follows
         print(f"commhook store: {str(error).splitlines()[0]}")
         return 1
     print(f"commhook store: listening on port {store.port}", flush=True)
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _port(text: str) -> int:
-    port = int(text)
+    port = number(text, int, "a whole number")
     if not 0 <= port < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {port}")
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {port}")
     return port

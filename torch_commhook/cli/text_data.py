@@ -1,4 +1,4 @@
-"""The text to train on: bytes of files, their held-out part, and each rank's batch of a step."""
+"""The text to train on: reads files, holds out a part, and draws each rank's batches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the launching process checks the files without loading torch for it
+if TYPE_CHECKING:  # the launching process checks the files without torch
     from torch import Tensor
 
-#: Directories of the standard library whose text is left out: tests are long tables of data.
+#: Directories of the standard library without text to train on: tests are long tables of data.
 _SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-#: One chunk of this many bytes in every _HELD_OUT_EVERY is kept for evaluation.
+#: One chunk of this size in every _HELD_OUT_EVERY is held out for evaluation.
 _CHUNK_BYTES = 16 * 1024
 _HELD_OUT_EVERY = 20
 _HELD_OUT_WINDOWS = 64
 
 
 class DataError(ValueError):
-    """Text that can't be trained on, in one sentence."""
+    """The text can't be trained on. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TextData:
 
     Attributes:
         train: uint8 ``[n]``.
-        held_out: uint8 ``[m]``, no byte of which is in ``train``; empty where the text is short.
+        held_out: uint8 ``[m]``, disjoint from ``train``; empty if the text is short.
         fingerprint: 16 hexadecimal digits of a SHA-256 over all bytes.
     """
 
@@ -57,11 +57,11 @@ def standard_library_files() -> list[Path]:
 
 
 def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> bytes:
-    """The bytes of ``files`` one after the other, at most ``cap_bytes``.
+    """The concatenated bytes of ``files``, at most ``cap_bytes``.
 
     Raises:
-        DataError: a file is missing, can't be read, or is no regular file: a pipe could be read
-            only once, and only by one rank.
+        DataError: a file is missing, can't be read, or is no regular file. Only one rank could read
+            a pipe, and only once.
     """
     parts: list[bytes] = []
     left = cap_bytes
@@ -69,11 +69,11 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
         if left is not None and left <= 0:
             break
         try:
-            status = os.stat(file)  # asked before it is opened: to open a pipe may wait
+            status = os.stat(file)  # before open(), which may wait for the writer of a pipe
             if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                 raise DataError(f"{file} can't be read: it is not a regular file")
             with open(file, "rb") as stream:
-                # read(n) takes memory for all n bytes, however short the file is.
+                # read(n) allocates n bytes, even for a shorter file.
                 capped = left is not None and left < status.st_size
                 part = stream.read(left if capped else None)[:left]
         except OSError as error:
@@ -85,11 +85,15 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
 
 
 def read_text(files: Sequence[str] | None, cap_bytes: int | None, seq: int) -> bytes:
-    """The bytes of ``files``, or of the standard library where it is None.
+    """The concatenated bytes of ``files``, or of the standard library for None.
+
+    Args:
+        files: paths.
+        cap_bytes: the most bytes to return; None for all.
+        seq: the length of a sequence. The text must have more bytes.
 
     Raises:
-        DataError: there is no file, one can't be read, or all together have ``seq`` bytes or fewer:
-            a sequence and the byte that follows it must fit.
+        DataError: there is no file, a file can't be read, or the text is too short.
     """
     chosen: Sequence[str | Path] = standard_library_files() if files is None else files
     what = "the standard library" if files is None else "the data"
@@ -103,10 +107,10 @@ def read_text(files: Sequence[str] | None, cap_bytes: int | None, seq: int) -> b
 
 
 def split_text(text: bytes, seq: int) -> TextData:
-    """``text`` as tensors, one chunk of every 20 held out.
+    """Convert ``text`` to tensors, and hold out one chunk of 16 KiB in every 20.
 
-    Nothing is held out of a text with fewer than 20 chunks of 16 KiB, nor where a held-out chunk
-    couldn't hold a sequence of ``seq`` bytes.
+    A text of fewer than 20 chunks has no held-out part, and neither has any text if a sequence of
+    ``seq`` bytes does not fit into a chunk.
     """
     import torch
 
@@ -124,14 +128,14 @@ def split_text(text: bytes, seq: int) -> TextData:
 def training_batch(
     data: TextData, *, seed: int, step: int, rank: int, batch: int, seq: int
 ) -> Tensor:
-    """The batch of one rank at one step: a function of its arguments and of nothing else.
+    """The batch of one rank at one step. It depends only on the arguments.
 
     Returns:
-        int64 ``[batch, seq + 1]`` on the CPU, ``batch`` windows drawn from ``data.train``.
+        int64 ``[batch, seq + 1]`` on the CPU: random windows of ``data.train``.
     """
     import torch
 
-    # A hash, so that neighbouring steps and ranks get generators that have nothing in common.
+    # The hash gives neighbouring steps and ranks unrelated seeds.
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     starts = torch.randint(
@@ -141,11 +145,11 @@ def training_batch(
 
 
 def held_out_windows(data: TextData, *, rank: int, world_size: int, seq: int) -> Tensor:
-    """This rank's share of the held-out windows, which lie evenly over the held-out text.
+    """This rank's share of the windows for evaluation, at equal distances in the held-out text.
 
     Returns:
-        int64 ``[count, seq + 1]``; the ranks' counts differ by one at most, and are 0 where nothing
-        is held out.
+        int64 ``[count, seq + 1]``. The counts of two ranks differ by one at most. They are 0 if no
+        text is held out.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""``train``: trains a small transformer on ranks that it launches, or is one of the ranks."""
+"""``train``: trains a small transformer. The process launches the ranks, or is one of them."""
 
 from __future__ import annotations
 

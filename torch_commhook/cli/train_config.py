@@ -1,4 +1,4 @@
-"""What decides the numbers of a run: a checkpoint holds it."""
+"""The configuration of a run of ``train``: all settings that decide its numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from torch_commhook.hooks.expressions import NO_HOOK
 
-#: More ranks than this on one machine are a slip of the keyboard.
+#: The most ranks on one machine. More are a typing error.
 MOST_RANKS = 1024
-#: The most that options take. What is far beyond would fail only inside the ranks.
+#: The largest values of options. Far larger ones would only fail in the ranks.
 MOST = {
     "timeout": 30 * 24 * 3600,  # 30 days
     "threads": 1024,
@@ -21,14 +21,14 @@ MOST = {
 }
 
 
-#: How a model is spread over the ranks: whole on each; in shards over all of them; or in replicas,
-#: each of which is in shards over its own ranks.
+#: The distribution of a model over the ranks: whole on each rank, sharded over all ranks, or in
+#: replicas that are each sharded over some ranks.
 PARALLEL = ("ddp", "fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the numbers of a run; a checkpoint holds it."""
+    """The settings that decide the numbers of a run. A checkpoint contains them."""
 
     layers: int = 6
     dim: int = 384
@@ -40,20 +40,20 @@ class TrainConfig:
     seed: int = 0
     ranks: int = 2
     hook: str = "cast(bfloat16)"
-    #: A small first bucket, so that something travels early, and a small last one, for which
-    #: everybody waits.
+    #: The first bucket is small, so that communication starts early. The last one is small, because
+    #: the step waits for it.
     bucket_cap_mb: tuple[float, ...] = (2.0, 12.0, 14.0, 10.0, 6.0)
     data: tuple[str, ...] | None = None
     data_cap_mb: float | None = None
     parallel: str = "ddp"
-    #: Of ``"hsdp"`` alone: the ranks of a replica.
+    #: Only with ``"hsdp"``: the ranks of a replica.
     shards: int | None = None
     shard_hook: str | None = None
     weights: str | None = None
 
     @property
     def shard_ranks(self) -> int:
-        """The ranks that a parameter is sharded over."""
+        """The number of ranks that a parameter is sharded over; 1 with DDP."""
         if self.parallel == "hsdp":
             assert self.shards is not None
             return self.shards
@@ -61,7 +61,7 @@ class TrainConfig:
 
     @property
     def replicas(self) -> int:
-        """How many whole models there are."""
+        """The number of replicas of the model."""
         return self.ranks // self.shard_ranks
 
     @property
@@ -71,14 +71,14 @@ class TrainConfig:
 
     @property
     def communication(self) -> str:
-        """The hook, and what else compresses, as in a call of ``attach``."""
-        beside = {"shard_hook": self.shard_hook, "weights": self.weights}
-        given = [f"{name}={value}" for name, value in beside.items() if value is not None]
+        """The hook, ``shard_hook`` and ``weights``, as in a call of ``attach``."""
+        options = {"shard_hook": self.shard_hook, "weights": self.weights}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([self.hook, *given])
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most bytes of text to use: 16 MB of the standard library, all of given files."""
+        """The most bytes of text to use; None for all. By default 16 MB of the standard library."""
         cap = self.data_cap_mb
         if cap is None and self.data is None:
             cap = 16.0
@@ -93,10 +93,10 @@ class TrainConfig:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of :meth:`to_plain`; unknown keys are ignored, missing ones get defaults.
+        """The inverse of :meth:`to_plain`. Ignores unknown keys; missing ones get defaults.
 
         Raises:
-            ValueError: a value is not one that the field can have.
+            ValueError: a field can't have its value.
         """
         known = {f.name: f.default for f in fields(TrainConfig)}
         values = {name: value for name, value in plain.items() if name in known}
@@ -110,12 +110,12 @@ class TrainConfig:
 
 
 def is_no_hook(expression: str) -> bool:
-    """Whether a hook's expression says that there is none."""
+    """Whether the text of a hook stands for no hook: ``none``."""
     return expression.strip().lower() == NO_HOOK
 
 
 def _can_be(name: str, value: Any, default: Any) -> bool:
-    """Whether ``value`` is one that the field ``name`` of TrainConfig can have."""
+    """Whether the field ``name`` of TrainConfig can have ``value``."""
     if name == "parallel":
         return value in PARALLEL
     if name == "shards":
@@ -138,7 +138,7 @@ def _can_be(name: str, value: Any, default: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= MOST.get(name, sys.float_info.max)
 
 
-#: The fields that fix the shapes of the model: a checkpoint fits no others.
+#: The fields that decide the shapes of the model. A checkpoint fits only these values.
 MODEL_FIELDS = ("layers", "dim", "heads", "seq")
-#: The fields that what hooks remember is of; with others it is no use.
+#: The fields that a hook's memory depends on. With other values, a checkpoint's memory is useless.
 MEMORY_FIELDS = ("hook", "parallel", "shards", "shard_hook")

@@ -1,4 +1,4 @@
-"""The options of a run of ``train``: what a checkpoint decides, and what must fit together."""
+"""The options of ``train``: completes them from a checkpoint, and checks them together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.outputs import (
     EVENTS,
     METRICS,
@@ -18,13 +19,18 @@ from torch_commhook.cli.outputs import (
     SUMMARY,
     OutputError,
     check_apart,
-    check_checkpoint,
+    check_file,
     check_results,
     checkpoint_path,
     metrics_name,
 )
-from torch_commhook.cli.place import Place
-from torch_commhook.cli.sharded_options import ShardedOptionError, check_sharded, resolve_sharded
+from torch_commhook.cli.place import Place, checks_outputs
+from torch_commhook.cli.sharded_options import (
+    ShardedOptionError,
+    check_sharded,
+    option_of,
+    resolve_sharded,
+)
 from torch_commhook.cli.step_log import LogError, check_logs
 from torch_commhook.cli.text_data import DataError, read_text
 from torch_commhook.cli.train_config import (
@@ -43,12 +49,20 @@ if TYPE_CHECKING:  # it imports torch, which only --resume needs
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The configuration of a run, and what doesn't change its numbers.
+    """The configuration of a run, and the options that do not change its numbers.
 
     Attributes:
-        config: of the run.
-        compare: of the runs after it.
-        logs: where the steps go beside ``metrics.jsonl``, as ``--log`` names them.
+        config: the configuration of the first run.
+        out: the folder of the results.
+        save: the path of checkpoints, in which ``{step}`` stands for the step; None for none.
+        save_every: the steps between checkpoints; None for one at the end.
+        resume: the checkpoint to continue from.
+        stop_after: the last step of this run, if that is not the last of the schedule.
+        compare: the configurations of the further runs.
+        logs: the logs of the steps, as ``--log`` names them.
+        log_every: the steps between lines on a stdout that is no terminal.
+        timeout, device, backend, threads: as in :class:`torch_commhook.cli.world.WorldOptions`.
+        notes: remarks to print before the run.
     """
 
     config: TrainConfig
@@ -68,12 +82,12 @@ class TrainOptions:
 
     @property
     def last_step(self) -> int:
-        """The step after which this run ends; the schedule spans ``config.steps`` anyway."""
+        """The last step of this run; the learning rate's schedule spans ``config.steps``."""
         return self.config.steps if self.stop_after is None else self.stop_after
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """The files that the runs write into :attr:`out`, beside the ranks' logs."""
+        """The files that the runs write into :attr:`out`, without the ranks' logs."""
         others = [
             metrics_name(number, is_plain=config.is_plain)
             for number, config in enumerate(self.compare, start=1)
@@ -81,7 +95,7 @@ class TrainOptions:
         return tuple(dict.fromkeys((METRICS, PLAIN_METRICS, *others, SUMMARY, PLOT)))
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is written after ``step``."""
+        """Whether the run writes a checkpoint after ``step``."""
         if self.save is None or not 0 < step <= self.last_step:
             return False
         return step == self.last_step or (
@@ -94,17 +108,16 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
 
     Args:
         argv: the arguments after ``train``.
-        place: of this process in the world that is there, None where it is to launch one.
+        place: this rank's place; None if the process launches the ranks.
     """
     parser = build_parser()
     args = parser.parse_args(list(argv))
     try:
-        is_writer = place is None or (place.rank == 0 and place.launcher_pid is None)
         out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
-        if is_writer:  # once, where it will be written, and before what takes a while
+        if checks_outputs(place):  # before checks that take longer
             _check_results(out, (METRICS, SUMMARY, PLOT), args.log)
         options = _resolve(args, place, out)
-        if is_writer:
+        if checks_outputs(place):
             _check_outputs(options)
         return options
     except (OptionError, ShardedOptionError, HookExpressionError, DataError) as error:
@@ -112,7 +125,7 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
 
 
 class OptionError(ValueError):
-    """Options that are wrong together, in one sentence."""
+    """Options are wrong together. The message is one sentence that names one of them."""
 
 
 def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainOptions:
@@ -132,11 +145,7 @@ def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainO
     if others and "hook" not in given and args.resume is None:
         given["hook"], hook_option = others.pop(0), "--compare"
     if place is not None:
-        if given.get("ranks", place.size) != place.size:
-            raise OptionError(
-                f"argument --ranks: must be the {place.size} of the world that is there, "
-                f"got {given['ranks']}"
-            )
+        check_world_size(given.get("ranks"), place)
         given["ranks"] = place.size
     notes: tuple[str, ...] = ()
     base = TrainConfig()
@@ -174,10 +183,10 @@ def _resolve(args: argparse.Namespace, place: Place | None, out: Path) -> TrainO
 
 
 def _compared(config: TrainConfig, others: Sequence[str]) -> tuple[TrainConfig, ...]:
-    """The configurations of the runs after the first: with the other hooks, and with none.
+    """The configurations of the further runs: with each other hook, and without a hook.
 
     Raises:
-        OptionError: there is nothing to compare with, or a hook is there twice.
+        OptionError: there is no other run, or a hook occurs twice.
     """
     named = [*others, config.hook.strip()]
     twice = next((hook for hook in others if named.count(hook) > 1), None)
@@ -207,7 +216,7 @@ def _base_from_checkpoint(
         was = getattr(saved, name)
         if value == was:
             continue
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         if name in MODEL_FIELDS:
             raise OptionError(
                 f"argument {option}: must be {was} as in the checkpoint {path}, got {value}"
@@ -215,27 +224,28 @@ def _base_from_checkpoint(
         if name == "ranks" and checkpoint.has_hook_state:
             raise OptionError(
                 f"argument {option}: the checkpoint {path} holds the hook's state of {was} ranks, "
-                f"which is each rank's own; resume with {was} ranks, got {value}"
+                f"one for each; resume with {was} ranks, got {value}"
             )
         if name in MEMORY_FIELDS and checkpoint.has_hook_state and not is_noted:
             is_noted = True
-            notes.append(f"the state of the hook {saved.hook} in {path} is not used")
-        notes.append(f"{option} is {value}, it was {was} in {path}: not the same run any more")
+            notes.append(f"this run does not use the state of the hook {saved.hook} in {path}")
+        notes.append(f"{option} is {value}, but was {was} in {path}: the runs differ")
     return saved, checkpoint.step, tuple(notes)
 
 
 def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration of ``checkpoint``, whose tensors suit it.
+    """The configuration in ``checkpoint``, after a check that the tensors fit it.
 
     Raises:
-        CheckpointError: it is none, or the weights or the optimizer's state don't suit it.
+        CheckpointError: the configuration is wrong, or the weights or the optimizer's state do not
+            fit it.
     """
     from torch_commhook.cli.checkpoint import CheckpointError, check_fits
     from torch_commhook.cli.transformer import ByteTransformer
 
     try:
         saved = TrainConfig.from_plain(checkpoint.config)
-        if saved.layers > len(checkpoint.model):  # no such model is made, it may be a huge one
+        if saved.layers > len(checkpoint.model):  # the model that it names may be huge
             raise ValueError(f"it has no weights for {saved.layers} layers")
         embedding = checkpoint.model.get("embedding.weight")
         if embedding is None or embedding.shape[1:] != (saved.dim,):
@@ -247,14 +257,22 @@ def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
     return saved
 
 
+def check_world_size(ranks: int | None, place: Place) -> None:
+    """Raise OptionError if ``--ranks`` is given and differs from the ranks of the launcher."""
+    if ranks not in (None, place.size):
+        raise OptionError(
+            f"argument --ranks: must be {place.size}, the ranks of the launcher, got {ranks}"
+        )
+
+
 def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
-    """A note where the ranks that a user chose have to share cores."""
+    """Check the ranks to launch; returns a note if the user chose more ranks than cores."""
     if ranks > MOST_RANKS:
         raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {ranks}")
     cores = available_cores()
     if ranks <= cores or not chosen or device == "cuda":
         return ()
-    return (f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}",)
+    return (f"{ranks} ranks share {pluralize(cores, 'core')}",)
 
 
 def _check_results(out: Path, names: Sequence[str], logs: Sequence[str]) -> None:
@@ -273,7 +291,7 @@ def _check_outputs(options: TrainOptions) -> None:
     if options.save is None:
         return
     try:
-        check_checkpoint(checkpoint_path(options.save, options.last_step))
+        check_file(checkpoint_path(options.save, options.last_step))
         check_apart(
             options.save,
             options.last_step,
@@ -306,11 +324,11 @@ def _check_config(config: TrainConfig, hook_option: str) -> None:
 
 
 def _check_hooks(config: TrainConfig, option: str) -> None:
-    """Check the hook, and what else compresses.
+    """Check the hook, the shard hook and the codec of the weights.
 
     Args:
-        config: of the run.
-        option: that the hook comes from.
+        config: the configuration of the run.
+        option: the option that gives the hook, for errors.
     """
     try:
         check_hook(config.hook)
@@ -335,7 +353,12 @@ def _check_steps(
 
 
 def check_device(args: argparse.Namespace, local_ranks: int) -> None:
-    """Raise OptionError where ranks of this machine cannot have ``--device`` and ``--backend``."""
+    """Raise OptionError if this machine cannot run the ranks on ``--device`` and ``--backend``.
+
+    Args:
+        args: with ``device`` and ``backend``.
+        local_ranks: the number of ranks on this machine.
+    """
     if args.device == "cpu" and args.backend == "nccl":
         raise OptionError("argument --backend: nccl needs --device cuda, got cpu")
     if args.device != "cuda" and args.backend != "nccl":
@@ -353,7 +376,7 @@ def check_device(args: argparse.Namespace, local_ranks: int) -> None:
 
 
 def available_cores() -> int:
-    """The cores that this process may run on."""
+    """The number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The command line of ``train``: its options, each by itself."""
+"""The command line of ``train``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from torch_commhook.hooks.expressions import NO_HOOK
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``train``. An option of TrainConfig that isn't given is None."""
+    """Build the parser of ``train``. Options of TrainConfig are None by default."""
     parser = OneLineParser(
         prog="commhook train",
         description=(
             "Train a byte-level transformer with DistributedDataParallel or fully_shard, and a "
-            "communication hook. "
-            "Started alone it launches its own ranks on this machine; under torchrun, or as one of "
-            "several tasks of Slurm's srun, it joins the world that is there."
+            "communication hook. Started alone, train launches its own ranks on this machine. "
+            "Under torchrun, or as one of several tasks of Slurm's srun, it joins that world."
         ),
         epilog=(
-            "Ctrl-C and SIGTERM end the run after the step that it is in, with the checkpoint of "
-            "--save, the picture and the summary; a second one ends it at once. Under torchrun "
-            "the first does. "
-            "Exit codes: 0 done, 1 a rank failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. "
-            "An option of the model, the training or the data that isn't given with --resume is "
-            "taken from the checkpoint."
+            "Ctrl-C and SIGTERM end the run after the current step, and write the checkpoint of "
+            "--save, the picture and the summary. A second signal ends the run at once; under "
+            "torchrun the first one does. Exit codes: 0 done, 1 a rank failed, 2 wrong arguments, "
+            "130 Ctrl-C, 143 SIGTERM. With --resume, the checkpoint gives the options of the "
+            "model, the training and the data that are not on the command line."
         ),
     )
     for title, options in _option_groups().items():
@@ -41,12 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-#: For each option what ``add_argument`` takes.
-_Options = dict[str, dict[str, Any]]
+#: Name of each option: keyword arguments of ``add_argument``.
+Options = dict[str, dict[str, Any]]
 
 
-def _option_groups() -> dict[str, _Options]:
-    """The options under each title in the help."""
+def _option_groups() -> dict[str, Options]:
+    """The options by their title in the help."""
     default = TrainConfig()
     return {
         "model": _model_options(default),
@@ -57,21 +55,21 @@ def _option_groups() -> dict[str, _Options]:
     }
 
 
-def _model_options(default: TrainConfig) -> _Options:
+def _model_options(default: TrainConfig) -> Options:
     return {
-        "--layers": _option(positive_int, f"blocks ({default.layers})"),
+        "--layers": _option(positive_int, f"transformer blocks ({default.layers})"),
         "--dim": _option(positive_int, f"width ({default.dim})"),
         "--heads": _option(positive_int, f"attention heads ({default.heads})"),
-        "--seq": _option(positive_int, f"bytes a sequence ({default.seq})"),
+        "--seq": _option(positive_int, f"bytes of a sequence ({default.seq})"),
     }
 
 
-def _training_options(default: TrainConfig) -> _Options:
+def _training_options(default: TrainConfig) -> Options:
     return {
-        "--batch": _option(positive_int, f"sequences a step and rank ({default.batch})"),
+        "--batch": _option(positive_int, f"sequences of a rank in a step ({default.batch})"),
         "--steps": _option(positive_int, f"steps in all ({default.steps})"),
         "--lr": _option(positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
-        "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
+        "--seed": _option(_seed, f"seed of the weights and the batches ({default.seed})"),
         "--stop-after": _option(
             positive_int,
             "end after this step; the learning rate's schedule still spans --steps",
@@ -80,35 +78,36 @@ def _training_options(default: TrainConfig) -> _Options:
     }
 
 
-def _communication_options(default: TrainConfig) -> _Options:
+def _communication_options(default: TrainConfig) -> Options:
     return {
         "--hook": _option(
             str,
-            f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP or "
+            f"hook of the library such as {default.hook}, {NO_HOOK} for plain DDP or "
             f"fully_shard, or FILE.py:NAME ({default.hook})",
         ),
         "--parallel": _option(
             str,
             "ddp: each rank has the model; fsdp: fully_shard over all ranks, and the hook takes "
-            "part in its reduce-scatters; hsdp: replicas that are sharded each, and the hook "
-            f"averages across these ({default.parallel})",
+            "part in its reduce-scatters; hsdp: sharded replicas, and the hook averages across "
+            f"replicas ({default.parallel})",
             choices=PARALLEL,
         ),
-        "--shards": _option(positive_int, "of hsdp: ranks of a replica (half of the ranks)"),
+        "--shards": _option(positive_int, "with hsdp: ranks of a replica (half of the ranks)"),
         "--shard-hook": _option(
             str,
-            f"of hsdp: a hook for the reduce-scatters of each replica, or {NO_HOOK} ({NO_HOOK})",
+            f"with hsdp: hook for the reduce-scatters within a replica, or {NO_HOOK} ({NO_HOOK})",
             metavar="HOOK",
         ),
         "--weights": _option(
             str,
-            "of fsdp and hsdp: a codec such as blockwise() for the all-gathers of parameters, or "
+            "with fsdp and hsdp: codec such as blockwise() for the all-gathers of parameters, or "
             f"{NO_HOOK} ({NO_HOOK})",
             metavar="CODEC",
         ),
         "--bucket-cap-mb": _option(
             at_most(MOST["bucket_cap_mb"], positive_float),
-            "of ddp: the buckets, from the first to be full on; the last is for all that follow "
+            "with ddp: sizes of the buckets, in the order in which the backward fills them; the "
+            "last size is for all later buckets "
             f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
             metavar="MIB",
             nargs="+",
@@ -116,64 +115,71 @@ def _communication_options(default: TrainConfig) -> _Options:
         "--ranks": _option(
             positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
         ),
+        **world_options(),
+    }
+
+
+def world_options() -> Options:
+    """The options of :class:`torch_commhook.cli.world.WorldOptions`, for ``bench``, too."""
+    return {
         "--timeout": _option(
             at_most(MOST["timeout"], positive_float),
-            "of a collective, seconds (300)",
+            "timeout of a collective, in seconds (300)",
             default=300.0,
         ),
         "--device": _option(
             str,
-            "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
+            "auto: CUDA if each rank of this machine has a GPU of its own, else the CPU (auto)",
             choices=("auto", "cpu", "cuda"),
             default="auto",
         ),
         "--backend": _option(
             str,
-            "auto: NCCL on CUDA, Gloo on the CPU",
+            "auto: NCCL on CUDA, Gloo on the CPU (auto)",
             choices=("auto", "gloo", "nccl"),
             default="auto",
         ),
         "--threads": _option(
             at_most(MOST["threads"], positive_int),
-            "threads a rank on the CPU (cores // ranks)",
+            "threads of a rank on the CPU (cores // ranks)",
         ),
     }
 
 
-def _data_options() -> _Options:
+def _data_options() -> Options:
     return {
         "--data": _option(
             str,
-            "text to train on (the sources of Python's standard library)",
+            "files of text to train on (the sources of Python's standard library)",
             nargs="+",
             metavar="FILE",
         ),
         "--data-cap-mb": _option(
             at_most(MOST["data_cap_mb"], positive_float),
-            "the most text to use (16 of the standard library, all of --data)",
+            "most text to use (16 of the standard library, all of --data)",
             metavar="MB",
         ),
     }
 
 
-def _results_options() -> _Options:
+def _results_options() -> Options:
     return {
         "--compare": _option(
             str,
             "train again with each HOOK, and without a hook; print a table, and draw all curves "
-            "into one picture. Without --hook the first HOOK is that of the first run",
+            "into one picture. Without --hook, the first run takes the first HOOK",
             nargs="*",
             metavar="HOOK",
         ),
         "--out": _option(
             Path,
-            f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
+            f"folder for {METRICS}, {SUMMARY} and {PLOT} (runs/DATE-TIME)",
             metavar="DIR",
         ),
         "--log": _option(
             str,
-            f"where the numbers of each step go: jsonl is {METRICS}, which is always written; "
-            f"tensorboard and wandb need the packages of these names. Event files are in {EVENTS} "
+            f"logs for the numbers of each step: jsonl is {METRICS}, which train always writes; "
+            f"tensorboard and wandb need the packages of these names. Event files go to {EVENTS} "
             "in the folder of --out (jsonl)",
             choices=tuple(LOGS),
             nargs="+",
@@ -181,21 +187,21 @@ def _results_options() -> _Options:
         ),
         "--save": _option(
             Path,
-            "write a checkpoint at the end; {step} in the path is the step",
+            "write a checkpoint at the end; {step} in the path stands for the step",
             metavar="PATH",
         ),
-        "--save-every": _option(positive_int, "and after every N steps", metavar="N"),
-        "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
+        "--save-every": _option(positive_int, "also write one after every N steps", metavar="N"),
+        "--resume": _option(Path, "continue from a checkpoint", metavar="PATH"),
         "--log-every": _option(
             positive_int,
-            "steps between lines where stdout is no terminal (a line for each 5 %%)",
+            "steps between printed lines if stdout is no terminal (a line for each 5 %%)",
             metavar="N",
         ),
     }
 
 
 def _option(kind: Callable[[str], Any], text: str, **more: Any) -> dict[str, Any]:
-    """What ``add_argument`` takes for an option with a value of ``kind``."""
+    """The keyword arguments of ``add_argument`` for an option of type ``kind``."""
     return {"type": kind, "help": text, **more}
 
 

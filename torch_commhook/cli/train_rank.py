@@ -1,4 +1,4 @@
-"""One rank's run: the training loop, its checkpoints, and rank 0's report."""
+"""Runs one rank of ``train``: the training loop, the checkpoints, and the report of rank 0."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
-from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
+from torch_commhook.cli.formatting import pluralize
+from torch_commhook.cli.loss_plot import draw_loss
 from torch_commhook.cli.outputs import (
+    MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
     OutputError,
     check_apart,
-    check_checkpoint,
+    check_file,
     checkpoint_path,
     metrics_name,
 )
@@ -75,16 +77,16 @@ _EVALUATION_BATCH = 8
 
 
 class LossNotFiniteError(ArithmeticError):
-    """The loss became infinite or NaN: the run can't go on."""
+    """The loss is infinite or NaN."""
 
 
 def train_rank(options: TrainOptions, place: Place) -> None:
-    """Train as the rank at ``place``, to the end; rank 0 prints and writes the results.
+    """Train as the rank at ``place``; rank 0 prints and writes the results.
 
     Raises:
         CheckpointError: the checkpoint of ``--resume`` is damaged, or the hook refuses its state.
-        RuntimeError: another rank is gone, or didn't answer within the timeout.
-        LossNotFiniteError: see there; on all ranks at the same step.
+        RuntimeError: another rank has ended, or does not answer within the timeout.
+        LossNotFiniteError: the loss is infinite or NaN, on all ranks at the same step.
     """
     world = join_world(options, place)
     config = options.config
@@ -98,11 +100,11 @@ def train_rank(options: TrainOptions, place: Place) -> None:
         if number > 0:
             own = replace(own, save=None, save_every=None)
         results.append(_train_once(own, world, data, checkpoint, number))
-        if world.rank == 0:  # those of a run that fails are lost, but not of those before it
+        if world.rank == 0:  # after each run, in case the next one fails
             write_summary(options.out / SUMMARY, config.to_plain(), results)
         if results[-1].is_interrupted:
             break
-    world.barrier()  # rank 0 may still have been writing: nobody leaves before
+    world.barrier()  # rank 0 may still write
     dist.destroy_process_group()
     if world.rank == 0:
         _print_end(options, results)
@@ -113,16 +115,16 @@ def train_rank(options: TrainOptions, place: Place) -> None:
 
 @dataclass
 class Run:
-    """The parts of a run that a checkpoint holds.
+    """The state of a run.
 
     Attributes:
         model: the model.
-        ddp: what the forward is called of: the model in DDP, or itself where it is sharded.
-        optimizer: of its parameters.
-        handle: the hook's, None without a hook.
-        step: the steps done.
-        seconds: spent on them.
-        sent_before: by this rank before this process: in the runs that were resumed.
+        ddp: the module to call: the model in DDP, or the sharded model itself.
+        optimizer: the optimizer of its parameters.
+        handle: the hook's handle; None without a hook.
+        step: the number of steps done.
+        seconds: the time of these steps.
+        sent_before: this rank's traffic in the runs that this run continues.
     """
 
     model: ByteTransformer
@@ -135,15 +137,15 @@ class Run:
 
     @property
     def ranks_are_apart(self) -> bool:
-        """Whether parameters, and what the optimizer remembers, differ between ranks."""
+        """Whether parameters and the optimizer's state differ between ranks."""
         return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
 
     def sent(self, plain: Traffic, steps: int) -> Traffic:
-        """By this rank since step 1, after ``steps`` steps of this process.
+        """The traffic of this rank since step 1.
 
         Args:
-            plain: of a step without a hook.
-            steps: see there.
+            plain: the traffic of a step without a hook.
+            steps: the number of steps of this process.
         """
         if self.handle is None:
             return self.sent_before + plain.times(steps)
@@ -157,14 +159,15 @@ def _train_once(
     checkpoint: Checkpoint | None,
     number: int,
 ) -> RunResult:
-    """A run to its end.
+    """Do one run.
 
     Args:
-        options: its own.
-        world: the ranks.
+        options: the options of this run.
+        world: this rank and its process group.
         data: the text.
-        checkpoint: of ``--resume``.
-        number: of the run; 0 is that of ``--hook``, those after it are to compare with.
+        checkpoint: the checkpoint of ``--resume``, or None.
+        number: the number of the run. Run 0 has the hook of ``--hook``, the others those of
+            ``--compare``.
     """
     config = options.config
     run = prepare(config, world, checkpoint, main_run=number == 0)
@@ -213,11 +216,11 @@ def _train_once(
     is_interrupted = run.step < last_step
     on_held_out = None
     if not is_interrupted:
-        if run.handle is not None:  # what is evaluated is one model
+        if run.handle is not None:  # all ranks must evaluate the same model
             run.handle.synchronize()
         on_held_out = held_out_loss(whole_model(run.model, config), world, data, config.seq)
     result = _result(run, config, records, first_step, fp32_bytes, checkpoint)
-    if run.handle is not None and not is_interrupted:  # else the ranks may be apart
+    if run.handle is not None and not is_interrupted:  # otherwise the ranks may be apart
         run.handle.remove()
     return replace(
         result,
@@ -240,7 +243,14 @@ def _start_report(options: TrainOptions, number: int, first_step: int) -> Report
 def prepare(
     config: TrainConfig, world: World, checkpoint: Checkpoint | None, main_run: bool
 ) -> Run:
-    """A model with its hook attached and its optimizer, from the checkpoint where there is one."""
+    """Make the model and its optimizer, attach the hook, and load the checkpoint if there is one.
+
+    Args:
+        config: the configuration of the run.
+        world: this rank and its process group.
+        checkpoint: the checkpoint to continue from, or None.
+        main_run: whether this is the run of ``--hook``, not one to compare with.
+    """
     torch.manual_seed(config.seed)
     model = ByteTransformer(config.layers, config.dim, config.heads)
     if checkpoint is not None:
@@ -262,14 +272,14 @@ def _in_ddp(model: nn.Module, config: TrainConfig, world: World) -> DistributedD
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],
         **_bucket_sizes(config),
-        gradient_as_bucket_view=True,  # a copy of all gradients less, in memory and time
+        gradient_as_bucket_view=True,  # saves a copy of all gradients
     )
     _settle_buckets(ddp, world)
     return ddp
 
 
 def _bucket_sizes(config: TrainConfig) -> dict[str, Any]:
-    """As DDP takes them; before torch 2.13 all are as large as the largest."""
+    """The arguments of DDP for the buckets. Before torch 2.13 all buckets have the largest size."""
     caps = list(config.bucket_cap_mb)
     if len(caps) > 1 and "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters:
         return {"bucket_cap_mb_list": caps}
@@ -277,10 +287,10 @@ def _bucket_sizes(config: TrainConfig) -> dict[str, Any]:
 
 
 def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
-    """Have DDP order its buckets now, from one tiny backward pass, before a hook is attached.
+    """Make DDP rebuild its buckets now, by a tiny backward, before a hook is attached.
 
-    It does so once, after the first step. A hook whose result depends on what shares a bucket
-    would else give a resumed run's first step another result than that step had in one go.
+    DDP rebuilds its buckets once, after the first step. A hook's result may depend on the buckets.
+    So the first step of a resumed run would differ from the same step of an uninterrupted run.
     """
     byte = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     ddp(byte, byte).backward()
@@ -292,7 +302,7 @@ def _restore(
 ) -> None:
     load_optimizer(run.optimizer, checkpoint.optimizer["state"])
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
-    if config.is_plain and not main_run:  # as if it had been so from the first step on
+    if config.is_plain and not main_run:  # as if all earlier steps had been plain
         run.sent_before = plain_traffic(run.model, config).times(checkpoint.step)
         return
     run.sent_before = Traffic(
@@ -318,7 +328,7 @@ def _restore(
 
 
 def make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that ``train`` uses: AdamW, with weight decay for matrices."""
+    """Make the optimizer of ``train``: AdamW, with weight decay for matrices."""
     matrices, vectors = model.parameter_groups()
     groups = [
         {"params": matrices, "weight_decay": _WEIGHT_DECAY},
@@ -328,7 +338,7 @@ def make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.O
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of ``step`` (from 1): a linear warm-up, then a cosine down to a tenth."""
+    """The learning rate of ``step``, from 1: a linear warm-up, then a cosine down to a tenth."""
     warm_up = max(1, min(_WARM_UP_STEPS, config.steps // 10))
     progress = (step - 1) / max(1, config.steps - 1)
     cosine = _LOWEST_LR + (1 - _LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -338,11 +348,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def train_step(
     run: Run, config: TrainConfig, world: World, data: TextData
 ) -> tuple[float, float, bool]:
-    """One step of training.
+    """Do one step of training.
 
     Returns:
-        The mean loss over the ranks, the learning rate, and whether the run is to end here: the
-        same on all ranks, whenever each of them was asked to.
+        The mean loss over the ranks, the learning rate, and whether a rank has been asked to stop.
+        All ranks return the same.
     """
     run.step += 1
     lr = learning_rate(config, run.step)
@@ -352,7 +362,7 @@ def train_step(
         data, seed=config.seed, step=run.step, rank=world.rank, batch=config.batch, seq=config.seq
     ).to(world.device)
     loss: Tensor = run.ddp(windows[:, :-1], windows[:, 1:])
-    # Before the gradients: their step need not wait for it.
+    # Started before the backward, so that the step does not wait for it.
     mean_loss = world.start_mean(loss, flag=is_asked_to_stop())
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
@@ -368,7 +378,7 @@ def train_step(
 def _save(
     run: Run, options: TrainOptions, world: World, data: TextData, sent: Traffic
 ) -> Path | None:
-    """Write a checkpoint of this step, on rank 0; returns where."""
+    """Write a checkpoint of this step. Returns its path on rank 0, and None on other ranks."""
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
     if run.ranks_are_apart:
@@ -379,9 +389,9 @@ def _save(
     if states is None or options.save is None:
         return None
     path = checkpoint_path(options.save, run.step)
-    if not options.saves_at(run.step):  # an interrupt's, of which nobody knew before
+    if not options.saves_at(run.step):  # of an interrupt: not checked before the run
         try:
-            check_checkpoint(path)
+            check_file(path)
             names = options.result_names
             check_apart(options.save, run.step, run.step.__eq__, options.out, names, world.size)
         except OutputError as error:
@@ -410,13 +420,14 @@ def _save(
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> float | None:
-    """The loss on the held-out text, of which each rank takes a part, by the model that it has.
+    """The loss on the held-out text. Each rank evaluates a part of the text.
 
     Returns:
-        The mean over the text; None where nothing is held out, or a rank is asked to stop.
+        The mean over the text, in nats per byte; None if no text is held out, or a rank has been
+        asked to stop.
     """
     windows = held_out_windows(data, rank=world.rank, world_size=world.size, seq=seq)
-    # The sum, its windows, and how many ranks were asked to stop.
+    # The sum of losses, the number of windows, and the number of ranks that were asked to stop.
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
     for part in windows.split(_EVALUATION_BATCH):
         if is_asked_to_stop():
@@ -474,9 +485,9 @@ def _print_start(
     config = options.config
     where = f"{world.backend} on {world.device.type}"
     if world.device.type == "cpu":
-        where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
+        where += f", {pluralize(options.threads, 'thread')} each"
     text = "the standard library" if config.data is None else ", ".join(config.data)
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    ranks = pluralize(world.size, "rank")
     if config.parallel == "fsdp":
         ranks = f"in shards on {ranks}"
     elif config.parallel == "hsdp":
@@ -488,18 +499,17 @@ def _print_start(
     )
     if options.compare:
         others = ", then ".join(each.communication for each in options.compare)
-        print(f"to compare with: {others}", flush=True)
+        print(f"then, for comparison: {others}", flush=True)
     if checkpoint is not None:
-        print(f"going on from step {checkpoint.step} of {options.resume}", flush=True)
+        print(f"continuing from step {checkpoint.step} of {options.resume}", flush=True)
         if checkpoint.data_fingerprint != data.fingerprint:
-            print("note: the text is not the one of the checkpoint", file=sys.stderr)
+            print("note: the text differs from that of the checkpoint", file=sys.stderr)
 
 
-def _what_trains(options: TrainOptions) -> str:
-    """The title of the picture."""
+def _plot_title(options: TrainOptions) -> str:
     config = options.config
     how = "" if config.parallel == "ddp" else f", {config.parallel}"
-    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    ranks = pluralize(config.ranks, "rank")
     return f"byte-level transformer, {_parameters(config)}, {ranks}{how}"
 
 
@@ -516,8 +526,8 @@ def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
     for result in results:
         if result.choice:
             print(f"{result.hook} averaged with {result.choice}", flush=True)
-    if not draw_loss(out / PLOT, results, title=_what_trains(options)):
-        print(HOW_TO_GET_MATPLOTLIB)
+    if not draw_loss(out / PLOT, results, title=_plot_title(options)):
+        print(f"no {PLOT}: {MATPLOTLIB_IS_MISSING}")
     last = results[-1]
     if last.is_interrupted:
         which = f" of the run with hook {last.hook}" if len(results) > 1 else ""

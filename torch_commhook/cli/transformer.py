@@ -1,4 +1,4 @@
-"""A small GPT over bytes: pre-norm blocks, rotary positions, causal attention."""
+"""A small GPT over bytes, with pre-norm blocks, rotary positions and causal attention."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class ByteTransformer(nn.Module):
     """A decoder that predicts the next byte.
 
     Args:
-        layers: blocks, at least 1.
-        dim: width, a multiple of ``2 * heads`` (rotary positions turn pairs of channels).
-        heads: attention heads.
+        layers: number of blocks, at least 1.
+        dim: width, a multiple of ``2 * heads``, because rotary positions rotate pairs of channels.
+        heads: number of attention heads.
 
     Raises:
         ValueError: ``dim`` is not a multiple of ``2 * heads``.
@@ -71,9 +71,9 @@ class ByteTransformer(nn.Module):
                 continue
             std = 0.02
             if name.endswith(("attention_output.weight", "feed_forward_down.weight")):
-                std /= math.sqrt(2 * layers)  # the residual stream keeps its scale with depth
+                std /= math.sqrt(2 * layers)  # the residual stream keeps its scale at any depth
             nn.init.normal_(parameter, std=std)
-        # With 0.02 here as well the loss rests at a byte's bare frequency (2.8) for 100 steps.
+        # With 0.02 here, the loss stays at the entropy of a byte's frequency (2.8) for 100 steps.
         nn.init.normal_(self.embedding.weight, std=1.0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class ByteTransformer(nn.Module):
         Returns:
             A scalar, in the parameters' dtype.
         """
-        # Not buffers: DDP would send those from rank 0 before every step.
+        # These are no buffers, because DDP broadcasts buffers before every step.
         cosine, sine = rotary_tables(self.head_dim, inputs.shape[1], inputs.device)
         x = self.embedding(inputs)
         for block in self.blocks:
@@ -95,7 +95,7 @@ class ByteTransformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The matrices, which weight decay is for, and the vectors."""
+        """The matrices, for weight decay, and the vectors."""
         matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.parameters() if parameter.dim() < 2]
         return matrices, vectors
@@ -118,7 +118,7 @@ def rotary_tables(head_dim: int, length: int, device: torch.device) -> tuple[Ten
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle.
+    """Rotate each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle.
 
     Args:
         x: ``[batch, heads, length, head_dim]``.
@@ -126,7 +126,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         sine: ``[length, head_dim / 2]``.
 
     Returns:
-        A tensor like ``x``.
+        A tensor of the shape of ``x``.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -1,4 +1,4 @@
-"""``--version``: the version of the package, and the torch that it was built for."""
+"""``--version``: prints the version of the package, and of the torch that it was built for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch_commhook.native.stamp import operator_library, read_built_for
 
 
 def version_text() -> str:
-    """Such as ``torch_commhook 0.1.0, built for torch 2.13.0+cpu``. Imports no torch."""
+    """Return ``torch_commhook 0.1.0, built for torch 2.13.0+cpu``, without importing torch."""
     import torch_commhook
 
     library = operator_library()
@@ -18,7 +18,7 @@ def version_text() -> str:
 
 
 def end_after_version() -> None:
-    """If this process was asked for the version alone, print it and end, before torch loads."""
+    """If ``--version`` is the only argument, print the version and end, before torch loads."""
     if sys.argv[1:] == ["--version"]:
         print(version_text())
         sys.exit()

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they find each other, and on which device each works."""
+"""Joins the process group of a run, and chooses the rank's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 
 
 class WorldOptions(Protocol):
-    """The options of a command whose ranks form a world."""
+    """The options that :func:`join_world` needs."""
 
     @property
     def device(self) -> str:
@@ -29,15 +29,15 @@ class WorldOptions(Protocol):
 
     @property
     def threads(self) -> int:
-        """Of a rank on the CPU."""
+        """Threads of a rank on the CPU."""
 
     @property
     def timeout(self) -> float:
-        """Of a collective, in seconds."""
+        """Timeout of a collective, in seconds."""
 
 
 class Mean(NamedTuple):
-    """A mean over the ranks, and whether one of them has set its flag."""
+    """A mean over the ranks, and whether a rank has set its flag."""
 
     value: float
     flag: bool
@@ -45,12 +45,12 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place.
+    """This rank and its process group.
 
     Attributes:
         rank: 0 to ``size - 1``.
-        size: the ranks.
-        device: where the model is.
+        size: the number of ranks.
+        device: the device of the model.
         backend: ``gloo`` or ``nccl``.
     """
 
@@ -60,11 +60,14 @@ class World:
     backend: str
 
     def start_mean(self, value: torch.Tensor, flag: bool = False) -> Callable[[], Mean]:
-        """The mean over the ranks of a scalar, which travels until it is asked for.
+        """Start to average a scalar over the ranks, in the background.
 
         Args:
-            value: of this rank.
-            flag: of this rank; the other ranks are told whether one has set it.
+            value: this rank's scalar.
+            flag: this rank's flag.
+
+        Returns:
+            A function that waits for the mean, and for whether a rank has set its flag.
         """
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         total[0] = value.detach()
@@ -85,14 +88,14 @@ class World:
 
 
 def join_world(options: WorldOptions, place: Place) -> World:
-    """Join the process group of the launcher, ours or torchrun, at ``place``.
+    """Join the process group of our launcher or of torchrun, as the rank at ``place``.
 
     Raises:
-        RuntimeError: the other ranks didn't come within ``options.timeout`` seconds.
+        RuntimeError: the other ranks do not come within ``options.timeout`` seconds.
     """
     device, backend = _choose_device(options, place)
     folder = os.environ.get(LAUNCHER_FOLDER)
-    # A file needs no port, so nobody else can have taken it between the choice and its use.
+    # Another program could take a port between its choice and its use, but not a file.
     address = "env://" if folder is None else (Path(folder) / "rendezvous").resolve().as_uri()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""``bench``: measures the link between ranks, and the times of collectives, codecs and hooks."""
+"""``bench``: measures the link between ranks, collectives, codecs, and a step with each hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of ``bench`` that measures the codecs."""
+"""Measures the codecs, as a part of ``bench``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
 
 
 def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[CodecSpeed]:
-    """The speed of each codec in all its ``examples()``, on this rank.
+    """Measure the speed of each codec on this rank, with each of its ``examples()``.
 
     Args:
-        device: of the gradients.
-        elements: of these, of which a bucket of 25 MiB at most is encoded.
-        seconds: about how long it may take.
+        device: the device of the gradients.
+        elements: the number of their elements. The function takes at most a bucket of 25 MiB.
+        seconds: the approximate time of all measurements.
     """
     examples = [codec for kind in CODECS.values() for codec in kind.examples()]
     gradients = torch.randn(min(elements, MOST_MEASURED), dtype=torch.float32, device=device)
@@ -32,7 +32,7 @@ def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[
 
 
 def _speed(codec: Codec, gradients: torch.Tensor, seconds: float) -> CodecSpeed:
-    """Encoding, decoding and copying take turns, so that all meet the same machine."""
+    """Encode, decode and copy in turn, so that all three have the same conditions."""
     device, nbytes = gradients.device, gradients.nbytes
     message = torch.zeros(codec.nbytes(gradients.numel()), dtype=torch.uint8, device=device)
     into = torch.zeros_like(gradients)

@@ -1,4 +1,4 @@
-"""The part of ``bench`` that measures the backend's collectives."""
+"""Measures the backend's collectives, as a part of ``bench``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch_commhook.planning.link_file import CollectiveTime
 
 SIZES = tuple(1 << power for power in (16, 20, 24))
 _ELEMENT_BYTES = 4
-#: A collective of the next size may take so much more of the time that is left.
+#: A collective of the next size may take this many times as long.
 _GROWTH = 16
 
-# Their names change with torch; the old ones warn.
+# Newer releases of torch have new names, and warn about the old ones.
 _distributed: Any = dist
 _all_gather = getattr(dist, "all_gather_single", None) or _distributed.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.reduce_scatter_tensor
 
 
 def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
-    """The time of each collective at some sizes, in the order of the table.
+    """Measure each collective at each size of :data:`SIZES`.
 
     Args:
-        device: of the tensors.
-        seconds: about how long it may take. Sizes that would take longer are left out.
+        device: the device of the tensors.
+        seconds: the approximate time of all measurements. The function omits sizes that would take
+            longer.
     """
     smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
     names = list(_calls(smallest))
@@ -48,7 +49,7 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
 
 
 def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """The collectives on tensors of float32, by name."""
+    """The collectives on float32 tensors, by name."""
     part = whole[: whole.numel() // dist.get_world_size()].clone()
     other = torch.empty_like(whole)
     return {

@@ -1,4 +1,4 @@
-"""The part of ``bench`` that measures a step with each hook."""
+"""Measures a step with each hook, as a part of ``bench``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torch import nn
 
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.cli.bench.timing import slowest, timed
+from torch_commhook.cli.formatting import one_line
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning.hook_work import unwrap_hook
 from torch_commhook.planning.link_file import HookTime
 
-#: The row of a step without a hook.
+#: The name of the row without a hook.
 ALONE = "no communication"
-#: Steps in a turn, before those that are timed, too: buckets are formed anew, TCP learns the link.
+#: The least steps in a turn. An untimed turn comes first: buckets change, and TCP adapts.
 _STEPS = 3
 _LEAST_TURNS, _MOST_TURNS = 2, 30
 
 
 class _Given(torch.autograd.Function):
-    """A loss whose gradients are given, so that a backward computes next to nothing."""
+    """A loss with given gradients, so that a backward computes next to nothing."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: Any) -> torch.Tensor:
@@ -40,13 +41,13 @@ class _Given(torch.autograd.Function):
 
 
 class StandIn(nn.Module):
-    """Parameters of given shapes, with random gradients that are the same in each step.
+    """A model of given shapes. Its random gradients are the same in each step.
 
     Each rank has its own gradients.
 
     Args:
-        shapes: of the parameters, in the order of the forward.
-        device: theirs.
+        shapes: the shapes of the parameters, in the order of the forward.
+        device: the device of the parameters.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -70,16 +71,16 @@ def measure_hooks(
     device: torch.device,
     seconds: float,
 ) -> list[HookTime]:
-    """A step with each hook, after one with none; ratios are to the first hook.
+    """Measure a step without a hook, then with each hook. Ratios compare with the first hook.
 
     Args:
-        hooks: as ``train`` takes them.
-        shapes: of the parameters.
-        device: theirs.
-        seconds: about how long it may take; a hook has a few steps in any case.
+        hooks: the hooks, as ``train`` takes them.
+        shapes: the shapes of the parameters.
+        device: the device of the parameters.
+        seconds: the approximate time of all measurements. Each hook has at least a few steps.
 
     Raises:
-        RuntimeError: a hook fails, which the error names.
+        RuntimeError: a hook fails; the message names the hook.
     """
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
@@ -89,25 +90,24 @@ def measure_hooks(
     for text in hooks:
         try:
             found.append((text, *_with_hook(model, text, share)))
-        except Exception as error:  # a hook may be a user's, and raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RuntimeError(f"the hook {text!r} can't be measured: {said}") from error
+        except Exception as error:  # a user's hook may raise anything
+            raise RuntimeError(f"the hook {text!r} can't be measured: {one_line(error)}") from error
     baseline = found[1][1]
     return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
 
 
 class Steps:
-    """Steps of a model, some in a turn.
+    """Does the steps of a model, several in a turn.
 
     Args:
-        model: whose hook is attached, if any.
-        every: steps in which its ranks come together once: a turn has a multiple of these.
+        model: the model, with its hook attached.
+        every: the steps from one exchange of the hook to the next. A turn has a multiple of these.
         is_apart: whether the hook counts the steps of an optimizer.
 
     Attributes:
-        device: of the model.
-        count: steps in a turn.
-        done: steps so far.
+        device: the device of the model.
+        count: the number of steps in a turn.
+        done: the number of steps so far.
     """
 
     def __init__(self, model: StandIn, every: int = 1, *, is_apart: bool = False) -> None:
@@ -118,7 +118,7 @@ class Steps:
         self.done = 0
 
     def turn(self) -> list[float]:
-        """Do some steps; the seconds of each."""
+        """Do the steps of a turn; returns the seconds of each."""
         self.done += self.count
         return [timed(self._step, self.device) for _ in range(self.count)]
 
@@ -130,7 +130,7 @@ class Steps:
 
 
 def _step_seconds(steps: Steps, seconds: float) -> float:
-    """The median of the turns' mean steps, on the slowest rank."""
+    """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
     begun = time.perf_counter()
     found: list[float] = []
     while len(found) < _MOST_TURNS:
@@ -144,7 +144,7 @@ def _step_seconds(steps: Steps, seconds: float) -> float:
 
 
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
-    """Seconds of a step, and bytes that this rank sends in one, if the hook tells."""
+    """The seconds of a step, and the bytes that this rank sends in it; None if unknown."""
     hook = parse_hook(text)
     every = unwrap_hook(hook).every
     handle = attach(model, hook)

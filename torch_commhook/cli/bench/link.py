@@ -1,4 +1,4 @@
-"""The part of ``bench`` that measures the link between the ranks."""
+"""Measures the link between the ranks, as a part of ``bench``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch_commhook.planning.link_file import Message
 from torch_commhook.planning.wire import Wire
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))
-#: Of the part's time, for the rate and the round trip.
+#: The share of the part's time for the rate and the round trip.
 _FIGURES = 0.5
 _LEAST_TRIES, _MOST_TRIES = 3, 30
 
 
 @dataclass(frozen=True)
 class LinkPart:
-    """What was measured.
+    """The measurements of the link.
 
     Attributes:
-        figures: rates and round trip.
-        messages: by size.
-        left_out: sizes that would have taken too long, or too much memory, and why.
+        figures: the rates and the round trip.
+        messages: the times of messages, by size.
+        left_out: the reason for each size in bytes that was not measured.
     """
 
     figures: LinkFigures
@@ -32,11 +32,11 @@ class LinkPart:
 
 
 def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
-    """Measure the link, and messages of 1 KiB to 64 MiB, both ways at once.
+    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once.
 
     Args:
-        wire: the ranks.
-        seconds: about how long it may take.
+        wire: the link between the ranks.
+        seconds: the approximate time of all measurements.
     """
     begun = time.perf_counter()
     figures = measure_figures(wire, seconds * _FIGURES)
@@ -59,9 +59,9 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
 
 
 def _median(wire: Wire, nbytes: int, seconds: float) -> float:
-    """Seconds of a message of each rank, on the slowest rank."""
+    """The median time in seconds in which each rank sends a message, on the slowest rank."""
     begun = time.perf_counter()
-    wire.seconds(nbytes)  # makes memory, and lets TCP learn
+    wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
     found: list[float] = []
     while len(found) < _MOST_TRIES:
         values = wire.shared(wire.seconds(nbytes), time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""The picture of ``bench``: the rate of messages over their size, and the steps with each hook."""
+"""Draws the measurements of ``bench``: the rate of messages by size, and a step with each hook."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.bench.hooks import ALONE
 from torch_commhook.cli.bench.tables import format_rate, format_size, message_rate
+from torch_commhook.cli.formatting import pluralize
 from torch_commhook.planning.link_file import HookTime, LinkFile
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ _SMALLER, _LARGER = "#0072b2", "#7f7f7f"
 
 
 def draw(path: Path, found: LinkFile) -> None:
-    """Write a PNG with a panel for each part that was measured.
+    """Write a PNG with a panel for messages and a panel for hooks, if they were measured.
 
     Args:
-        path: of the picture.
-        found: what was measured.
+        path: the path of the picture.
+        found: the measurements.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,8 +32,8 @@ def draw(path: Path, found: LinkFile) -> None:
     panels = [bool(found.messages), bool(found.hooks)]
     rows = max(len(found.hooks), 8) if panels[1] else 8
     figure = Figure(figsize=(1 + 5.5 * max(sum(panels), 1), 1.5 + 0.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    ranks = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
+    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
+    ranks = pluralize(found.ranks, "rank")
     figure.suptitle(f"{ranks} over {found.backend} on {found.device.upper()}")
     axes: list[Any] = list(figure.subplots(1, max(sum(panels), 1), squeeze=False)[0])
     for each in axes:
@@ -84,7 +85,7 @@ def _draw_hooks(axes: Axes, hooks: Sequence[HookTime]) -> None:
 
 
 def _wrapped(hook: str) -> str:
-    """A hook in lines that leave room for the bars; each ends behind a bracket or a comma."""
+    """Break a hook into short lines, after brackets and commas."""
     lines, line = [], ""
     for piece in re.split(r"(?<=[(,])", hook):
         if line and len(line) + len(piece) > _LABEL_CHARACTERS:

@@ -1,4 +1,4 @@
-"""One rank of ``bench``: joins the others, and measures one part after another."""
+"""Runs one rank of ``bench``: joins the others, and measures one part after another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_commhook.planning.wire import Wire
 
 
 def run_rank(options: BenchOptions, place: Place) -> None:
-    """Measure, and on rank 0 print, draw and write what was found."""
+    """Measure all parts. Rank 0 prints, draws and writes the measurements."""
     world = join_world(options, place)
     found = LinkFile(
         ranks=world.size,
@@ -43,7 +43,7 @@ def run_rank(options: BenchOptions, place: Place) -> None:
 
 
 class _Printer:
-    """Prints texts on rank 0, one after another, unless JSON is wanted."""
+    """Prints texts on rank 0, unless it will print JSON."""
 
     def __init__(self, world: World, options: BenchOptions) -> None:
         self._prints = world.rank == 0 and not options.json
@@ -56,7 +56,7 @@ class _Printer:
 def _with_part(
     part: str, found: LinkFile, world: World, options: BenchOptions, say: _Printer
 ) -> LinkFile:
-    """What was found before, with what a part finds."""
+    """Measure a part; returns ``found`` with its measurements."""
     device, seconds = world.device, options.seconds_of(part)
     if part == "link":
         if world.size == 1:
@@ -77,7 +77,7 @@ def _with_part(
         say(tables.codecs_text(codecs))
         return replace(found, codecs=codecs)
     hooks = measure_hooks(options.hooks, options.shapes, device, seconds)
-    say(tables.hooks_text(hooks, options.what))
+    say(tables.hooks_text(hooks, options.description))
     return replace(found, hooks=hooks)
 
 
@@ -88,7 +88,7 @@ def _machine(options: BenchOptions) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "threads": options.threads,
-        "gradients": options.what,
+        "gradients": options.description,
         "elements": sum(map(math.prod, options.shapes)),
     }
 

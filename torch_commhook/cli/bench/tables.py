@@ -1,10 +1,11 @@
-"""What ``bench`` prints."""
+"""Formats the measurements of ``bench`` as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torch_commhook.cli.bench.link import LinkPart
+from torch_commhook.cli.formatting import align_columns, pluralize
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.planning.link import MANY
 from torch_commhook.planning.link_file import (
@@ -15,23 +16,19 @@ from torch_commhook.planning.link_file import (
     Message,
 )
 
-#: What is said of a part that only several ranks have.
+#: The text of the part ``link`` on one rank.
 NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures one"
 
 
 def heading(found: LinkFile, threads: int, torch_version: str) -> str:
-    """The ranks, their group and their device."""
-    ranks = f"{found.ranks} rank{'s' * (found.ranks > 1)}"
-    where = "CUDA" if found.device == "cuda" else _threads(threads)
+    """The first line: the ranks, their backend and their device."""
+    ranks = pluralize(found.ranks, "rank")
+    where = "CUDA" if found.device == "cuda" else pluralize(threads, "thread")
     return f"commhook bench: {ranks} over {found.backend}, {where} each, torch {torch_version}"
 
 
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
-
-
 def link_text(part: LinkPart, ranks: int) -> str:
-    """The link, what more connections carry, and the messages."""
+    """The rate, the round trip, the rate of more connections, and a row for each message."""
     figures = part.figures
     lines = [
         f"link: {format_rate(figures.link.bits_per_second)} Mbit/s each way with headers, "
@@ -41,7 +38,7 @@ def link_text(part: LinkPart, ranks: int) -> str:
         one, many = (format_rate(figures.rates[count]) for count in (1, MANY))
         taken = "takes" if figures.connections == MANY else "would not take"
         lines.append(
-            f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} these"
+            f"one connection carries {one} Mbit/s, {MANY} carry {many}: attach() {taken} {MANY}"
         )
     others = ranks - 1
     to_each = "" if others == 1 else f" to each of {others} ranks"
@@ -54,13 +51,13 @@ def link_text(part: LinkPart, ranks: int) -> str:
         ]
         for each in part.messages
     ]
-    lines += ["", *aligned(header, rows)]
+    lines += ["", *align_columns(header, rows)]
     lines += [f"{format_size(size)}: left out, {why}" for size, why in part.left_out.items()]
     return "\n".join(lines)
 
 
 def message_rate(message: Message, ranks: int) -> float:
-    """Bits per second that each rank sends in messages, with the round trip, without headers."""
+    """The bits per second that each rank sends, without headers; the time has the round trip."""
     return message.bytes * (ranks - 1) * 8 / message.seconds
 
 
@@ -70,11 +67,8 @@ def collectives_text(found: Sequence[CollectiveTime]) -> str:
     names = list(dict.fromkeys(each.name for each in found))
     times = {(each.name, each.bytes): f"{_milliseconds(each.seconds)} ms" for each in found}
     header = ["collective", *map(format_size, sizes)]
-    return "\n".join(
-        aligned(
-            header, [[name, *(times.get((name, size), "") for size in sizes)] for name in names]
-        )
-    )
+    rows = [[name, *(times.get((name, size), "") for size in sizes)] for name in names]
+    return "\n".join(align_columns(header, rows))
 
 
 def codecs_text(found: Sequence[CodecSpeed]) -> str:
@@ -91,10 +85,10 @@ def codecs_text(found: Sequence[CodecSpeed]) -> str:
         ]
         for each in found
     ]
-    return "\n".join(aligned(header, rows))
+    return "\n".join(align_columns(header, rows))
 
 
-def hooks_text(found: Sequence[HookTime], what: str) -> str:
+def hooks_text(found: Sequence[HookTime], description: str) -> str:
     """A row for each hook."""
     header = ["hook", "step ms", "x allreduce()", "sent per step"]
     rows = [
@@ -106,30 +100,18 @@ def hooks_text(found: Sequence[HookTime], what: str) -> str:
         ]
         for each in found
     ]
-    return "\n".join(
-        [f"steps that average {what}, and compute next to nothing", *aligned(header, rows)]
-    )
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first column is text, and the others numbers."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
+    title = f"steps that average {description}, and compute next to nothing"
+    return "\n".join([title, *align_columns(header, rows)])
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes in binary units: ``64 KiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024 or unit == "MiB":
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024  # type: ignore[assignment]
-    raise AssertionError
+    """Format bytes in binary units: ``64 KiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} MiB"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -138,6 +120,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """In Mbit/s, without the unit."""
+    """Format a rate in Mbit/s, without the unit."""
     value = bits_per_second / 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

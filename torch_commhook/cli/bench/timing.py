@@ -1,4 +1,4 @@
-"""How the parts of ``bench`` time what all ranks do."""
+"""Times calls that all ranks of ``bench`` do together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOST_TRIES = 50
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all of its work."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, with the device's work."""
+    """The seconds of a call, including its work on the device."""
     synchronize(device)
     begun = time.perf_counter()
     call()
@@ -29,7 +29,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The most of what ranks have measured, one by one; the same on all ranks."""
+    """The element-wise maximum of the ranks' values, on all ranks."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     found: list[float] = shared.tolist()
@@ -37,12 +37,12 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def median_on_all(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median of a call on the slowest rank, in seconds, after one call that is not counted.
+    """The median time of a call on the slowest rank, in seconds, after one untimed call.
 
     Args:
-        call: that all ranks do.
-        device: of its work.
-        seconds: after which it is called no more, once it was a few times.
+        call: a call that all ranks do.
+        device: the device of its work.
+        seconds: the approximate time of all calls. There are at least a few.
     """
     begun = time.perf_counter()
     call()

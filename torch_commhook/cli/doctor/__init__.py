@@ -1,4 +1,4 @@
-"""``doctor``: finds out whether hooks can run here, and says what to do where they cannot.
+"""``doctor``: checks whether hooks can run here, and names a solution if they cannot.
 
 It works even if torch or a native library does not load. So its modules import these only when they
 need them, and the package calls :func:`end_where_nothing_loads` before it loads them itself. Bug
@@ -22,6 +22,7 @@ from torch_commhook.cli.doctor.meeting import NoMeetingError, meet
 from torch_commhook.cli.doctor.network import check_network
 from torch_commhook.cli.doctor.ranks import check_ranks
 from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.option_types import number
 from torch_commhook.cli.place import PlaceError, read_place
 from torch_commhook.cli.slurm import slurm_variables
 
@@ -66,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = OneLineParser(
         prog="commhook doctor",
-        description="Find out whether hooks can run here, and say what to do where they cannot. "
-        "Under torchrun all ranks try to reach each other, and rank 0 reports for all. The exit "
+        description="Check whether hooks can run here, and name a solution if they cannot. "
+        "Under torchrun, all ranks try to reach each other, and rank 0 reports for all. The exit "
         "code is 0 if there is no error, and 1 otherwise.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -80,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         help="the checks to run",
     )
     parser.add_argument(
-        "--backend", help="describe a group of this backend, such as cpu:gloo,cuda:nccl"
+        "--backend", help="backend to describe a group of, such as cpu:gloo,cuda:nccl"
     )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="that ranks have to come and to connect",
+        help="time for ranks to come and to connect",
     )
     return parser
 
@@ -101,14 +102,14 @@ def _checks(text: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    seconds = number(text, float, "a number")
     if not 0 < seconds <= 3600:
         raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600, got {text}")
     return seconds
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
-    """The settings of the checks, and what prevents a meeting of the launcher's ranks."""
+    """The settings of the checks, and a finding if the launcher's ranks cannot meet."""
     alone = Settings(options.timeout, options.backend)
     try:
         os.environ.update(slurm_variables(os.environ))
@@ -131,7 +132,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
-    """What a check finds; a check that fails is an error of its own."""
+    """The findings of a check, and an error if the check itself fails."""
     found: list[Finding] = []
     try:
         found.extend(CHECKS[name](settings))

@@ -1,4 +1,4 @@
-"""Checks of what is installed: versions, the native libraries, a compiler."""
+"""Checks of the installation: versions, the native libraries, a compiler."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _loaded() -> Iterator[Finding]:
 
 
 def _compiler(is_built: bool) -> Finding:
-    """The compiler that torch.compile, hooks in C++ and the build call."""
+    """The C++ compiler, for torch.compile, hooks in C++ and the build."""
     chosen = shlex.split(os.environ.get("CXX", ""))[:1]  # options may follow
     found = next(filter(None, map(shutil.which, chosen or ["c++", "g++", "clang++"])), None)
     if found is not None:
@@ -151,6 +151,6 @@ def _compiler(is_built: bool) -> Finding:
     user = "torch.compile on the CPU and hooks in C++ need it" if is_built else "the build needs it"
     value, advice = "none on the PATH", f"Install g++ 11 or newer: {user}."
     if chosen:
-        value = f"CXX names {chosen[0]}, which is not there"
-        advice = f"Set CXX to a compiler that is there, or unset it: {user}."
+        value = f"CXX names {chosen[0]}, which is missing"
+        advice = f"Set CXX to an installed compiler, or unset it: {user}."
     return Finding("build", "C++ compiler", value, "warning" if is_built else "error", advice)

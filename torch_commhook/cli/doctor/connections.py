@@ -1,4 +1,4 @@
-"""Connections of each rank to each other one, as Gloo makes them."""
+"""Connects each rank to each other rank, at the addresses that Gloo uses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Listener:
     """Listens at an address, and tells its token to each process that connects.
 
     Args:
-        address: IPv4 or IPv6; the port is a free one.
+        address: an IPv4 or IPv6 address of this host; the system chooses a free port.
 
     Raises:
-        OSError: nobody can listen there.
+        OSError: this process cannot listen at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -52,7 +52,7 @@ class Listener:
                 connection.sendall(self._token)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # accept() would go on after close()
         self._socket.close()
@@ -60,14 +60,14 @@ class Listener:
 
 
 def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
-    """Connect to all other ranks, which do the same.
+    """Connect to all other ranks. All ranks must call this function.
 
     Args:
-        meeting: of all ranks.
-        timeout: seconds for each thing that is waited for.
+        meeting: the meeting of all ranks.
+        timeout: the seconds for each single wait.
 
     Returns:
-        Of the ranks that have come: why this rank does not connect to them.
+        The reason for each rank that has come, but that this rank cannot connect to.
     """
     listener = None
     try:
@@ -101,7 +101,7 @@ def _connect_to_all(meeting: Meeting, timeout: float) -> dict[int, str]:
 
 
 def _connect(place: Mapping[str, str], timeout: float) -> str | None:
-    """Why a rank does not connect to another one that listens at a place; None if it does."""
+    """Connect to a rank that listens at ``place``; returns the reason if that fails."""
     if "error" in place:
         return f"it listens nowhere: {place['error']}"
     address, port = place["address"], int(place["port"])

@@ -14,8 +14,9 @@ from torch_commhook.native.stamp import operator_library
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-# A fat binary: a magic number, a version, the header's bytes, and the bytes that follow it. These
-# are entries, each with a header of its own: kind, its bytes, the payload's bytes, architecture.
+# A fat binary begins with a magic number, a version, the size of the header, and the size of the
+# entries. Each entry begins with its kind, the size of its header, the size of its payload, and its
+# architecture.
 _FAT_BINARY = re.compile(rb"\x50\xed\x55\xba\x01\x00")
 _FAT_HEADER = struct.Struct("<IHHQ")
 _ENTRY_HEADER = struct.Struct("<HHIQIIHHI")
@@ -130,7 +131,7 @@ def architectures(library: bytes) -> set[str]:
         library: the contents of its file.
 
     Returns:
-        ``"sm_90"`` for machine code, ``"compute_90"`` for PTX, which newer GPUs can run, too.
+        ``"sm_90"`` for machine code, ``"compute_90"`` for PTX, which newer GPUs can also run.
     """
     found = set()
     for match in _FAT_BINARY.finditer(library):

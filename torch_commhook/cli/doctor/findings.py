@@ -1,4 +1,4 @@
-"""What ``doctor`` finds, and how it prints that."""
+"""The findings of ``doctor``, and their text and JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+from torch_commhook.cli.formatting import pluralize
 
 Level = Literal["ok", "warning", "error"]
 
@@ -16,10 +18,10 @@ class Finding:
 
     Attributes:
         group: the check that found it; a name in ``doctor --only``.
-        name: of the fact.
+        name: the name of the fact.
         value: the fact.
         level: ``"ok"``, ``"warning"`` or ``"error"``. Only an error changes the exit code.
-        advice: one sentence that says what to do; empty if the level is ``"ok"``.
+        advice: the solution, in one sentence; empty if the level is ``"ok"``.
         rank: the rank that found it, if it is not the rank that prints.
     """
 
@@ -32,7 +34,7 @@ class Finding:
 
 
 def count(findings: Sequence[Finding], level: Level) -> int:
-    """How many findings have a level."""
+    """The number of findings with a level."""
     return sum(finding.level == level for finding in findings)
 
 
@@ -55,12 +57,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':<9}-> {finding.advice}")
     errors, warnings = count(findings, "error"), count(findings, "warning")
-    lines.append(f"doctor: {_number(errors, 'error')}, {_number(warnings, 'warning')}")
+    lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
     return "\n".join(lines)
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ def check_group(settings: Settings) -> Iterator[Finding]:
 
 
 def _default_config() -> str:
-    """What ``init_process_group()`` without a backend takes."""
+    """The configuration that ``init_process_group()`` takes by default."""
     import torch
     import torch.distributed as dist
 
@@ -53,8 +53,8 @@ def backends(source: str, config: str) -> Iterator[Finding]:
     """Describe a configuration of backends.
 
     Args:
-        source: says whose it is.
-        config: as :func:`by_device` takes it.
+        source: the source of the configuration, which names the finding.
+        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
     """
     import torch.distributed as dist
 

@@ -13,15 +13,15 @@ from torch_commhook.cli.doctor.settings import Settings
 PREFIXES = ("COMMHOOK_", "TORCH_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE_DEVICES")
 
 SHARED_MEMORY = "/dev/shm"
-#: A container has 64 MiB by default, which the workers of a DataLoader, or NCCL, soon fill.
+#: A container has 64 MiB by default: too little for the workers of a DataLoader, or for NCCL.
 _ENOUGH_SHARED = 1 << 30
-#: NCCL takes about so much for each pair of GPUs.
+#: NCCL takes about this much for each pair of GPUs.
 _LEAST_SHARED = 16 << 20
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 #: For Python, its libraries, and the files of a training.
 _OWN_FILES = 256
-#: Of each rank to each other one: the model's group, its second stages, and the user's group.
+#: Connections between two ranks: of the model's group, its second stages, and the user's group.
 _CONNECTIONS = 8
 
 
@@ -106,7 +106,7 @@ def _processors(settings: Settings) -> Finding:
             "processors",
             value,
             "warning",
-            f"Set OMP_NUM_THREADS={share}: the threads of all ranks are more than the processors.",
+            f"Set OMP_NUM_THREADS={share}: all ranks together have more threads than processors.",
         )
     if threads == 1 and share > 1:
         return Finding(
@@ -121,7 +121,7 @@ def _processors(settings: Settings) -> Finding:
 
 
 def usable_cores() -> float:
-    """The processors of this process: its affinity, and at most the quota of its container."""
+    """The number of processors in this process's affinity, at most its container's quota."""
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -18,11 +18,11 @@ from torch_commhook.cli.place import Place
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Set by torchrun, whose agent has started the store.
+#: Set by torchrun if its agent has started the store.
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RETRY_SECONDS = 0.2
 _POLL_SECONDS = 0.02
-#: For checks of the other ranks that this rank has already done.
+#: The time to wait for the other ranks' checks.
 _REPORT_SECONDS = 120.0
 _LEAVE_SECONDS = 5.0
 
@@ -31,7 +31,7 @@ class NoMeetingError(Exception):
     """This rank does not reach the store.
 
     Attributes:
-        advice: one sentence that says what to do.
+        advice: the solution, in one sentence.
     """
 
     def __init__(self, message: str, advice: str) -> None:
@@ -43,10 +43,10 @@ class Meeting:
     """The ranks of a launcher, and a store that all can read.
 
     Args:
-        store: for this meeting alone.
-        rank: this process's.
+        store: a store that only this meeting uses.
+        rank: the rank of this process.
         size: the number of ranks.
-        timeout: seconds from now in which the other ranks must come.
+        timeout: the seconds from now for the other ranks to come.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -62,15 +62,15 @@ class Meeting:
         return list(self.values("came", range(self.size), left))
 
     def values(self, key: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
-        """Wait for what ranks have set.
+        """Wait for the values that ranks set.
 
         Args:
-            key: each rank has set ``key/rank``.
-            ranks: to wait for.
-            timeout: seconds, for all of them.
+            key: each rank sets ``key/rank``.
+            ranks: the ranks to wait for.
+            timeout: the seconds for all of them.
 
         Returns:
-            The values by rank, without those of ranks that have set none in time.
+            The values by rank, of the ranks that have set one in time.
         """
         deadline = time.monotonic() + timeout
         return {
@@ -80,7 +80,7 @@ class Meeting:
         }
 
     def _is_set(self, key: str, deadline: float) -> bool:
-        # Store.wait() would print a warning when its time is up.
+        # Store.wait() prints a warning after its timeout.
         while not self.store.check([key]):
             if time.monotonic() >= deadline:
                 return False
@@ -88,9 +88,11 @@ class Meeting:
         return True
 
     def share(self, findings: Sequence[Finding]) -> list[Finding]:
-        """On rank 0: its own findings, and the warnings and errors of all other ranks.
+        """Send this rank's findings to rank 0.
 
-        On another rank: its own findings, and nothing is waited for.
+        Returns:
+            On rank 0, its own findings and the warnings and errors of all other ranks. On another
+            rank, its own findings, without waiting.
         """
         mine = list(findings)
         merged = list(mine)
@@ -117,11 +119,11 @@ class Meeting:
 
 
 def meet(place: Place, timeout: float) -> Meeting:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it if nobody has.
+    """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 starts it unless torchrun has.
 
     Args:
-        place: this rank's.
-        timeout: seconds.
+        place: this rank's place.
+        timeout: the seconds for the connection, and for the other ranks to come.
 
     Raises:
         NoMeetingError: the store cannot be started or reached.

@@ -22,11 +22,11 @@ _STATES = Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class GlooAddress:
-    """Where Gloo listens.
+    """The address at which Gloo listens.
 
     Attributes:
         address: an IPv4 or IPv6 address.
-        reason: why Gloo takes it.
+        reason: the reason for Gloo's choice.
     """
 
     address: str
@@ -42,7 +42,7 @@ class NoAddressError(Exception):
 
 
 def check_network(settings: Settings) -> Iterator[Finding]:
-    """Interfaces with their addresses, the one that Gloo takes, and the backends in torch."""
+    """The interfaces with their addresses, Gloo's address, and the backends in torch."""
     found = interfaces()
     texts = [_described(name, addresses) for name, addresses in found.items()]
     yield Finding("network", "interfaces", "; ".join(texts) or "none")
@@ -51,7 +51,7 @@ def check_network(settings: Settings) -> Iterator[Finding]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each network interface, IPv4 first. Empty lists where nobody knows."""
+    """The addresses of each network interface, IPv4 first; an empty list if unknown."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     for name, addresses in found.items():
         addresses += _ipv4(name)
@@ -103,7 +103,7 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
     first address of the host's name on which it can listen, or loopback if there is none.
 
     Args:
-        found: what :func:`interfaces` gives.
+        found: the result of :func:`interfaces`; None calls it.
 
     Raises:
         NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address.

@@ -31,7 +31,7 @@ _ADVICE_ON_ONE_HOST = (
 
 
 def check_ranks(settings: Settings) -> Iterator[Finding]:
-    """Whether ranks connect: those of the launcher, or else two processes on this host."""
+    """Whether the launcher's ranks connect; without a launcher, two processes on this host."""
     try:
         import torch.distributed as dist
     except (ImportError, OSError):
@@ -46,7 +46,7 @@ def check_ranks(settings: Settings) -> Iterator[Finding]:
 
 
 def _two_processes(timeout: float) -> Iterator[Finding]:
-    """Start this check as two ranks, which take the store of this process."""
+    """Start this check as two ranks, which meet in a store of this process."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

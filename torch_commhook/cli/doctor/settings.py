@@ -1,4 +1,4 @@
-"""What the checks of ``doctor`` are given."""
+"""The settings of the checks of ``doctor``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to check.
+    """The settings of all checks.
 
     Attributes:
-        timeout: seconds that ranks have to come and to connect.
-        backend: what the training gives ``init_process_group``, or None.
+        timeout: the seconds for ranks to come and to connect.
+        backend: the backend to describe a group of, or None.
         place: this rank's place, or None if no launcher has started it.
-        meeting: with the other ranks, or None if this process is alone.
+        meeting: the meeting with the other ranks, or None if this process is alone.
     """
 
     timeout: float
