@@ -276,7 +276,8 @@ def bench(*arguments: str | Path, folder: Path) -> str:
 def test_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "new" / "link.json", tmp_path / "link.png"
-    hooks = ("--hooks", "cast()", "local_sgd(4)")
+    streamed = "local_sgd(4, delay=2, mix=0.5)"
+    hooks = ("--hooks", "cast()", "local_sgd(4)", streamed)
     printed = bench("--ranks", "2", "--out", out, "--plot", plot, *hooks, folder=tmp_path)
     assert printed.startswith("commhook bench: 2 ranks over gloo, 1 thread each, torch ")
     assert "link: " in printed and "steps that average 10 k elements" in printed
@@ -292,9 +293,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         "allreduce()",
         "cast()",
         "local_sgd(4)",
+        streamed,
     ]
     sent = [each.bytes for each in found.hooks]
-    assert sent == [0, 40_000, 20_000, 10_000]
+    assert sent == [0, 40_000, 20_000, 10_000, 10_000]
     assert found.hooks[1].to_allreduce == 1.0
     assert found.machine["torch"] == torch.__version__
     assert plot.read_bytes().startswith(b"\x89PNG")

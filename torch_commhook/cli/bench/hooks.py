@@ -154,6 +154,7 @@ def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float 
         done, before = steps.done, handle.stats().bytes_sent
         took = _step_seconds(steps, seconds)
         after = handle.stats().bytes_sent
+        handle.synchronize()  # otherwise a hook that keeps ranks apart warns when it is removed
         if before is None or after is None:
             return took, None
         return took, (after - before) / (steps.done - done)
