@@ -433,6 +433,27 @@ def _use_more(
     exchanges.use_more([up for up, _ in more], [down for _, down in more])
 
 
+def finish_sends(group: dist.ProcessGroup, sends: Sequence[tuple[int, dist.Work]]) -> None:
+    """Wait until messages are sent.
+
+    A send that waits for its turn on a connection gets no error from Gloo when the connection ends:
+    alone it would wait until the group's timeout.
+
+    Args:
+        group: the group of the messages.
+        sends: the receiver and the Work of each message.
+
+    Raises:
+        RuntimeError: a connection was lost.
+    """
+    if is_gloo(group):
+        ranks, works = [rank for rank, _ in sends], [work for _, work in sends]
+        exchanges_of(group).finish_sends(ranks, works)
+        return
+    for _, work in sends:
+        work.wait()
+
+
 def finish_exchanges(group: dist.ProcessGroup) -> None:
     """Wait until no exchange of a group is running, as Gloo's own end waits for collectives."""
     found = _exchanges.get(group)

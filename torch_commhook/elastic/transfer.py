@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook.collectives.gloo_groups import finish_sends
+
 #: Bytes of a message.
 _PIECE = 4 << 20
 # The tags of a step's end and of exchanges are above.
@@ -43,7 +45,7 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     """
     send_number(data.numel(), group, rank)
     for piece in data.split(_PIECE):
-        group.send([piece], rank, _TAG).wait()
+        finish_sends(group, [(rank, group.send([piece], rank, _TAG))])
 
 
 def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
@@ -65,7 +67,8 @@ def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
     Raises:
         RuntimeError: the connection was closed.
     """
-    group.send([torch.tensor([number], dtype=torch.int64, device="cpu")], rank, _TAG).wait()
+    message = torch.tensor([number], dtype=torch.int64, device="cpu")
+    finish_sends(group, [(rank, group.send([message], rank, _TAG))])
 
 
 def receive_number(group: dist.ProcessGroup, rank: int) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torch_commhook.collectives.gloo_groups import finish_sends
 from torch_commhook.step.step_end import rounds_of
 
 # The tag of a step's end is one below, those of exchanges are above.
@@ -67,10 +68,11 @@ class Comparison:
             ):
                 flag = b"\1" if self._are_alike else b"\0"
                 sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
-                for distance in distances:
-                    works.append(self._group.send([sent], self._at(distance), _TAG))
+                receivers = [self._at(distance) for distance in distances]
+                sends = [(rank, self._group.send([sent], rank, _TAG)) for rank in receivers]
                 while works:
                     works.pop(0).wait()
+                finish_sends(self._group, sends)
                 # A rank clears its flag if a rank that it has heard of differs.
                 self._are_alike = self._are_alike and all(
                     torch.equal(output, sent) for output in outputs

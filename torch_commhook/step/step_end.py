@@ -23,6 +23,7 @@ from torch_commhook.collectives.exchange import (
     place_in,
 )
 from torch_commhook.collectives.gloo_backend import rounds_among_many
+from torch_commhook.collectives.gloo_groups import finish_sends
 
 #: With more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
@@ -83,10 +84,11 @@ class StepEnd:
         try:
             for distances, flags, works in zip(self._rounds, self._flags, self._works, strict=True):
                 own.fill_(flag)
-                for distance in distances:
-                    works.append(self.group.send([own], self._at(distance), _TAG))
+                receivers = [self._at(distance) for distance in distances]
+                sends = [(rank, self.group.send([own], rank, _TAG)) for rank in receivers]
                 while works:
                     works.pop(0).wait()
+                finish_sends(self.group, sends)
                 flag = flag or bool(flags.any())
         finally:
             self.forget()

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -394,13 +395,10 @@ void Exchanges::run_watcher(Lane& lane, Watched& watched) {
   // precedence over a message that came before it. Works of a closed connection end by themselves.
   if (lost) {
     const int64_t present = lane.ended + static_cast<int64_t>(lane.under_way.size());
-    ended_.wait_for(lock, kNoticed, [&] { return stopped_ || lane.ended >= present; });
+    ended_.wait_for(lock, kNoticed,
+                    [&] { return stopped_ || (lane.ended >= present && lane.sends.empty()); });
   }
-  for (const auto& [works, exchange] : lane.under_way) {
-    for (const auto& other : works) {
-      other->abort();
-    }
-  }
+  abort_all(lane);
   watched.watcher = {};
   ended_.notify_all();
 }
@@ -472,6 +470,92 @@ void Exchanges::run(Lane& lane) {
   ended_.notify_all();
 }
 
+void Exchanges::abort_all(const Lane& lane) {
+  for (const auto& [works, exchange] : lane.under_way) {
+    for (const auto& work : works) {
+      work->abort();
+    }
+  }
+  for (const auto& work : lane.sends) {
+    work->abort();
+  }
+}
+
+void Exchanges::finish_sends(const std::vector<int>& ranks,
+                             const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  TORCH_CHECK_VALUE(ranks.size() == works.size(),
+                    "exchange: ranks and works must have the same length, got ", ranks.size(),
+                    " and ", works.size());
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size_ && rank != rank_,
+                      "exchange: ranks must be other ranks of ", size_, ", got ", rank);
+  }
+  const WithoutModes without;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!stopped_, kStopped);
+    ++issuing_;  // stop() waits until it is 0
+  }
+  std::exception_ptr error;
+  try {
+    const auto connection = groups(std::numeric_limits<int64_t>::max())[0];
+    for (size_t i = 0; i < works.size(); ++i) {
+      Lane& lane = lanes_[ranks[i]];
+      try {
+        watch(ranks[i], 0, ranks[i] < rank_ ? connection.first : connection.second);
+      } catch (const std::exception&) {  // the connection is lost, perhaps after the message
+        const std::lock_guard lock(mutex_);
+        lane.lost = lane.lost ? lane.lost : std::current_exception();
+      }
+      finish_send(lane, works[i]);
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (error) {
+      failed_.push_back(works);
+    }
+    --issuing_;
+  }
+  ended_.notify_all();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void Exchanges::finish_send(Lane& lane, const WorkPtr& work) {
+  std::unique_lock lock(mutex_);
+  const bool is_lost = stopped_ || lane.lost;
+  if (!is_lost) {
+    lane.sends.push_back(work);
+  }
+  lock.unlock();
+  bool is_sent = false;
+  std::exception_ptr error;
+  try {
+    // Without a connection a message is sent already, or never. A timeout closes all connections of
+    // the group, and only a message that is never sent reaches it.
+    is_sent = is_lost ? work->wait(kNoticed) : work->wait();
+  } catch (...) {
+    error = named(lane, std::current_exception());
+  }
+  lock.lock();
+  if (!is_lost) {
+    lane.sends.erase(std::find(lane.sends.begin(), lane.sends.end(), work));
+  }
+  if (!is_sent) {
+    error = error ? error : named(lane, std::make_exception_ptr(std::runtime_error(kStopped)));
+    error = lane.lost ? lane.lost : error;
+  }
+  lock.unlock();
+  ended_.notify_all();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
 std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& error) const {
   const auto rank = static_cast<size_t>(&lane - lanes_.data());
   const auto where = c10::str("exchange: with rank ",
@@ -510,11 +594,7 @@ void Exchanges::stop() {
         watched.work->abort();
       }
     }
-    for (const auto& [works, exchange] : lane.under_way) {
-      for (const auto& work : works) {
-        work->abort();
-      }
-    }
+    abort_all(lane);
   }
   const auto is_over = [](std::thread::id thread) {
     return thread == std::thread::id() || thread == std::this_thread::get_id();

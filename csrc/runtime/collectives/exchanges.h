@@ -56,6 +56,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
                                                 std::vector<at::Tensor> outputs, at::Tensor result,
                                                 int64_t place, int64_t stage);
 
+  // Returns when messages are sent that the caller has issued itself: works[i] sends to ranks[i].
+  // Throws if a connection is lost. Gloo does not report that to a send that waits for its turn on
+  // the connection: its Work would wait until the timeout. Called without the GIL.
+  void finish_sends(const std::vector<int>& ranks,
+                    const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
+
   // For places that are reserved from now on, messages to lower ranks use the connections of
   // `down`. All ranks call it between the same two places.
   void use_down(const Group& down);
@@ -115,6 +121,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // The messages to and from one other rank.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
+    Works sends;              // those that finish_sends() waits for
     std::thread::id runner;   // waits for them; none before the first message
     bool is_telling = false;  // whether it runs callbacks
     int64_t ended = 0;        // the number of its exchanges that have ended
@@ -147,6 +154,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void add(Parts parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane, Watched& watched);
+  void finish_send(Lane& lane, const WorkPtr& work);
+  static void abort_all(const Lane& lane);  // ends the waits for all messages of a lane
   // Returns the result of `call`, which issues a message to or from a rank. Its errors name the
   // rank.
   template <typename Call>
