@@ -24,7 +24,7 @@ from torch_commhook.attachment import new_ranks as new_ranks_module
 from torch_commhook.elastic import joining as joining_module
 from torch_commhook.elastic import ranks as ranks_module
 from torch_commhook.elastic import transfer as transfer_module
-from torch_commhook.elastic.membership import Membership
+from torch_commhook.elastic.membership import VIEW_NUMBER, Membership
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.signs import _SIGNS
 from torch_commhook.reducer import repeatable_step as repeatable_module
@@ -34,6 +34,8 @@ from torch_commhook.step.step_group import StepGroup
 
 #: The timeout of a training's collectives, in seconds.
 TIMEOUT = 8.0
+#: Keys of numbers that are no signs of life.
+_COUNTERS = ("wanted", VIEW_NUMBER)
 
 
 class Signs:
@@ -46,10 +48,11 @@ class Signs:
         self._own = own
         self._silent_after = silent_after
         self._interval = silent_after / _SIGNS
-        self._seen: dict[str, list[float]] = {"wanted": []}
+        self._seen: dict[str, list[float]] = {key: [] for key in _COUNTERS}
         self._answered = world.now
         self._has_stopped = False
         self.looks: Callable[[], None] | None = None
+        self.is_old: Callable[[], bool] = lambda: False
         world.after(world.random.random() * 0.01, self._tick)
 
     def _tick(self) -> None:
@@ -66,12 +69,15 @@ class Signs:
             number = self._number(key, 0)
             is_new = not seen or seen[0] != number
             seen[:] = [number, 0.0 if is_new else seen[1] + since]
-        if self.looks is not None and any(
+        if self.looks is not None and (self.is_old() or self._is_silent()):
+            self.looks()
+
+    def _is_silent(self) -> bool:
+        return any(
             seen and seen[1] > self._silent_after
             for key, seen in self._seen.items()
-            if key != "wanted"
-        ):
-            self.looks()
+            if key not in _COUNTERS
+        )
 
     def _number(self, key: str, amount: int) -> int:
         values = self._world.values
@@ -80,7 +86,7 @@ class Signs:
         return number
 
     def watch(self, ranks: Collection[int]) -> None:
-        keys = ["wanted", *(f"alive/{rank}" for rank in ranks)]
+        keys = [*_COUNTERS, *(f"alive/{rank}" for rank in ranks)]
         self._seen = {key: self._seen.get(key, []) for key in keys}
 
     def silent(self, ranks: Collection[int]) -> set[int]:
@@ -90,7 +96,13 @@ class Signs:
         return {rank for rank, each in seen.items() if each and each[1] > self._silent_after}
 
     def wanted(self) -> int:
-        return int(self._seen["wanted"][0]) if self._seen["wanted"] else 0
+        return self._count("wanted")
+
+    def view_number(self) -> int:
+        return self._count(VIEW_NUMBER)
+
+    def _count(self, key: str) -> int:
+        return int(self._seen[key][0]) if self._seen[key] else 0
 
     def stop(self) -> None:
         self._has_stopped = True
@@ -340,6 +352,7 @@ def _watch(ranks: ElasticRanks) -> None:
     signs: Any = ranks._signs
     if signs is not None:
         signs.looks = ranks._stopped.look  # type: ignore[attr-defined]
+        signs.is_old = lambda: signs.view_number() > ranks.view.number
         signs.watch(ranks._others())
 
 
