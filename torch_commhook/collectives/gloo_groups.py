@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -433,25 +433,32 @@ def _use_more(
     exchanges.use_more([up for up, _ in more], [down for _, down in more])
 
 
-def finish_sends(group: dist.ProcessGroup, sends: Sequence[tuple[int, dist.Work]]) -> None:
-    """Wait until messages are sent.
+def finish_messages(
+    group: dist.ProcessGroup, messages: MutableSequence[tuple[int, dist.Work]]
+) -> None:
+    """Wait until messages have arrived or are sent.
 
-    A send that waits for its turn on a connection gets no error from Gloo when the connection ends:
-    alone it would wait until the group's timeout.
+    Gloo reports the end of a connection neither to a send that waits for its turn, nor to a receive
+    of which a part has come. Alone these wait until the group's timeout.
 
     Args:
         group: the group of the messages.
-        sends: the receiver and the Work of each message.
+        messages: the other rank and the Work of each. Afterwards the list is empty: a Work in use,
+            as by an error's traceback, keeps its connection open.
 
     Raises:
         RuntimeError: a connection was lost.
     """
-    if is_gloo(group):
-        ranks, works = [rank for rank, _ in sends], [work for _, work in sends]
-        exchanges_of(group).finish_sends(ranks, works)
+    if not is_or_was_gloo(group):
+        while messages:
+            messages.pop(0)[1].wait()
         return
-    for _, work in sends:
-        work.wait()
+    ranks, works = [rank for rank, _ in messages], [work for _, work in messages]
+    messages.clear()
+    try:
+        exchanges_of(group).finish_messages(ranks, works)
+    finally:
+        works.clear()
 
 
 def finish_exchanges(group: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.gloo_groups import finish_sends
+from torch_commhook.collectives.gloo_groups import finish_messages
 
 #: Bytes of a message.
 _PIECE = 4 << 20
@@ -45,7 +45,7 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     """
     send_number(data.numel(), group, rank)
     for piece in data.split(_PIECE):
-        finish_sends(group, [(rank, group.send([piece], rank, _TAG))])
+        finish_messages(group, [(rank, group.send([piece], rank, _TAG))])
 
 
 def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
@@ -57,7 +57,7 @@ def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
     length = receive_number(group, rank)
     data = torch.empty(length, dtype=torch.uint8, device="cpu")
     for piece in data.split(_PIECE):
-        group.recv([piece], rank, _TAG).wait()
+        finish_messages(group, [(rank, group.recv([piece], rank, _TAG))])
     return data
 
 
@@ -68,7 +68,7 @@ def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
         RuntimeError: the connection was closed.
     """
     message = torch.tensor([number], dtype=torch.int64, device="cpu")
-    finish_sends(group, [(rank, group.send([message], rank, _TAG))])
+    finish_messages(group, [(rank, group.send([message], rank, _TAG))])
 
 
 def receive_number(group: dist.ProcessGroup, rank: int) -> int:
@@ -78,7 +78,7 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
         RuntimeError: the connection was closed.
     """
     number = torch.zeros(1, dtype=torch.int64, device="cpu")
-    group.recv([number], rank, _TAG).wait()
+    finish_messages(group, [(rank, group.recv([number], rank, _TAG))])
     return int(number)
 
 

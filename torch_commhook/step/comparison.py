@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_commhook.collectives.gloo_groups import finish_sends
+from torch_commhook.collectives.gloo_groups import finish_messages
 from torch_commhook.step.step_end import rounds_of
 
 # The tag of a step's end is one below, those of exchanges are above.
@@ -42,6 +42,7 @@ class Comparison:
             for each in self._rounds
         ]
         self._works: list[list[dist.Work]] = []
+        self._sends: list[tuple[int, dist.Work]] = []
         try:
             for distances, outputs in zip(self._rounds, self._received, strict=True):
                 self._works.append([])
@@ -69,10 +70,11 @@ class Comparison:
                 flag = b"\1" if self._are_alike else b"\0"
                 sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
                 receivers = [self._at(distance) for distance in distances]
-                sends = [(rank, self._group.send([sent], rank, _TAG)) for rank in receivers]
+                for rank in receivers:
+                    self._sends.append((rank, self._group.send([sent], rank, _TAG)))
                 while works:
                     works.pop(0).wait()
-                finish_sends(self._group, sends)
+                finish_messages(self._group, self._sends)
                 # A rank clears its flag if a rank that it has heard of differs.
                 self._are_alike = self._are_alike and all(
                     torch.equal(output, sent) for output in outputs
@@ -83,7 +85,7 @@ class Comparison:
 
     def forget(self) -> None:
         """Abandon messages that have not arrived: a Work in use keeps its connection open."""
-        for works in self._works:
+        for works in (*self._works, self._sends):
             works.clear()
 
 

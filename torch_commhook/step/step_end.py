@@ -23,7 +23,7 @@ from torch_commhook.collectives.exchange import (
     place_in,
 )
 from torch_commhook.collectives.gloo_backend import rounds_among_many
-from torch_commhook.collectives.gloo_groups import finish_sends
+from torch_commhook.collectives.gloo_groups import finish_messages
 
 #: With more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
@@ -48,6 +48,7 @@ class StepEnd:
         self._rank: int = group.rank()
         self._place: Place | None = None
         self._works: list[list[dist.Work]] = []
+        self._sends: list[tuple[int, dist.Work]] = []
         if has_places(group) and exchanges(group):
             self._place = place_in(group)
             self._flags = [torch.zeros((group.size(), 1), dtype=torch.uint8, device="cpu")]
@@ -85,10 +86,11 @@ class StepEnd:
             for distances, flags, works in zip(self._rounds, self._flags, self._works, strict=True):
                 own.fill_(flag)
                 receivers = [self._at(distance) for distance in distances]
-                sends = [(rank, self.group.send([own], rank, _TAG)) for rank in receivers]
+                for rank in receivers:
+                    self._sends.append((rank, self.group.send([own], rank, _TAG)))
                 while works:
                     works.pop(0).wait()
-                finish_sends(self.group, sends)
+                finish_messages(self.group, self._sends)
                 flag = flag or bool(flags.any())
         finally:
             self.forget()
@@ -96,7 +98,7 @@ class StepEnd:
 
     def forget(self) -> None:
         """Abandon messages that have not arrived: a Work in use keeps its connection open."""
-        for works in self._works:
+        for works in (*self._works, self._sends):
             works.clear()
 
 

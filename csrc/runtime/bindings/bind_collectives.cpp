@@ -72,7 +72,7 @@ void bind_collectives(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("use_more", &Exchanges::use_more, py::arg("ups"), py::arg("downs"),
            py::call_guard<py::gil_scoped_release>())
-      .def("finish_sends", &Exchanges::finish_sends, py::arg("ranks"), py::arg("works"),
+      .def("finish_messages", &Exchanges::finish_messages, py::arg("ranks"), py::arg("works"),
            py::call_guard<py::gil_scoped_release>())
       .def("finish", &Exchanges::finish, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());

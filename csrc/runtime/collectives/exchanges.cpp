@@ -357,25 +357,51 @@ bool Exchanges::post(const Messages& messages) {
 
 void Exchanges::watch(int rank, size_t connection, const Group& group) {
   Lane& lane = lanes_[rank];
-  Watched* watched = nullptr;
+  std::unique_lock lock(mutex_);
+  while (lane.watched.size() <= connection) {
+    lane.watched.emplace_back();
+  }
+  Watched& watched = lane.watched[connection];
+  lock.unlock();
+  watch_with(rank, watched, group);
+}
+
+void Exchanges::watch_up(int rank, const Group& up, const Group& down) {
+  Lane& lane = lanes_[rank];
+  std::unique_lock lock(mutex_);
+  // Receives from a lower rank use `up`, those from a higher one `down`.
+  const bool is_watched = down == up && !lane.watched.empty() && lane.watched[0].is_there;
+  lock.unlock();
+  if (rank < rank_) {
+    watch(rank, 0, up);
+  } else if (!is_watched) {
+    watch_with(rank, lane.up, up);
+  }
+}
+
+void Exchanges::watch_with(int rank, Watched& watched, const Group& group) {
+  Lane& lane = lanes_[rank];
   {
     const std::lock_guard lock(mutex_);
-    while (lane.watched.size() <= connection) {
-      lane.watched.emplace_back();
-    }
-    watched = &lane.watched[connection];
-    if (std::exchange(watched->is_there, true)) {
+    if (std::exchange(watched.is_there, true)) {
       return;
     }
   }
   const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
-  auto work = with(rank, [&] { return ask_early(group, at::empty({1}, at::kByte), rank, tag); });
+  WorkPtr work;
+  try {
+    work = with(rank, [&] { return ask_early(group, at::empty({1}, at::kByte), rank, tag); });
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    lane.lost = lane.lost ? lane.lost : std::current_exception();
+    throw;
+  }
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);  // may have been stopped meanwhile
-  watched->work = std::move(work);
+  watched.work = std::move(work);
   std::thread watcher(
-      [self = shared_from_this(), &lane, watched] { self->run_watcher(lane, *watched); });
-  watched->watcher = watcher.get_id();
+      [self = shared_from_this(), &lane, &watched] { self->run_watcher(lane, watched); });
+  watched.watcher = watcher.get_id();
   watcher.detach();  // stop() waits for its end
 }
 
@@ -396,9 +422,11 @@ void Exchanges::run_watcher(Lane& lane, Watched& watched) {
   if (lost) {
     const int64_t present = lane.ended + static_cast<int64_t>(lane.under_way.size());
     ended_.wait_for(lock, kNoticed,
-                    [&] { return stopped_ || (lane.ended >= present && lane.sends.empty()); });
+                    [&] { return stopped_ || (lane.ended >= present && lane.others.empty()); });
   }
-  abort_all(lane);
+  if (lost || stopped_) {
+    abort_all(lane);
+  }
   watched.watcher = {};
   ended_.notify_all();
 }
@@ -476,13 +504,13 @@ void Exchanges::abort_all(const Lane& lane) {
       work->abort();
     }
   }
-  for (const auto& work : lane.sends) {
+  for (const auto& work : lane.others) {
     work->abort();
   }
 }
 
-void Exchanges::finish_sends(const std::vector<int>& ranks,
-                             const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+void Exchanges::finish_messages(const std::vector<int>& ranks,
+                                const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
   TORCH_CHECK_VALUE(ranks.size() == works.size(),
                     "exchange: ranks and works must have the same length, got ", ranks.size(),
                     " and ", works.size());
@@ -495,25 +523,47 @@ void Exchanges::finish_sends(const std::vector<int>& ranks,
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!stopped_, kStopped);
     ++issuing_;  // stop() waits until it is 0
+    for (size_t i = 0; i < works.size(); ++i) {
+      lanes_[ranks[i]].others.push_back(works[i]);
+    }
   }
   std::exception_ptr error;
   try {
-    const auto connection = groups(std::numeric_limits<int64_t>::max())[0];
-    for (size_t i = 0; i < works.size(); ++i) {
-      Lane& lane = lanes_[ranks[i]];
+    const auto [up, down] = groups(std::numeric_limits<int64_t>::max())[0];
+    for (const int rank : ranks) {
       try {
-        watch(ranks[i], 0, ranks[i] < rank_ ? connection.first : connection.second);
-      } catch (const std::exception&) {  // the connection is lost, perhaps after the message
-        const std::lock_guard lock(mutex_);
-        lane.lost = lane.lost ? lane.lost : std::current_exception();
+        watch_up(rank, up, down);
+      } catch (const std::exception&) {  // lost, which watch_with() has noted
       }
-      finish_send(lane, works[i]);
     }
-  } catch (...) {
+  } catch (const std::exception&) {  // the groups are gone, or all is stopped
     error = std::current_exception();
+  }
+  const auto is_lost = [&](int rank) { return lanes_[rank].lost != nullptr; };
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::any_of(ranks.begin(), ranks.end(), is_lost)) {
+      abort_later();
+    }
+  }
+  for (size_t i = 0; i < works.size() && !error; ++i) {
+    Lane& lane = lanes_[ranks[i]];
+    try {
+      if (!finish_message(lane, works[i])) {
+        const std::lock_guard lock(mutex_);
+        const auto stopped = std::make_exception_ptr(std::runtime_error(kStopped));
+        error = lane.lost ? lane.lost : stopped;
+      }
+    } catch (const std::exception&) {
+      error = named(lane, std::current_exception());
+    }
   }
   {
     const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < works.size(); ++i) {
+      auto& others = lanes_[ranks[i]].others;
+      others.erase(std::find(others.begin(), others.end(), works[i]));
+    }
     if (error) {
       failed_.push_back(works);
     }
@@ -525,35 +575,37 @@ void Exchanges::finish_sends(const std::vector<int>& ranks,
   }
 }
 
-void Exchanges::finish_send(Lane& lane, const WorkPtr& work) {
-  std::unique_lock lock(mutex_);
-  const bool is_lost = stopped_ || lane.lost;
-  if (!is_lost) {
-    lane.sends.push_back(work);
+bool Exchanges::finish_message(Lane& lane, const WorkPtr& work) {
+  if (work->wait()) {
+    return true;
   }
-  lock.unlock();
-  bool is_sent = false;
-  std::exception_ptr error;
-  try {
-    // Without a connection a message is sent already, or never. A timeout closes all connections of
-    // the group, and only a message that is never sent reaches it.
-    is_sent = is_lost ? work->wait(kNoticed) : work->wait();
-  } catch (...) {
-    error = named(lane, std::current_exception());
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_ || !lane.lost) {
+      return false;
+    }
+    // An abort takes precedence over a message that is complete, and this thread may not have run
+    // since. The next wait returns at once if it is.
+    abort_later();
   }
-  lock.lock();
-  if (!is_lost) {
-    lane.sends.erase(std::find(lane.sends.begin(), lane.sends.end(), work));
-  }
-  if (!is_sent) {
-    error = error ? error : named(lane, std::make_exception_ptr(std::runtime_error(kStopped)));
-    error = lane.lost ? lane.lost : error;
-  }
-  lock.unlock();
-  ended_.notify_all();
-  if (error) {
-    std::rethrow_exception(error);
-  }
+  return work->wait();
+}
+
+void Exchanges::abort_later() {
+  ++issuing_;
+  std::thread([self = shared_from_this()] {
+    std::unique_lock lock(self->mutex_);
+    self->ended_.wait_for(lock, kNoticed, [&] { return self->stopped_; });
+    for (const auto& lane : self->lanes_) {
+      if (lane.lost) {
+        for (const auto& work : lane.others) {
+          work->abort();
+        }
+      }
+    }
+    --self->issuing_;
+    self->ended_.notify_all();
+  }).detach();  // stop() waits for its end
 }
 
 std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& error) const {
@@ -594,6 +646,9 @@ void Exchanges::stop() {
         watched.work->abort();
       }
     }
+    if (lane.up.work) {
+      lane.up.work->abort();
+    }
     abort_all(lane);
   }
   const auto is_over = [](std::thread::id thread) {
@@ -602,7 +657,7 @@ void Exchanges::stop() {
   ended_.wait(lock, [&] {
     return issuing_ == 0 && is_over(issuer_) &&
            std::all_of(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
-             return is_over(lane.runner) &&
+             return is_over(lane.runner) && is_over(lane.up.watcher) &&
                     std::all_of(lane.watched.begin(), lane.watched.end(),
                                 [&](const Watched& watched) { return is_over(watched.watcher); });
            });
@@ -613,6 +668,7 @@ void Exchanges::stop() {
     for (auto& watched : lane.watched) {
       watched.work.reset();
     }
+    lane.up.work.reset();
   }
 }
 

@@ -56,11 +56,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
                                                 std::vector<at::Tensor> outputs, at::Tensor result,
                                                 int64_t place, int64_t stage);
 
-  // Returns when messages are sent that the caller has issued itself: works[i] sends to ranks[i].
-  // Throws if a connection is lost. Gloo does not report that to a send that waits for its turn on
-  // the connection: its Work would wait until the timeout. Called without the GIL.
-  void finish_sends(const std::vector<int>& ranks,
-                    const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
+  // Returns when the messages have arrived or are sent that the caller has issued itself on `up`:
+  // works[i] is one to or from ranks[i]. Throws if a connection is lost. Gloo does not report that
+  // to a send that waits for its turn on the connection, nor to a receive of which a part has come:
+  // they would wait until the timeout. Called without the GIL.
+  void finish_messages(const std::vector<int>& ranks,
+                       const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
 
   // For places that are reserved from now on, messages to lower ranks use the connections of
   // `down`. All ranks call it between the same two places.
@@ -121,12 +122,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // The messages to and from one other rank.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
-    Works sends;              // those that finish_sends() waits for
+    Works others;             // the messages that finish_messages() waits for
     std::thread::id runner;   // waits for them; none before the first message
     bool is_telling = false;  // whether it runs callbacks
     int64_t ended = 0;        // the number of its exchanges that have ended
     std::condition_variable added;
     std::deque<Watched> watched;  // one for each connection; the addresses are stable
+    Watched up;                   // of watch_up(), if none of these is for that connection
     std::exception_ptr lost;      // the error that a watcher received
   };
   // The outcome of issuing an exchange.
@@ -151,10 +153,15 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Parts take_expected(const Messages& messages);
   int tag_of(int64_t place, int64_t stage) const;
   void watch(int rank, size_t connection, const Group& group);
+  // As above, on the connection of `up`, which finish_messages() uses in both directions.
+  void watch_up(int rank, const Group& up, const Group& down);
+  void watch_with(int rank, Watched& watched, const Group& group);
   void add(Parts parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane, Watched& watched);
-  void finish_send(Lane& lane, const WorkPtr& work);
+  bool finish_message(Lane& lane, const WorkPtr& work);
+  // Aborts the messages of finish_messages() on lost connections, after a while.
+  void abort_later();
   static void abort_all(const Lane& lane);  // ends the waits for all messages of a lane
   // Returns the result of `call`, which issues a message to or from a rank. Its errors name the
   // rank.
