@@ -85,8 +85,9 @@ class Comparison:
 
     def forget(self) -> None:
         """Abandon messages that have not arrived: a Work in use keeps its connection open."""
-        for works in (*self._works, self._sends):
+        for works in self._works:
             works.clear()
+        self._sends.clear()
 
 
 def all_alike_by_maximum(group: dist.ProcessGroup, own: bytes) -> bool:

@@ -98,8 +98,9 @@ class StepEnd:
 
     def forget(self) -> None:
         """Abandon messages that have not arrived: a Work in use keeps its connection open."""
-        for works in (*self._works, self._sends):
+        for works in self._works:
             works.clear()
+        self._sends.clear()
 
 
 def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
