@@ -387,7 +387,7 @@ def test_places_are_checked(places: list[int]) -> None:
     assert out[[0, 1, 2, 3, 49]].eq(1).all()
     assert out.sum() == 5
     messages = torch.stack([good, with_places(places)])
-    message = "a message's positions must ascend in each chunk, and be places of the"
+    message = "a message's positions must ascend within each chunk, and be less than the"
     with pytest.raises(ValueError, match=f"chunk_topk_decode: {message}"):
         commhook.chunk_topk_decode(messages[1].clone(), [out], **FORM)
     with pytest.raises(ValueError, match=f"chunk_topk_decode_sum: {message}"):
