@@ -51,7 +51,7 @@ MAX_ERROR = 0.2
 #: The most time of a step, as a share of the time with the fastest hook.
 AT_MOST = 1.10
 LEAST_ROUNDS = 3
-#: After these rounds, hooks slower than this multiple of the fastest one take no more steps.
+#: After ``LEAST_ROUNDS``, hooks slower than this multiple of the fastest take no more steps.
 _CONTENDS = 1.5
 _LIMIT = timedelta(minutes=10)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from killed_peer import first_says
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -199,22 +198,7 @@ os._exit(0)  # with connections that are lost
 @pytest.mark.parametrize("is_second", [0, 1])
 def test_a_rank_that_is_killed_halfway(tmp_path: Path, is_second: int) -> None:
     """Gloo tells nothing of a message of which a part is there; its timeout is half an hour."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOST_HALFWAY, str(rank), str(is_second), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert said == "it is told\n"
-    assert ranks[1].returncode == -signal.SIGKILL
+    assert first_says(LOST_HALFWAY, tmp_path, is_second) == "it is told\n"
 
 
 def _from_a_thread_of_gloo(rank: int) -> bool:

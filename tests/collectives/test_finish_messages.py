@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from killed_peer import first_says
 from rank_pool import RankPool
 
 from torch_commhook.collectives.gloo_groups import exchanges_of, finish_messages
@@ -33,7 +30,7 @@ if rank == 1:
     store.set("pid", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 pid = int(store.get("pid"))
-while " (python" in (stat := open(f"/proc/{pid}/stat").read()) and ") T " not in stat:
+while ") T " not in open(f"/proc/{pid}/stat").read():  # stopped
     time.sleep(0.01)
 sends = [(1, group.send([large], 1, 1)), (1, group.send([small], 1, 2))]
 os.kill(pid, signal.SIGKILL)
@@ -46,29 +43,9 @@ os._exit(0)  # with connections that are lost
 """
 
 
-def _first_says(program: str, folder: Path, argument: str) -> str:
-    """What rank 0 of two prints; the other one is killed."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), argument, folder / "store"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert ranks[1].returncode == -signal.SIGKILL
-    return said
-
-
 @pytest.mark.parametrize("waits_for", ["both", "the second"])
 def test_a_killed_receiver_ends_the_wait(tmp_path: Path, waits_for: str) -> None:
-    assert _first_says(KILLED_RECEIVER, tmp_path, waits_for) == "it ended\n"
+    assert first_says(KILLED_RECEIVER, tmp_path, waits_for) == "it ended\n"
 
 
 #: Rank 1 is killed when rank 0 has received a part of a large message.
@@ -102,7 +79,7 @@ os._exit(0)  # with connections that are lost
 
 
 def test_a_killed_sender_ends_the_wait(tmp_path: Path) -> None:
-    assert _first_says(KILLED_SENDER, tmp_path, "") == "it ended\n"
+    assert first_says(KILLED_SENDER, tmp_path, "") == "it ended\n"
 
 
 def _receiver_leaves(rank: int) -> bool:
@@ -115,10 +92,10 @@ def _receiver_leaves(rank: int) -> bool:
         return bool((value == 0).all())
     sends = [(1, group.send([value], 1, 1))]
     dist.barrier()
-    time.sleep(0.2)  # the connection's end arrives
-    finish_messages(group, sends)
     with pytest.raises(RuntimeError, match="gloo"):
-        finish_messages(group, [(1, group.send([value], 1, 1))])
+        while True:  # until the end of the connection arrives
+            finish_messages(group, [(1, group.send([value], 1, 1))])
+    finish_messages(group, sends)
     dist.destroy_process_group(group)
     return True
 
@@ -143,9 +120,7 @@ def _held_error(rank: int, early: bool) -> bool:
     step_end = StepEnd(group)
     dist.barrier()
     if rank == 1:
-        if early:  # rank 0 waits for its flag
-            time.sleep(0.2)
-        else:  # rank 0 has it, and waits for its own to be sent
+        if not early:  # rank 0 gets the flag, and waits for its own to be sent
             step_end.any_rank()
         dist.destroy_process_group(group)
         del group, step_end

@@ -335,7 +335,7 @@ class ElasticRanks:
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
             silent = self.silent(self._others())
-            # A rank that was stopped for a while may have lost messages and get no error for them.
+            # A rank that was stopped for a while may get no error from its connections.
             is_old = self._signs is not None and self._signs.view_number() > view.number
             if group is None or self.view is not view:
                 continue
@@ -368,8 +368,7 @@ def _store_of(settings: Elastic) -> dist.Store:
         if not host or not port:
             raise ValueError(
                 "Elastic: store must be given, 'host:port', because MASTER_ADDR and MASTER_PORT "
-                "are "
-                "not set; python -m torch_commhook store runs one"
+                "are not set; python -m torch_commhook store runs one"
             )
     else:
         host, _, port = store.rpartition(":")

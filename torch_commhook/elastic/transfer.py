@@ -45,7 +45,7 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     """
     send_number(data.numel(), group, rank)
     for piece in data.split(_PIECE):
-        finish_messages(group, [(rank, group.send([piece], rank, _TAG))])
+        _send(piece, group, rank)
 
 
 def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
@@ -57,7 +57,7 @@ def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
     length = receive_number(group, rank)
     data = torch.empty(length, dtype=torch.uint8, device="cpu")
     for piece in data.split(_PIECE):
-        finish_messages(group, [(rank, group.recv([piece], rank, _TAG))])
+        _receive(piece, group, rank)
     return data
 
 
@@ -67,8 +67,7 @@ def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
     Raises:
         RuntimeError: the connection was closed.
     """
-    message = torch.tensor([number], dtype=torch.int64, device="cpu")
-    finish_messages(group, [(rank, group.send([message], rank, _TAG))])
+    _send(torch.tensor([number], dtype=torch.int64, device="cpu"), group, rank)
 
 
 def receive_number(group: dist.ProcessGroup, rank: int) -> int:
@@ -78,8 +77,16 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
         RuntimeError: the connection was closed.
     """
     number = torch.zeros(1, dtype=torch.int64, device="cpu")
-    finish_messages(group, [(rank, group.recv([number], rank, _TAG))])
+    _receive(number, group, rank)
     return int(number)
+
+
+def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    finish_messages(group, [(rank, group.send([message], rank, _TAG))])
+
+
+def _receive(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    finish_messages(group, [(rank, group.recv([message], rank, _TAG))])
 
 
 def states_of(objects: Sequence[Any]) -> list[Any]:
