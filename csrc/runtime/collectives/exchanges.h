@@ -122,7 +122,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // The messages to and from one other rank.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
-    Works others;             // the messages that finish_messages() waits for
+    Works awaited;            // the messages that finish_messages() waits for
     std::thread::id runner;   // waits for them; none before the first message
     bool is_telling = false;  // whether it runs callbacks
     int64_t ended = 0;        // the number of its exchanges that have ended
