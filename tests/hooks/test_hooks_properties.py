@@ -289,11 +289,13 @@ def test_bounds_of_blocks(codec: Codec, case: Case) -> None:
         second = torch.maximum(
             lost_by_blocks(codec, mean + first), lost_by_blocks(codec, mean - first)
         )
-        if not getattr(codec, "_settings", {}).get("symmetric", True):
-            # The least of a block may be off one way, and the largest the other way.
-            size = codec._settings["block_size"]  # type: ignore[attr-defined]
-            pieces = first.split(size)
-            second = second + torch.cat([p.max().expand(len(p)) for p in pieces]) / 7
+        block = getattr(codec, "_settings", {})
+        if not block.get("symmetric", True):
+            # The least of a block may be off one way, and the largest the other way. So a block's
+            # span may be longer by twice that, and a step by its share.
+            steps = (1.0 if codec.is_random else 0.5) * 2 / (2 ** block["bits"] - 1)
+            pieces = first.split(block["block_size"])
+            second = second + steps * torch.cat([p.max().expand(len(p)) for p in pieces])
         limit = (first + second) * 1.0001
         limit = limit + UNIT[dtype] * (mean.abs() + limit) + LEAST[dtype]
         within = (got - mean).abs() <= limit
