@@ -14,16 +14,14 @@ namespace py = pybind11;
 namespace commhook {
 
 void bind_reducer(py::module_& m) {
-  // A thread that holds a bucket's mutex may need the GIL to count a reference to a tensor. So none
-  // waits for the mutex with the GIL.
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<ReducerBucket, std::shared_ptr<ReducerBucket>>(m, "ReducerBucket")
       .def(py::init<std::vector<at::Tensor>, bool, bool>(), py::arg("parameters"),
            py::arg("is_sparse"), py::arg("as_views"))
       .def("take_gradients", &ReducerBucket::take_gradients, py::arg("others") = py::none(),
            py::arg("apart") = false, no_gil)
-      .def("gradients", &ReducerBucket::gradients, no_gil)
-      .def("drop_gradients", &ReducerBucket::drop_gradients, no_gil)
+      .def("gradients", &ReducerBucket::gradients)
+      .def("drop_gradients", &ReducerBucket::drop_gradients)
       .def("gather", &ReducerBucket::gather, py::arg("scale"), no_gil)
       .def("flatten", &ReducerBucket::flatten, py::arg("scale"), py::arg("dtype"), py::arg("out"),
            no_gil)

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <utility>
@@ -32,6 +33,18 @@ ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse,
   TORCH_CHECK_VALUE(!parameters_.empty(), "ReducerBucket: parameters must not be empty");
 }
 
+std::unique_lock<std::mutex> ReducerBucket::locked() const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock && PyGILState_Check()) {
+    // The thread with the mutex may need the GIL to count a reference to a tensor.
+    const pybind11::gil_scoped_release released;
+    lock.lock();
+  } else if (!lock) {
+    lock.lock();
+  }
+  return lock;
+}
+
 at::Tensor ReducerBucket::allocate() const {
   const auto& like = parameters_.front();
   const c10::InferenceMode outside(false);  // so that later steps can write to it
@@ -42,7 +55,7 @@ at::Tensor ReducerBucket::allocate() const {
 }
 
 at::Tensor ReducerBucket::storage() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   auto& storage = apart_ ? apart_storage_ : storage_;
   // A gradient that is a view of the storage can free it, as in
   // `p.grad.untyped_storage().resize_(0)`.
@@ -57,7 +70,7 @@ at::Tensor ReducerBucket::storage() {
 
 std::vector<at::Tensor> ReducerBucket::views() {
   storage();
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return views_;
 }
 
@@ -83,19 +96,19 @@ void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others
       gradients.push_back(gradient.defined() ? gradient : zeros(parameter));
     }
   }
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   gradients_.swap(gradients);
   apart_ = apart && as_views_;
 }
 
 std::vector<at::Tensor> ReducerBucket::gradients() const {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return gradients_;
 }
 
 void ReducerBucket::drop_gradients() {
   std::vector<at::Tensor> dropped;  // freed after the mutex is released
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   dropped.swap(gradients_);
 }
 

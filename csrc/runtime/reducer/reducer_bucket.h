@@ -48,6 +48,8 @@ class ReducerBucket : public GradientSource {
   at::Tensor allocate() const;
   // The gradients' places in the storage.
   std::vector<at::Tensor> views();
+  // Locks the mutex. A thread with the GIL releases it while it waits.
+  std::unique_lock<std::mutex> locked() const;
 
   const std::vector<at::Tensor> parameters_;
   const BucketLayout layout_;
