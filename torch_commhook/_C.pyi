@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Reducer
 from torch.autograd.graph import Node
 from torch.distributed import GradBucket as TorchGradBucket
+
+_T = TypeVar("_T")
 
 class Bucket(Protocol):
     """A bucket, such as :class:`torch_commhook.GradBucket`."""
@@ -271,6 +273,8 @@ def call_before_capture(parameters: Sequence[Tensor], callback: Callable[[], boo
 class ProfilerUse:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
+
+def unseen(function: Callable[[], _T]) -> _T: ...
 
 class ThreadProfiler:
     @staticmethod

@@ -53,7 +53,21 @@ def issued_on_device(
             f"{method}: a CUDA graph cannot capture collectives of Gloo, which run on the host; "
             "use a process group of NCCL"
         )
-    return sent(lambda: _completion(issue(), group, method, result))
+    return sent(lambda: _completion(issue_unseen(issue, result.device), group, method, result))
+
+
+def issue_unseen(issue: Callable[[], Any], device: torch.device) -> Any:
+    """Start a collective whose Future is waited for, not its Work.
+
+    On the CPU it is hidden from PyTorch's profiler. The Future of a Work of Gloo completes before
+    the Work's own span ends. If the profile ends between, PyTorch writes the end of the span to
+    freed memory.
+
+    Args:
+        issue: starts it, and returns the group's Work.
+        device: the device of its tensors.
+    """
+    return _C.unseen(issue) if device.type == "cpu" else issue()
 
 
 def _completion(

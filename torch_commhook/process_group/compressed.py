@@ -16,6 +16,7 @@ from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.stages import staged
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, sum_rows
+from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.metrics import WireMeter, counting, tensor_bytes
 from torch_commhook.native.bucket_ops import flatten, unflatten_into
 from torch_commhook.process_group.codec_calls import (
@@ -260,11 +261,13 @@ class CompressedProcessGroup(WrapperProcessGroup):
                 return sum_rows(shards, sums)
 
         def issue(tensor: Tensor) -> Any:
-            return getattr(second, BINDINGS["all_gather_single"])(
-                buffer, tensor, gather
-            ).get_future()
+            gathers = getattr(second, BINDINGS["all_gather_single"])
+            return issue_unseen(lambda: gathers(buffer, tensor, gather), buffer.device).get_future()
 
-        first = self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all)
+        first = issue_unseen(
+            lambda: self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all),
+            buffer.device,
+        )
         self.bytes_sent += tensor_bytes(sums) * (self.size() - 1)
         return _C.as_work(staged(first.get_future(), send, issue, lambda _: buffer, second))
 

@@ -20,6 +20,7 @@ from torch_commhook.collectives.gloo_groups import (
     provide_second_group,
     second_group,
 )
+from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.gloo_messages import (
@@ -183,14 +184,17 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         call = describe(operation, arguments, keywords)
-        work = super().run_collective(operation, arguments, keywords)
         if call is None:
-            return work
+            return super().run_collective(operation, arguments, keywords)
+        tensors = [*call.inputs, *call.outputs]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        issue = super().run_collective
+        work = issue_unseen(lambda: issue(operation, arguments, keywords), device)
         work = _C.as_work(work)
         throttled = _ThrottledWork(
             self._link, self._model, traffic_of(call, self.rank(), self.size())
         )
-        throttled.follow(work, [*call.inputs, *call.outputs])
+        throttled.follow(work, tensors)
         if not isinstance(work, dist.Work):  # monitored_barrier has completed
             throttled.wait()
             return work

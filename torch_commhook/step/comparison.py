@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import finish_messages
 from torch_commhook.step.step_end import rounds_of
 
@@ -47,7 +49,8 @@ class Comparison:
             for distances, outputs in zip(self._rounds, self._received, strict=True):
                 self._works.append([])
                 for distance, output in zip(distances, outputs, strict=True):
-                    self._works[-1].append(group.recv([output], self._at(-distance), _TAG))
+                    receive = partial(group.recv, [output], self._at(-distance), _TAG)
+                    self._works[-1].append(_C.unseen(receive))
         except BaseException:
             self.forget()
             raise
@@ -71,7 +74,8 @@ class Comparison:
                 sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
                 receivers = [self._at(distance) for distance in distances]
                 for rank in receivers:
-                    self._sends.append((rank, self._group.send([sent], rank, _TAG)))
+                    send = partial(self._group.send, [sent], rank, _TAG)
+                    self._sends.append((rank, _C.unseen(send)))
                 while works:
                     works.pop(0).wait()
                 finish_messages(self._group, self._sends)

@@ -9,6 +9,7 @@ wait. The maps of used parameters follow only if each rank left some unused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,8 @@ class StepEnd:
                 own.fill_(flag)
                 receivers = [self._at(distance) for distance in distances]
                 for rank in receivers:
-                    self._sends.append((rank, self.group.send([own], rank, _TAG)))
+                    send = partial(self.group.send, [own], rank, _TAG)
+                    self._sends.append((rank, _C.unseen(send)))
                 while works:
                     works.pop(0).wait()
                 finish_messages(self.group, self._sends)

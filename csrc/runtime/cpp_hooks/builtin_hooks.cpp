@@ -1,5 +1,9 @@
 // The C++ hooks of this library.
+#include <ATen/record_function.h>
+
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "commhook/comm_hook.h"
 
@@ -8,11 +12,21 @@ namespace {
 
 double average_scale(const GradBucket& bucket) { return 1.0 / bucket.getProcessGroup()->getSize(); }
 
+// The group's own span is hidden from PyTorch's profiler, as by issued_on_device() in
+// torch_commhook/collectives/works.py.
+c10::intrusive_ptr<c10::ivalue::Future> unseen_sum(GradBucket& bucket, at::Tensor tensor) {
+  std::optional<at::DisableRecordFunctionGuard> guard;
+  if (tensor.device().is_cpu()) {
+    guard.emplace();
+  }
+  return allReduce(bucket, std::move(tensor));
+}
+
 // hooks.allreduce() in C++.
 class AllReduce : public CommHookInterface {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> runHook(GradBucket& bucket) override {
-    return allReduce(bucket, bucket.scaledBuffer(average_scale(bucket)));
+    return unseen_sum(bucket, bucket.scaledBuffer(average_scale(bucket)));
   }
 };
 
@@ -26,7 +40,7 @@ class Cast : public CommHookInterface {
                      bucket.getBuffer().layout(), "; allreduce takes sparse ones");
     at::Tensor wire = workspaces_.get(bucket, dtype_);
     bucket.flattenInto(average_scale(bucket), wire);
-    return allReduce(bucket, wire);
+    return unseen_sum(bucket, wire);
   }
 
   at::ScalarType resultDtype(const GradBucket& /*bucket*/) const override { return dtype_; }

@@ -33,6 +33,7 @@ from torch_commhook.attachment.sharded.unit import Unit, process_groups, without
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.plain import issue_reduce_scatter
+from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.hook_memory import HookMemory
@@ -242,7 +243,8 @@ class ShardedRoad:
                 with counting(meter):
                     note_collective(note)
                     # With fully_shard's own operation, for the same bits.
-                    future = group.allreduce([tensor], options).get_future()
+                    work = issue_unseen(lambda: group.allreduce([tensor], options), tensor.device)
+                    future = work.get_future()
                 wait_for(future, step_group)
                 if unit is not None and attached is not None:
                     self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
