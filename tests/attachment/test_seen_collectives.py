@@ -175,9 +175,12 @@ def test_bytes_that_a_callback_sends_are_not_made_up(in_ddp: bool, two_ranks: Ra
 
 @pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
 def test_pytorchs_powersgd_is_known_until_it_compresses(in_ddp: bool, two_ranks: RankPool) -> None:
+    factors = 4 * (64 + 32 + 32)  # of rank 1, with the bias
     for found in two_ranks.run(_train_past, "powersgd", in_ddp):
         assert found[0] == (_FP32, _FP32)
-        assert found[-1] == (None, None)
+        # Callbacks that run at once, within the hook, are seen.
+        assert found[-1][0] in (None, 2 * _FP32 + 2 * factors)
+        assert found[-1][1] in (None, factors)
 
 
 def _around_others(rank: int) -> list[Any]:
