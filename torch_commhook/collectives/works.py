@@ -59,13 +59,16 @@ def issued_on_device(
 def issue_unseen(issue: Callable[[], Any], device: torch.device) -> Any:
     """Start a collective whose Future is waited for, not its Work.
 
-    On the CPU it is hidden from PyTorch's profiler. The Future of a Work of Gloo completes before
-    the Work's own span ends. If the profile ends between, PyTorch writes the end of the span to
-    freed memory.
+    On the CPU, PyTorch's profiler does not see it. Gloo completes a Work's Future before it ends
+    the Work's span. If the profile stops in between, PyTorch writes the end of the span to freed
+    memory.
 
     Args:
-        issue: starts it, and returns the group's Work.
-        device: the device of its tensors.
+        issue: starts the collective, and returns the group's Work.
+        device: the device of the collective's tensors.
+
+    Returns:
+        The Work.
     """
     return _C.unseen(issue) if device.type == "cpu" else issue()
 

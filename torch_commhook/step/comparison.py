@@ -49,8 +49,7 @@ class Comparison:
             for distances, outputs in zip(self._rounds, self._received, strict=True):
                 self._works.append([])
                 for distance, output in zip(distances, outputs, strict=True):
-                    receive = partial(group.recv, [output], self._at(-distance), _TAG)
-                    self._works[-1].append(_C.unseen(receive))
+                    self._works[-1].append(_C.ask_early(group, output, self._at(-distance), _TAG))
         except BaseException:
             self.forget()
             raise

@@ -31,6 +31,7 @@ class ProfilerUse {
 }  // namespace
 
 void bind_profiling(py::module_& m) {
+  // Calls a function that PyTorch's profiler does not see.
   m.def(
       "unseen",
       [](const py::function& function) {

@@ -204,7 +204,7 @@ void Exchanges::issue_all() {
 
 Exchanges::Outcome Exchanges::issue(const Messages& messages) {
   const WithoutModes without;
-  const at::DisableRecordFunctionGuard unseen;  // as in ask_early(), if a send never ends
+  const at::DisableRecordFunctionGuard unseen;  // a send may never end; see ask_early()
   try {
     return {post(messages), nullptr};
   } catch (...) {  // connections that failed before; other collectives report these as errors too

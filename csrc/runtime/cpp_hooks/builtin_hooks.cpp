@@ -12,8 +12,8 @@ namespace {
 
 double average_scale(const GradBucket& bucket) { return 1.0 / bucket.getProcessGroup()->getSize(); }
 
-// The group's own span is hidden from PyTorch's profiler, as by issued_on_device() in
-// torch_commhook/collectives/works.py.
+// Hides the span of the group's Work from PyTorch's profiler, for the reason that issue_unseen() in
+// torch_commhook/collectives/works.py gives.
 c10::intrusive_ptr<c10::ivalue::Future> unseen_sum(GradBucket& bucket, at::Tensor tensor) {
   std::optional<at::DisableRecordFunctionGuard> guard;
   if (tensor.device().is_cpu()) {
