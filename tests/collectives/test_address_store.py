@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class CountingStore(dist.Store):
         self.store = store
         self.extended = extended
         self.requests: list[str] = []
+        self.keys_read = 0
 
     def set(self, key: str, value: Any) -> None:
         self.requests.append("set")
@@ -52,6 +54,7 @@ class CountingStore(dist.Store):
 
     def multi_get(self, keys: Any) -> Any:
         self.requests.append("multi_get")
+        self.keys_read += len(keys)
         return [self.store.get(key) for key in keys]
 
     def has_extended_api(self) -> bool:
@@ -123,6 +126,21 @@ def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size
     for backend in ranks.backends:
         backend.addresses.remove_own()
     assert ranks.stores[0].store.num_keys() == 0
+
+
+@pytest.mark.parametrize("size", [MOST_IN_FULL_MESH + 1, 64])
+def test_a_rank_of_many_reads_the_addresses_of_its_partners(
+    connected: Callable[..., Ranks], size: int
+) -> None:
+    for rank, store in enumerate(connected(size).stores):
+        assert store.requests == ["set", "wait", "multi_get"]
+        assert store.keys_read == len(partners(rank, size))
+
+
+@pytest.mark.parametrize("size", [MOST_IN_FULL_MESH + 1, 64, 256, 1000])
+def test_partners_grow_as_the_logarithm(size: int) -> None:
+    most = 6 * math.ceil(math.log(size, 4))
+    assert max(len(partners(rank, size)) for rank in range(size)) <= most
 
 
 def test_a_store_that_gives_one_key_at_a_time(connected: Callable[..., Ranks]) -> None:
