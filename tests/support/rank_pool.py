@@ -9,16 +9,20 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing as mp
+import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
 
 START_SECONDS = 90  # for a cold start of Python and torch on a busy machine
 END_SECONDS = 10
+_SHOW = signal.SIGUSR1  # makes a rank write the calls of all its threads to its stderr
 
 _PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
@@ -75,6 +79,7 @@ def _end_groups() -> None:
 def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> None:
     """Calls the functions that the pool sends, each after ``prepare()``, and sends the results."""
     collect_less()
+    faulthandler.register(_SHOW, all_threads=True)
     connection.send(("ready", None))
     while True:
         try:
@@ -158,6 +163,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
+                self._show(waiting.values())
                 self.stop(kill=True)
                 late = f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
                 if errors:  # other ranks may have waited for them in vain
@@ -178,6 +184,15 @@ class RankPool:
             self.stop(kill=True)
             raise RankError("\n".join(errors))
         return replies
+
+    def _show(self, ranks: Iterable[int]) -> None:
+        """Lets ranks that hang say where, one after another."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None and self._processes[rank].is_alive():
+                print(f"rank {rank} stands at:", file=sys.stderr, flush=True)
+                os.kill(pid, _SHOW)
+                time.sleep(0.5)
 
     def stop(self, kill: bool = False) -> None:
         """Ends the processes."""
