@@ -62,6 +62,8 @@ class Dropped:
 
 def _said(ways: list[Callable[[Dropped], None]], *args: Any) -> list[list[str]]:
     found = []
+    gc.collect()
+    gc.freeze()  # what other tests have left: each collection would look through it, for seconds
     for way in ways:
         gc.collect()
         dropped = Dropped(*args)

@@ -148,7 +148,7 @@ class RankPool:
             self._connections.append(here)
         self._replies(START_SECONDS)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Runs ``function(rank, *args)`` on every rank; returns their results in order of rank."""
         if not self._processes:
             self._start()
