@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import FOLDER, environment
-from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles
+from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles_over_each_other
 
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks.expressions import parse_hook
@@ -173,7 +173,7 @@ def _curves(
     runs: Sequence[dict[str, Any]], places: Sequence[list[float]], what: str, path: Path
 ) -> None:
     figure, axes = new_figure(8, 7)
-    own = iter(styles(len(runs)))
+    own = iter(styles_over_each_other(len(runs)))
     for run, where in zip(runs, places, strict=True):
         style = PLAIN_STYLE if run["hook"] == PLAIN else next(own)
         axes.plot(where, run["curve"][: len(where)], label=run["hook"], **style)

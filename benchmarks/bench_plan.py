@@ -43,6 +43,8 @@ _WARM_UP, _STEPS = 2, 9
 _BATCH = 2  # bench_link's
 _CLIPPED = 1.0  # train's
 _BENCH_SECONDS = 20.0
+# The machine is shared. If its speed is not near that of the stored results, its times do not fit.
+_SAME_SPEED = 0.1
 
 
 @dataclass(frozen=True)
@@ -277,8 +279,28 @@ def compare(
         }
 
 
+class SpeedError(RuntimeError):
+    """The machine is not as fast as when the stored steps were measured."""
+
+
+def _check_speed(here: float, rows: Sequence[Row]) -> None:
+    """Compare a step without communication with that of stored rows.
+
+    Raises:
+        SpeedError: one takes a tenth longer than the other.
+    """
+    then = statistics.median(row.compute_seconds for row in rows)
+    print(f"a step without communication: {here * 1e3:.0f} ms here, {then * 1e3:.0f} ms stored")
+    if abs(here / then - 1) > _SAME_SPEED:
+        raise SpeedError("the machine is not as fast as it was for the results; run again later")
+
+
 def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare all stored steps with the predictions of plan."""
+    """Compare all stored steps with the predictions of plan.
+
+    Raises:
+        SpeedError: the machine is not as fast as when they were measured.
+    """
     config, found = TrainConfig(), []
     folder = options.links if options.from_bench else None
     of_links = [row for path in options.link_results for row in link_rows(_read(path))]
@@ -288,12 +310,14 @@ def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{options.wan_results} has runs of several models")
     small, small_copy = step_alone(shapes[0], batch)
-    _, copy = step_alone({}, _BATCH)
+    here, copy = step_alone({}, _BATCH)
+    _check_speed(here, of_links)
     of_wan = wan_rows(runs, small)
     for shape, rows, copies in (({}, of_links, copy), (shapes[0], of_wan, small_copy)):
         hooks = list(dict.fromkeys(row.hook for row in rows))
         measured = measure_hooks(hooks, shape, config)
         found += compare(rows, measured, model_of(shape), copies, folder)
+    _check_speed(step_alone({}, _BATCH)[0], of_links)  # it may have changed
     return found
 
 
@@ -355,7 +379,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
             print(f"bench_plan: the results are from another machine: {said}", file=sys.stderr)
             return 1
-    rows = compare_all(options)
+    try:
+        rows = compare_all(options)
+    except SpeedError as error:
+        print(f"bench_plan: {error}", file=sys.stderr)
+        return 1
     held = print_rows(rows)
     document = {"name": "bench_plan", "environment": here, "from_bench": options.from_bench}
     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")

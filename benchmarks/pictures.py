@@ -37,6 +37,8 @@ _COLORS = (
 _DASHES = ("-", "--", "-.", ":")
 #: The baseline's line: wide, below the others.
 PLAIN_STYLE = {"color": "#9a9a9a", "linestyle": "-", "linewidth": 3.5, "zorder": 1.5}
+#: The widths of the first and the last line of a picture in which lines cover each other.
+_WIDEST, _NARROWEST = 5.0, 1.2
 #: The most characters of a legend side by side.
 _CHARACTERS = 90
 
@@ -63,6 +65,14 @@ def styles(count: int) -> list[dict[str, Any]]:
         dash = next(dashes)
         found += [{"color": color, "linestyle": dash} for color in _COLORS]
     return found[:count]
+
+
+def styles_over_each_other(count: int) -> list[dict[str, Any]]:
+    """Colours of ``count`` lines that run over each other: each second one is dashed, on top."""
+    found = styles(count)
+    for each in found[1::2]:
+        each |= {"linestyle": (0, (4, 3)), "zorder": 2.5}
+    return found
 
 
 def legend_below(figure: Figure, columns: int) -> None:
@@ -94,7 +104,12 @@ def draw_rates(times: Mapping[str, Sequence[float]], rates: Sequence[float], pat
     figure, axes = new_figure(8, 7)
     order = sorted(range(len(rates)), key=lambda i: rates[i])
     mbits = [rates[i] / 1e6 for i in order]
-    for (job, seconds), style in zip(times.items(), styles(len(times)), strict=True):
+    narrower = (_WIDEST - _NARROWEST) / max(1, len(times) - 1)
+    for number, ((job, seconds), style) in enumerate(
+        zip(times.items(), styles(len(times)), strict=True)
+    ):
+        width = _WIDEST - number * narrower
+        style |= {"linewidth": width, "markersize": width + 3}
         axes.plot(mbits, [seconds[i] for i in order], label=job, marker="o", **style)
     _rates_and_seconds(axes, mbits)
     axes.set_title("time of a training step, two ranks")

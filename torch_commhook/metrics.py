@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torch_commhook.thread_values import ThreadValue, setting
+from torch_commhook.wording import pluralize
 
 _meter: ThreadValue[WireMeter] = ThreadValue()
 
@@ -177,7 +178,8 @@ class MembershipEvent:
             parts.append(f"lost {_ranks(self.lost)}{with_error}{because}")
         if self.joined:
             parts.append(f"{_ranks(self.joined)} joined")
-        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks continue"
+        goes_on = f"{pluralize(self.size, 'rank')} continue{'s' if self.size == 1 else ''}"
+        return f"after {pluralize(self.steps, 'step')}: {'; '.join(parts)}; {goes_on}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -366,9 +368,10 @@ def forget_bytes(stats: HookStats) -> None:
 
 
 def _table(stats: HookStats) -> str:
-    steps = f"{stats.steps} steps"
+    steps = pluralize(stats.steps, "step")
     if stats.local_steps:
-        steps = f"{stats.steps} exchanges after {stats.local_steps} steps"
+        exchanges = pluralize(stats.steps, "exchange")
+        steps = f"{exchanges} after {pluralize(stats.local_steps, 'step')}"
     sent = "an unknown number of bytes" if stats.bytes_sent is None else _bytes(stats.bytes_sent)
     ratio = stats.total_ratio
     if ratio:
@@ -376,7 +379,7 @@ def _table(stats: HookStats) -> str:
         if ratio < 1:
             times = f"{1 / ratio:.1f} times as many bytes as"
         sent += f", {times} plain all-reduces"
-    lines = [f"{steps} on {stats.world_size} ranks: this rank sent {sent}"]
+    lines = [f"{steps} on {pluralize(stats.world_size, 'rank')}: this rank sent {sent}"]
     if stats.choice:
         lines.insert(0, f"auto averages with {stats.choice}: {stats.reason}")
     if not stats.buckets:

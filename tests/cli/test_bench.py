@@ -88,7 +88,7 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("--hooks none", "argument --hooks: none names no hook"),
         ("--out folder", "argument --out: folder is a directory"),
         ("--plot missing.py/a.png", None),
-        ("--out same --plot same", "argument --plot: must be another file than that of --out"),
+        ("--out same.png --plot same.png", "--plot: must be another file than that of --out"),
         ("--backend nccl --device cpu", "argument --backend: nccl needs --device cuda, got cpu"),
         ("--threads 0", "argument --threads: must be at least 1"),
         ("--timeout 0", "argument --timeout: must be more than 0"),

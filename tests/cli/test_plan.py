@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -228,6 +230,9 @@ def test_the_command_lists_hooks_for_shards(
         (["--link", "no_such.json"], "and there is none of this name"),
         (["--link", "fast"], "must be a rate such as 200mbit"),
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
+        (["--link", "1bit"], "must be a rate such as 200mbit"),
+        (["--link", ""], "must be a rate such as 200mbit"),
+        (["--link", "."], "must be a rate such as 200mbit"),
         (["--world", "1025"], "argument --world: must be at most 1024, got 1025"),
         (["--bucket-cap-mb", "0"], "must be a number of MiB from 0.001 to 100000, got '0'"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
@@ -269,3 +274,12 @@ def test_wrong_arguments(
         code = ended.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_warning_of_a_command_is_one_line() -> None:
+    command = [sys.executable, "-m", "torch_commhook", "plan", "--model-size", "1"]
+    command += ["--compute-ms", "0", "--hooks", "topk(0.01)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+    assert len(said) == 1 and said[0].startswith("commhook: warning: topk")
+    assert "compressed.py" not in done.stderr

@@ -121,13 +121,15 @@ def test_what_is_said() -> None:
         "communication a step takes 0.23 s."
     )
     (warning,) = found.warnings
-    assert warning.startswith("error_feedback(sign()): error feedback on gradients hurts under")
+    assert warning.startswith("error_feedback(sign()): below four bits error feedback on")
     assert advise(rows, [43e6, 21.5e6, 1e6], 0.225, "sgd").warnings == []
     stays = advise(rows[:1] + rows[2:], [43e6, 1e6], 0.225, "adamw").reason
     assert stays.startswith("Take allreduce(), the plain all-reduce: a step takes 1.9 s. Only")
     assert stays.endswith("error_feedback(sign()) takes 0.30 s.")
     alone = advise([rows[0], Row("cast()", 1.85)], [43e6, 2e7], 0.225, "adamw").reason
     assert alone.endswith("0.23 s of it computing, and no hook makes it much shorter.")
+    alone = advise(rows[:1], [43e6], 0.225, "adamw").reason
+    assert alone.endswith("0.23 s of it computing. No other hook was compared.")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -170,6 +172,8 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "--compute-ms", "0", "--plot", str(tmp_path / "no" / "a.png")]) == 2
     assert "argument --plot:" in capsys.readouterr().err
+    assert main(["plan", "--compute-ms", "0", "--plot", str(tmp_path / "a.pdf")]) == 2
+    assert "a.pdf must end in .png" in capsys.readouterr().err
 
 
 def test_no_two_lines_of_a_picture_share_a_color() -> None:

@@ -251,8 +251,9 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
         (_set("config", "data_cap_mb", to=1e13), "is damaged: its data_cap_mb can't be 1000"),
         (_set("config", "bucket_cap_mb", to=1e300), "is damaged: its bucket_cap_mb can't be 1e"),
         (_set("config", "heads", to=3), "is damaged: ByteTransformer: dim must be a multiple of"),
-        (_set("config", "layers", to=10**9), "is damaged: it has no weights for 1000000000 layers"),
-        (_set("config", "dim", to=10**9), "is damaged: it has no embedding of dim 1000000000"),
+        (_set("config", "layers", to=10**4), "is damaged: it has no weights for 10000 layers"),
+        (_set("config", "dim", to=10**6), "is damaged: it has no embedding of dim 1000000"),
+        (_set("config", "dim", to=10**9), "is damaged: its dim can't be 1000000000"),
         (
             lambda content: content["model"].pop("norm.weight"),
             "is damaged: its model: norm.weight must be float32 [32], got missing",

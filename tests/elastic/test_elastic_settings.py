@@ -29,6 +29,9 @@ import torch_commhook as commhook
             ValueError,
             "leave_out_stragglers needs straggler, got None",
         ),
+        ({"store": "nohost"}, ValueError, "store must be 'host:port', got 'nohost'"),
+        ({"store": "host:99999"}, ValueError, "store must be 'host:port', got 'host:99999'"),
+        ({"store": ""}, ValueError, "store must be 'host:port', got ''"),
     ],
 )
 def test_settings_that_are_refused(

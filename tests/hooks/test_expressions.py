@@ -64,9 +64,25 @@ def test_a_wrong_expression_is_named_with_what_there_is(text: str, message: str)
     with pytest.raises(HookExpressionError) as caught:
         parse_hook(text, HOOKS)
     assert message in str(caught.value)
-    assert "allreduce, blockwise, cast, error_feedback" in str(caught.value)
+    is_argument = "is refused by" in message
+    assert ("allreduce, blockwise, cast, error_feedback" in str(caught.value)) != is_argument
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("error_feedback()", "missing a required argument: 'hook'; it is error_feedback(hook, "),
+        ("blockwise(block=0)", "unexpected keyword argument 'block'; it is blockwise(bits=8, "),
+        ("topk(nan)", "has the argument 'nan', which is not a finite number"),
+        ("clip(inf, cast())", "has the argument 'inf', which is not a finite number"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_the_settings(text: str, message: str) -> None:
+    with pytest.raises(HookExpressionError) as caught:
+        parse_hook(text)
+    assert message in str(caught.value)
 
 
 def test_the_library_offers_its_hooks() -> None:

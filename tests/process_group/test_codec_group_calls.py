@@ -375,6 +375,7 @@ CALLS = """
 CompressedProcessGroup(None, int8)
 CompressedProcessGroup(parent, blockwise)
 CompressedProcessGroup(parent, torch.float32)
+CompressedProcessGroup(parent, hooks.topk(0.1))
 CompressedProcessGroup(parent, "int8")
 CompressedProcessGroup(parent, int8, min_numel=-1)
 CompressedProcessGroup(parent, int8, min_numel=True)
@@ -390,6 +391,8 @@ CompressedProcessGroup(parent, blockwise)
     TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got <class 'torch_commhook.codecs.blockwise.blockwise'>
 CompressedProcessGroup(parent, torch.float32)
     TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got torch.float32
+CompressedProcessGroup(parent, hooks.topk(0.1))
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got a hook; use codecs.topk(density=0.1)
 CompressedProcessGroup(parent, "int8")
     TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got 'int8'
 CompressedProcessGroup(parent, int8, min_numel=-1)
@@ -410,5 +413,5 @@ CompressedProcessGroup(parent, int8, gathers=int8, seed=-1)
 def test_bad_arguments() -> None:
     parent = dist.ProcessGroup(0, 2)
     given = {"CompressedProcessGroup": CompressedProcessGroup, "parent": parent, "int8": int8}
-    given |= {"torch": torch, "blockwise": CODECS["blockwise"]}
+    given |= {"torch": torch, "blockwise": CODECS["blockwise"], "hooks": hooks}
     assert refusals(CALLS, given) == REFUSALS

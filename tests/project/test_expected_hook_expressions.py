@@ -60,9 +60,9 @@ parse("cast(bfloat17)")
 parse("cast(torch.load)")
     HookExpressionError: hook 'cast(torch.load)' has the argument 'torch.load', which is neither a dtype nor a hook; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
 parse("cast(8)")
-    HookExpressionError: hook 'cast(8)' is refused by cast: TypeError: cast: dtype must be a torch.dtype; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+    HookExpressionError: hook 'cast(8)' is refused by cast: TypeError: cast: dtype must be a torch.dtype
 parse("cast()")
-    HookExpressionError: hook 'cast()' is refused by cast: TypeError: hooks_module.<locals>.cast() missing 1 required positional argument: 'dtype'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+    HookExpressionError: hook 'cast()' is refused by cast: missing a required argument: 'dtype'; it is cast(dtype)
 parse("blockwise(process_group=1)")
     HookExpressionError: hook 'blockwise(process_group=1)' gives blockwise a process_group, which can't be written on a command line; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
 parse("blockwise(4, (1, 2))")

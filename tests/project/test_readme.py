@@ -37,7 +37,7 @@ def _run(folder: Path, launcher: list[str]) -> str:
 def test_alone(tmp_path: Path) -> None:
     printed = _run(tmp_path, [sys.executable])
     assert "rank 0: loss " in printed
-    assert printed.count("100 steps on 1 ranks: this rank sent") == 1
+    assert printed.count("100 steps on 1 rank: this rank sent") == 1
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ def test_what_a_hook_raises() -> None:
     ("arguments", "options", "kind", "message"),
     [
         ((3, [[torch.ones(1)]]), {}, TypeError, "callable"),
+        (("blokwise()", [[torch.ones(1)]]), {}, ValueError, "did you mean 'blockwise'"),
+        (("none", [[torch.ones(1)]]), {}, ValueError, "simulate: 'none' is not a hook"),
         ((hooks.allreduce(), []), {}, ValueError, r"at least one rank with one gradient, got \[\]"),
         ((hooks.allreduce(), [[]]), {}, ValueError, r"with one gradient, got \[0\] gradients"),
         ((hooks.allreduce(), [[3]]), {}, TypeError, "must hold tensors, got int"),
@@ -256,6 +258,14 @@ def test_wrong_arguments(
         simulate(*arguments, **options)
 
 
+def test_a_hook_as_text() -> None:
+    as_text, as_object = (
+        simulate(hook, gradients(2)) for hook in ("blockwise(bits=4)", hooks.blockwise(bits=4))
+    )
+    assert as_text.wire_bytes == as_object.wire_bytes
+    assert as_text.error == as_object.error > 0
+
+
 def test_inside_of_run_ranks() -> None:
     def run(rank: int) -> Simulation:
         return simulate(hooks.allreduce(), gradients(2))
@@ -268,7 +278,7 @@ def test_a_line() -> None:
     gradients = [[torch.full((1000,), float(rank + 1))] for rank in range(2)]
     done = simulate(hooks.allreduce(), gradients)
     assert str(done) == (
-        "2 ranks, 1 gradients of 1,000 elements: a rank sent 4,000 bytes, relative error 0"
+        "2 ranks, 1 gradient of 1,000 elements: a rank sent 4,000 bytes, relative error 0"
     )
     torch.manual_seed(0)
     gradients = [[torch.randn(1000)] for _ in range(2)]

@@ -6,7 +6,8 @@ of these hooks, so both commands take the same list.
 
 from __future__ import annotations
 
-#: Compresses AdamW's updates instead of gradients: error feedback does not hurt these.
+#: Compresses AdamW's updates instead of gradients: error feedback does not hurt these, also below
+#: four bits.
 OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
 _STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
 
@@ -16,7 +17,7 @@ DEFAULT_HOOKS = {
         "allreduce()",
         "cast()",
         "blockwise()",
-        "blockwise(bits=4)",
+        "error_feedback(blockwise(bits=4))",
         "powersgd(rank=2)",
         OF_UPDATES.format(hook="error_feedback(topk(0.01))"),
         _STREAMED,
@@ -36,7 +37,13 @@ DEFAULT_HOOKS = {
 DEFAULT_REPLICA_HOOKS = {optimizer: found[:5] for optimizer, found in DEFAULT_HOOKS.items()}
 #: By optimizer: hooks that take part in the reduce-scatters of a sharded model.
 DEFAULT_SHARD_HOOKS = {
-    "adamw": ("allreduce()", "cast()", "blockwise()", "fp8()", "blockwise(bits=4)"),
+    "adamw": (
+        "allreduce()",
+        "cast()",
+        "blockwise()",
+        "fp8()",
+        "error_feedback(blockwise(bits=4))",
+    ),
     "sgd": (
         "allreduce()",
         "cast()",

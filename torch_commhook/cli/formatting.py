@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def pluralize(number: int, noun: str) -> str:
-    """``number`` with ``noun``, which gets an ``s`` unless the number is 1: ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def one_line(error: BaseException) -> str:
     """The type and the text of an error in one line; only the type if there is no text."""
     text = " ".join(str(error).split())

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -59,10 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _run(list(argv))
     end_on_interrupt()
+    warnings.formatwarning = _format_warning
     try:
         return _run(sys.argv[1:])
     finally:
         ignore_interrupts()  # Ctrl-C while Python ends must not change the exit code
+
+
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,  # noqa: ARG001: warnings passes it
+) -> str:
+    """A warning for the user of a command as one line, without the place in the source."""
+    if category in (UserWarning, RuntimeWarning):
+        return f"commhook: warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _run(arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
@@ -57,6 +58,13 @@ def number_of(unit: str, least: float, most: float) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def path(text: str) -> Path:
+    """Convert to a path."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return Path(text)
 
 
 def type_of(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ SUMMARY = "summary.json"
 PLOT = "loss.png"
 #: The folder of ``--log tensorboard``.
 EVENTS = "tensorboard"
+PICTURE_SUFFIX = ".png"
 MATPLOTLIB_IS_MISSING = "matplotlib is missing (pip install torch-commhook[train])"
 _STEP = "{step}"
 
@@ -60,6 +62,8 @@ def has_matplotlib() -> bool:
 
 def check_picture(path: Path) -> None:
     """Raise OutputError unless a picture can be drawn and written to ``path``."""
+    if path.suffix.lower() != PICTURE_SUFFIX:
+        raise OutputError(f"{path} must end in {PICTURE_SUFFIX}: the picture is a PNG")
     check_file(path)
     if not has_matplotlib():
         raise OutputError(MATPLOTLIB_IS_MISSING)
@@ -148,4 +152,6 @@ def _check_folder(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=present).close()
     except OSError as error:
-        raise OutputError(f"{present} takes no new files: {error.strerror}") from error
+        # Linux says ENOENT where a file system takes no files at all, as /proc.
+        why = "" if error.errno == errno.ENOENT else f": {error.strerror}"
+        raise OutputError(f"{present} takes no new files{why}") from error

@@ -20,7 +20,6 @@ from torch_commhook.cli.default_hooks import (
     DEFAULT_REPLICA_HOOKS,
     DEFAULT_SHARD_HOOKS,
 )
-from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.outputs import OutputError, check_picture
 from torch_commhook.cli.plan_advice import Advice, advise
 from torch_commhook.cli.plan_model import (
@@ -41,6 +40,7 @@ from torch_commhook.hooks import allreduce
 from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan
 from torch_commhook.planning.bench_times import with_bench_times
+from torch_commhook.wording import pluralize
 
 _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.
@@ -359,7 +359,7 @@ def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> N
             options.plot,
             seconds,
             asked=question.bits_per_second,
-            title=f"A step over links of other rates: {answer.question}",
+            title=f"A step over links of different rates, otherwise as given: {answer.question}",
         )
     except OSError as error:
         raise PlanError(f"argument --plot: {options.plot} can't be written: {error}") from error

@@ -84,8 +84,8 @@ _CODECS: dict[type, int] = {
 _BITS = {8: _EIGHT_BITS, 4: _FOUR_BITS, 2: _BIT}
 
 _UNDER_ADAMW = (
-    "error feedback on gradients hurts under AdamW, which mistakes late errors for large "
-    "gradients. train's transformer, after 61 steps: loss 3.33 with allreduce(), 4.01 "
+    "below four bits error feedback on gradients hurts under AdamW, which mistakes late errors for "
+    "large gradients. train's transformer, after 61 steps: loss 3.33 with allreduce(), 4.01 "
     "with topk(0.01), 5.00 with error_feedback(topk(0.01)), 6.90 with error_feedback(sign())."
 )
 _UPDATES_INSTEAD = f"{OF_UPDATES.format(hook='HOOK')} compresses the updates instead: 3.35."
@@ -227,6 +227,8 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
     text = (
         f"Take {plain.hook}, the plain all-reduce: a step takes {say_seconds(plain.step_seconds)}"
     )
+    if len(rows) == 1:
+        return f"{text}, {say_seconds(compute)} of it computing. No other hook was compared."
     if fastest.step_seconds * _LEAST_GAIN[Loss.MILD] > plain.step_seconds:
         return f"{text}, {say_seconds(compute)} of it computing, and no hook makes it much shorter."
     return (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _MOST_COUNT = 10**13
+# Bits per second.
+_LEAST_RATE, _LARGEST_RATE = 1e3, 1e15
 
 
 def parse_count(text: str) -> int:
@@ -26,15 +27,19 @@ def parse_rate(text: str) -> float:
     """Parse a rate such as ``200mbit``, ``10 Gbit/s``, ``100G`` or ``1gbps`` to bits per second.
 
     Raises:
-        ValueError: the text is no such rate, or a rate in bytes (``1GB/s``).
+        ValueError: the text is no such rate, a rate in bytes (``1GB/s``), or not from 1 kbit/s to
+            1000 Tbit/s.
     """
     match = re.fullmatch(
         r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])|([kmgt]?)(?:bits?(?:/s|ps)?|bps|b/s))",
         re.sub(r"B(?=/|$)", "bytes", text.strip()).lower(),
     )
     rate = float(match[1]) * _SUFFIXES[match[2] or match[3] or ""] if match else 0.0
-    if not 0 < rate < math.inf:
-        raise ValueError(f"must be a rate such as 200mbit, 10gbit or 100G, in bits, got {text!r}")
+    if not _LEAST_RATE <= rate <= _LARGEST_RATE:
+        raise ValueError(
+            "must be a rate such as 200mbit, 10gbit or 100G, in bits, of at least 1 kbit/s, "
+            f"got {text!r}"
+        )
     return rate
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.option_types import at_most, number_of, positive_int, type_of
+from torch_commhook.cli.option_types import at_most, number_of, path, positive_int, type_of
 from torch_commhook.cli.plan_model import parse_input
 from torch_commhook.cli.plan_numbers import parse_count, parse_rate
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, is_no_hook
@@ -131,13 +131,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--optimizer",
         choices=OPTIMIZERS,
         default=OPTIMIZERS[0],
-        help="optimizer of the training: error feedback on gradients hurts under AdamW (adamw)",
+        help="optimizer of the training: error feedback on gradients of fewer than four bits hurts "
+        "under AdamW (adamw)",
     )
     _add_sharded_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=path,
         metavar="FILE.png",
         help="draw the time of a step over links of 10 Mbit/s to 100 Gbit/s",
     )
@@ -162,7 +163,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shapes",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="file of the parameters' shapes: one on each line, after an optional name; or JSON",
     )
@@ -239,7 +240,7 @@ def _link(text: str) -> LinkOption:
     try:
         return LinkOption(parse_rate(text))
     except ValueError as error:
-        if not Path(text).exists():
+        if not text or not Path(text).exists() or Path(text).is_dir():
             raise argparse.ArgumentTypeError(
                 f"{error}; or a file of commhook bench --out, and there is none of this name"
             ) from error

@@ -52,7 +52,7 @@ def draw_rates(
     colors = line_colors(len(labels))
     for label, times, color in zip(labels, seconds.values(), colors, strict=True):
         axes.plot(rates, times, label=label, color=color, marker="o", markersize=3)
-    axes.axvline(asked, color="0.6", linewidth=0.8)
+    axes.axvline(asked, color="0.6", linewidth=0.8, label=f"the given rate, {format_rate(asked)}")
     axes.set(xscale="log", yscale="log", xlabel="rate of the link", ylabel="step (s)")
     tens = [rate for rate in rates if str(round(rate))[0] == "1"]
     axes.set_xticks(tens, [format_rate(rate) for rate in tens], minor=False)

@@ -6,13 +6,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_commhook.cli.formatting import align_columns, pluralize
+from torch_commhook.cli.formatting import align_columns
 from torch_commhook.cli.plan_advice import Advice, Loss, judge_row, own_text
 from torch_commhook.cli.plan_numbers import format_count, format_rate, format_seconds
 from torch_commhook.cli.plan_sharded import Cost as ShardedCost
 from torch_commhook.cli.plan_sharded import Layout
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.planning import Cost, Model
+from torch_commhook.wording import pluralize
 
 _WIDTH = 100
 #: A hook pays if its step takes less than this share of the plain step.
@@ -67,8 +68,9 @@ class Question:
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
         threads = pluralize(self.threads, "thread")
+        parameters = "parameter" if self.model.elements == 1 else "parameters"
         return (
-            f"{format_count(self.model.elements)} parameters{name}, {ranks}{spread}, "
+            f"{format_count(self.model.elements)} {parameters}{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
             f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
         )

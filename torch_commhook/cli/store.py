@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:  # only its first line: a C++ stack follows
-        print(f"commhook store: {str(error).splitlines()[0]}")
+        print(f"commhook store: error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     print(f"commhook store: listening on port {store.port}", flush=True)
     ended.wait()

@@ -14,6 +14,12 @@ from torch_commhook.hooks.expressions import NO_HOOK
 MOST_RANKS = 1024
 #: The largest values of options. Far larger ones would only fail in the ranks.
 MOST = {
+    "layers": 10**4,
+    "dim": 10**6,
+    "heads": 10**6,
+    "seq": 10**6,
+    "batch": 10**6,
+    "steps": 10**9,
     "timeout": 30 * 24 * 3600,  # 30 days
     "threads": 1024,
     "bucket_cap_mb": 10**6,
@@ -132,7 +138,9 @@ def _can_be(name: str, value: Any, default: Any) -> bool:
     if isinstance(default, str):
         return isinstance(value, str)
     if isinstance(default, int):
-        return type(value) is int and (0 if name == "seed" else 1) <= value < 2**63
+        return type(value) is int and (0 if name == "seed" else 1) <= value <= MOST.get(
+            name, 2**63 - 1
+        )
     if value is None:
         return default is None
     return type(value) in (int, float) and 0 < value <= MOST.get(name, sys.float_info.max)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.outputs import (
     EVENTS,
     METRICS,
@@ -42,6 +41,7 @@ from torch_commhook.cli.train_config import (
 )
 from torch_commhook.cli.train_parser import build_parser
 from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
+from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:  # it imports torch, which only --resume needs
     from torch_commhook.cli.checkpoint import Checkpoint

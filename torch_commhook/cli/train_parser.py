@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.option_types import at_most, number, positive_float, positive_int
+from torch_commhook.cli.option_types import at_most, number, path, positive_float, positive_int
 from torch_commhook.cli.outputs import EVENTS, METRICS, PLOT, SUMMARY
 from torch_commhook.cli.step_log import LOGS
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig
@@ -57,17 +56,22 @@ def _option_groups() -> dict[str, Options]:
 
 def _model_options(default: TrainConfig) -> Options:
     return {
-        "--layers": _option(positive_int, f"transformer blocks ({default.layers})"),
-        "--dim": _option(positive_int, f"width ({default.dim})"),
-        "--heads": _option(positive_int, f"attention heads ({default.heads})"),
-        "--seq": _option(positive_int, f"bytes of a sequence ({default.seq})"),
+        "--layers": _option(_positive("layers"), f"transformer blocks ({default.layers})"),
+        "--dim": _option(_positive("dim"), f"width ({default.dim})"),
+        "--heads": _option(_positive("heads"), f"attention heads ({default.heads})"),
+        "--seq": _option(_positive("seq"), f"bytes of a sequence ({default.seq})"),
     }
+
+
+def _positive(name: str) -> Callable[[str], int]:
+    """The type of a field of TrainConfig that is a whole number of at least 1."""
+    return at_most(MOST[name], positive_int)
 
 
 def _training_options(default: TrainConfig) -> Options:
     return {
-        "--batch": _option(positive_int, f"sequences of a rank in a step ({default.batch})"),
-        "--steps": _option(positive_int, f"steps in all ({default.steps})"),
+        "--batch": _option(_positive("batch"), f"sequences of a rank in a step ({default.batch})"),
+        "--steps": _option(_positive("steps"), f"steps in all ({default.steps})"),
         "--lr": _option(positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
         "--seed": _option(_seed, f"seed of the weights and the batches ({default.seed})"),
         "--stop-after": _option(
@@ -172,7 +176,7 @@ def _results_options() -> Options:
             metavar="HOOK",
         ),
         "--out": _option(
-            Path,
+            path,
             f"folder for {METRICS}, {SUMMARY} and {PLOT} (runs/DATE-TIME)",
             metavar="DIR",
         ),
@@ -186,12 +190,12 @@ def _results_options() -> Options:
             default=["jsonl"],
         ),
         "--save": _option(
-            Path,
+            path,
             "write a checkpoint at the end; {step} in the path stands for the step",
             metavar="PATH",
         ),
         "--save-every": _option(positive_int, "also write one after every N steps", metavar="N"),
-        "--resume": _option(Path, "continue from a checkpoint", metavar="PATH"),
+        "--resume": _option(path, "continue from a checkpoint", metavar="PATH"),
         "--log-every": _option(
             positive_int,
             "steps between printed lines if stdout is no terminal (a line for each 5 %%)",

@@ -22,7 +22,6 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
-from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.loss_plot import draw_loss
 from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
@@ -67,6 +66,7 @@ from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
+from torch_commhook.wording import pluralize
 
 _WARM_UP_STEPS = 20
 _FINAL_STEPS = 20

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.elastic.door import Door
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
-from torch_commhook.elastic.settings import Elastic
+from torch_commhook.elastic.settings import Elastic, host_and_port
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import make_within
@@ -364,19 +364,17 @@ def _store_of(settings: Elastic) -> dist.Store:
     if isinstance(store, dist.Store):
         return store
     if store is None:
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not host or not port:
+        found = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not all(found):
             raise ValueError(
                 "Elastic: store must be given, 'host:port', because MASTER_ADDR and MASTER_PORT "
                 "are not set; python -m torch_commhook store runs one"
             )
-    else:
-        host, _, port = store.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+        store = ":".join(map(str, found))
+    host, port = host_and_port(store)
     return dist.TCPStore(
         host,
-        int(port),
+        port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=settings.timeout),

@@ -87,6 +87,8 @@ class Elastic:
                 "Elastic: store must be 'host:port', a store of torch.distributed or None, got "
                 f"{_C.type_name(self.store)}"
             )
+        if isinstance(self.store, str):
+            host_and_port(self.store)
         if isinstance(self.state, (str, bytes)) or not isinstance(self.state, Sequence):
             raise TypeError(f"Elastic: state must be a list, got {_C.type_name(self.state)}")
         for number, each in enumerate(self.state):
@@ -111,3 +113,15 @@ class Elastic:
             )
         if self.leave_out_stragglers and factor is None:
             raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")
+
+
+def host_and_port(store: str) -> tuple[str, int]:
+    """The host and port of a store's text.
+
+    Raises:
+        ValueError: the text is not ``host:port``.
+    """
+    host, _, port = store.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+    return host, int(port)

@@ -36,6 +36,8 @@ _PARTS = ("outer_sgd",)
 #: More than any hook needs. Beyond Python's own limits, errors would be of other kinds.
 _MOST_CHARACTERS = 10_000
 _MOST_LEVELS = 50
+#: Names of numbers that no argument takes.
+_NOT_FINITE = ("nan", "inf", "infinity")
 #: The longest part of an expression in an error.
 _MOST_SHOWN = 200
 
@@ -233,6 +235,9 @@ class _Builder:
                 raise self._error(
                     f"gives {name} a {argument}, which can't be written on a command line"
                 )
+        wrong = _misfit(hook, arguments, keywords)
+        if wrong is not None:
+            raise self._refused(f"is refused by {name}: {wrong}; it is {name}{_settings(hook)}")
         try:
             if name == "hierarchical":
                 return _hierarchical(hook, arguments, keywords)
@@ -240,7 +245,7 @@ class _Builder:
         except HookExpressionError:
             raise
         except Exception as error:
-            raise self._error(f"is refused by {name}: {_one_line(error)}") from error
+            raise self._refused(f"is refused by {name}: {_one_line(error)}") from error
 
     def _dtype(self, node: ast.Name | ast.Attribute) -> Any:
         import torch
@@ -251,6 +256,8 @@ class _Builder:
             return value
         if name in self.names:  # a wrapper's inner hook may be a bare name too
             return self._call(node, [], {})
+        if name.lower() in _NOT_FINITE:
+            raise self._refused(f"has the argument {name!r}, which is not a finite number")
         meant = SHORT_DTYPES.get(name.lower())
         hint = "" if meant is None else f" (did you mean {meant!r}?)"
         raise self._error(
@@ -262,6 +269,10 @@ class _Builder:
         close = difflib.get_close_matches(name, self.names, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         return self._error(f"names the unknown {self.kind} {_shortened(name)!r}{hint}")
+
+    def _refused(self, what: str) -> HookExpressionError:
+        """The error of a wrong argument, which needs no list of hooks."""
+        return HookExpressionError(f"{self.kind} {_shortened(self.text)!r} {what}")
 
     def _error(self, what: str) -> HookExpressionError:
         no_hooks = (*_NOT_WRITABLE_HOOKS, *_PARTS)
@@ -309,6 +320,30 @@ def _bound(
     with contextlib.suppress(TypeError, ValueError):  # the call itself raises the error
         return inspect.signature(function).bind(*arguments, **keywords).arguments
     return keywords
+
+
+def _misfit(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> str | None:
+    """Why arguments do not fit a function's parameters; None if they do, or if unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _settings(function: Callable[..., Any]) -> str:
+    """A function's parameters with their defaults, without types."""
+    signature = inspect.signature(function)
+    plain = [
+        each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()
+    ]
+    return str(inspect.Signature(plain))
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -116,9 +116,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
         # Not by `in`, which would compare objects of another type.
         is_dtype = codec is torch.bfloat16 or codec is torch.float16
         if not is_dtype and not isinstance(codec, Codec):
+            inside = getattr(codec, "codec", None)
+            is_hook = isinstance(inside, Codec)
             raise TypeError(
                 f"{name}: codec must be torch.bfloat16, torch.float16 or a codec of "
-                f"torch_commhook.codecs, got {codec!r}"
+                f"torch_commhook.codecs, got "
+                + (f"a hook; use codecs.{inside!r}" if is_hook else repr(codec))
             )
         if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
             raise ValueError(f"{name}: min_numel must be an int of at least 0, got {min_numel!r}")

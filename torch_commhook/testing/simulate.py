@@ -13,10 +13,12 @@ from torch import Tensor
 
 from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.hooks.no_hooks import check_is_hook
 from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
 from torch_commhook.process_group.simulated.link import Issued, Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links
+from torch_commhook.wording import pluralize
 
 Gradients = Sequence[Sequence[Tensor]]
 
@@ -56,8 +58,9 @@ class Simulation:
         ranks, tensors = len(self.results), len(self.results[0])
         steps = len(self.errors)
         over = f", {self.mean_error:.3g} over {steps} steps" if steps > 1 else ""
+        elements = sum(tensor.numel() for tensor in self.results[0])
         return (
-            f"{ranks} ranks, {tensors} gradients of {sum(t.numel() for t in self.results[0]):,} "
+            f"{pluralize(ranks, 'rank')}, {pluralize(tensors, 'gradient')} of {elements:,} "
             f"elements: a rank sent {self.wire_bytes:,} bytes, "
             f"relative error {self.error:.3g}{over}"
         )
@@ -87,7 +90,7 @@ class Simulation:
 
 
 def simulate(
-    hook: Callable[..., Any],
+    hook: Callable[..., Any] | str,
     grads_per_rank: Gradients,
     *,
     steps: int = 1,
@@ -101,8 +104,9 @@ def simulate(
     dtype and one for each sparse gradient, and calls the hook on these.
 
     Args:
-        hook: one of :mod:`torch_commhook.hooks`, or a callable ``hook(state, bucket)``. It
-            communicates over the default group, or over groups that it makes.
+        hook: one of :mod:`torch_commhook.hooks`, a callable ``hook(state, bucket)``, or a text for
+            :func:`torch_commhook.parse_hook`. It communicates over the default group, or over
+            groups that it makes.
         grads_per_rank: for each rank a list of gradients, with the same shapes and dtypes on all
             ranks. They are not changed.
         steps: the number of calls on the same gradients, for hooks with memory.
@@ -117,7 +121,8 @@ def simulate(
     Raises:
         TypeError: ``hook`` is not a hook, a gradient is not a tensor, or a hook or state
             cannot be copied.
-        ValueError: there are no gradients, or they differ in shape or dtype among ranks.
+        ValueError: there are no gradients, they differ in shape or dtype among ranks, or a text
+            describes no hook.
         BaseException: the hook raised it, as from ``run_ranks``.
 
     Example:
@@ -126,8 +131,9 @@ def simulate(
         >>> found.wire_bytes, found.error < 0.01
         (4160, True)
     """
-    check_is_hook(hook, "simulate")
-    check_hook(hook)
+    called = as_hook(hook, "simulate")
+    check_is_hook(called, "simulate")
+    check_hook(called)
     gradients = _checked(grads_per_rank)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"simulate: steps must be a positive int, got {steps!r}")
@@ -137,7 +143,7 @@ def simulate(
     means = _exact_means(gradients)
 
     def run_rank(rank: int, links: Links) -> tuple[list[Tensor], list[float], float]:
-        own_hook, own_state = _copies(hook, state)
+        own_hook, own_state = _copies(called, state)
         parameters = [torch.zeros_like(g, requires_grad=True) for g in gradients[rank]]
         results: list[Tensor] = []
         errors: list[float] = []

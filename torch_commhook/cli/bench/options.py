@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
-from torch_commhook.cli.formatting import pluralize
 from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.option_types import at_most, positive_float, positive_int, type_of
+from torch_commhook.cli.option_types import at_most, path, positive_float, positive_int, type_of
 from torch_commhook.cli.outputs import OutputError, check_file, check_picture
 from torch_commhook.cli.place import Place, checks_outputs
 from torch_commhook.cli.plan_numbers import format_count, parse_count
@@ -32,6 +31,7 @@ from torch_commhook.hooks.expressions import (
     parse_hook,
 )
 from torch_commhook.planning.computing import OPTIMIZERS
+from torch_commhook.wording import pluralize
 
 #: Name of each part of a run: its share of the run's time.
 PARTS = {"link": 4, "collectives": 2, "codecs": 3, "hooks": 6}
@@ -138,8 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(_DEFAULT_HOOKS),
         help=f"hooks to measure, as train takes them ({' '.join(_DEFAULT_HOOKS)})",
     )
-    add("--out", type=Path, metavar="FILE", help="write a file for plan --link")
-    add("--plot", type=Path, metavar="FILE", help="draw a picture (PNG)")
+    add("--out", type=path, metavar="FILE", help="write a file for plan --link")
+    add("--plot", type=path, metavar="FILE", help="draw a picture (PNG)")
     add("--json", action="store_true", help="print JSON instead of tables")
     for name, settings in world_options().items():
         add(name, **settings)

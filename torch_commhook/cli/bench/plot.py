@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.bench.hooks import ALONE
 from torch_commhook.cli.bench.tables import format_rate, format_size, message_rate
-from torch_commhook.cli.formatting import pluralize
 from torch_commhook.planning.link_file import HookTime, LinkFile
+from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

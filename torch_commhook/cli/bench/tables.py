@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_commhook.cli.bench.link import LinkPart
-from torch_commhook.cli.formatting import align_columns, pluralize
+from torch_commhook.cli.formatting import align_columns
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.planning.link import MANY
 from torch_commhook.planning.link_file import (
@@ -15,6 +15,7 @@ from torch_commhook.planning.link_file import (
     LinkFile,
     Message,
 )
+from torch_commhook.wording import pluralize
 
 #: The text of the part ``link`` on one rank.
 NO_LINK = "one rank has no link; --ranks 2, or bench under torchrun, measures one"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from torch_commhook.cli.formatting import pluralize
+from torch_commhook.wording import pluralize
 
 Level = Literal["ok", "warning", "error"]
 
