@@ -65,6 +65,9 @@ def _logged(rank: int) -> list[dict[str, float]]:
         if number != 1:
             handle.log_to(found.append, prefix="")
     assert found[-1]["bytes_sent"] == handle.stats().bytes_sent
+    for step in ("a", True, 1.0):
+        with pytest.raises(TypeError, match="log_to: step must be an int or None, got"):
+            handle.log_to(found.append, step)
     handle.remove()
     return found
 

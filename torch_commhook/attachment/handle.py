@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.writers import write
@@ -285,8 +286,10 @@ class HookHandle:
             prefix: the beginning of each name.
 
         Raises:
-            TypeError: ``writer`` is none of these.
+            TypeError: ``writer`` is none of these, or ``step`` is no whole number.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, SupportsIndex)):
+            raise TypeError(f"log_to: step must be an int or None, got {_C.type_name(step)}")
         stats = self.stats()
         values = stats.scalars(self._logged)
         write(writer, {f"{prefix}{name}": value for name, value in values.items()}, step)
