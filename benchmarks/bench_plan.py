@@ -10,41 +10,32 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from bench_link import BASELINE, format_caps
 from lab_bench import format_link, parse_link
 from link_rank import ALONE, PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, LabError
+from step_alone import on_all_ranks, step_alone
 from wan_rank import TORCHFT
 
-from torch_commhook.cli.text_data import read_text, split_text, training_batch
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import NO_HOOK
 from torch_commhook.planning import LinkFile, Measured, Model, measure, plan
 from torch_commhook.planning.bench_times import with_bench_times
-from torch_commhook.planning.computing import copy_gradients
 
 RESULTS = FOLDER / "results"
 LINKS = RESULTS / "links"
 #: The allowed deviation from the measured time, and the required share of rows within it.
 NEAR, AT_LEAST = 0.15, 1.0
-_WARM_UP, _STEPS = 2, 9
 _BATCH = 2  # bench_link's
-_CLIPPED = 1.0  # train's
 _BENCH_SECONDS = 20.0
-# The machine is shared. If its speed is not near that of the stored results, its times do not fit.
-_SAME_SPEED = 0.1
 
 
 @dataclass(frozen=True)
@@ -104,33 +95,21 @@ def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row
     ]
 
 
-# ---- on as many processes as there were ranks ----------------------------------------------------
+def step_of_wan(runs: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """The median step without communication of bench_wan's runs, and its copies.
 
-
-def on_all_ranks(ranks: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run a function in several processes at the same time, and return their results.
-
-    They share this machine's processors and memory, as the ranks of a lab do.
-
-    Args:
-        ranks: the number of processes.
-        run: the function; it gets a barrier of all processes and ``arguments``. JSON must be able
-            to represent its result.
-        arguments: further arguments.
+    Returns:
+        None if the runs are of an older form without these times.
     """
-    with tempfile.TemporaryDirectory() as name:
-        context = mp.get_context("spawn")
-        barrier = context.Barrier(ranks)
-        shared = (barrier, Path(name), run, arguments)
-        mp.spawn(_on_rank, shared, nprocs=ranks)  # type: ignore[no-untyped-call]
-        return [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    if not all("compute_seconds" in run for run in runs):
+        return None
+    steps, copies = zip(
+        *((run["compute_seconds"], run["copy_seconds"]) for run in runs), strict=True
+    )
+    return statistics.median(steps), statistics.median(copies)
 
 
-def _on_rank(
-    rank: int, barrier: Any, folder: Path, run: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
-    torch.set_num_threads(1)
-    (folder / f"{rank}.json").write_text(json.dumps(run(barrier, *arguments)))
+# ---- hooks on as many processes as there were ranks ----------------------------------------------
 
 
 def _computing_of_hooks(
@@ -156,44 +135,6 @@ def measure_hooks(
         replace(each, compute_seconds=statistics.fmean(own))
         for each, own in zip(measured, zip(*every, strict=True), strict=True)
     ]
-
-
-def _step_alone(barrier: Any, shape: dict[str, int], batch: int) -> tuple[float, float]:
-    """The median times of a step without communication, as in link_rank, and of DDP's copies."""
-    config = TrainConfig(**shape, batch=batch)
-    model = ByteTransformer(config.layers, config.dim, config.heads)
-    optimizer = make_optimizer(model, config)
-    data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
-    parameters = list(model.parameters())
-    buckets = [torch.empty_like(each) for each in parameters]
-    barrier.wait()
-    seconds, copies = [], []
-    for step in range(_WARM_UP + _STEPS):
-        begun = time.thread_time()
-        windows = training_batch(data, seed=0, step=step + 1, rank=0, batch=batch, seq=config.seq)
-        model(windows[:, :-1], windows[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIPPED)
-        optimizer.step()
-        seconds.append(time.thread_time() - begun)
-        begun = time.thread_time()
-        copy_gradients(parameters, buckets)
-        copies.append(time.thread_time() - begun)
-        optimizer.zero_grad(set_to_none=True)
-    return statistics.median(seconds[_WARM_UP:]), statistics.median(copies[_WARM_UP:])
-
-
-def step_alone(shape: dict[str, int], batch: int) -> tuple[float, float]:
-    """Measure a step of training without communication, while the other ranks train, too.
-
-    Args:
-        shape: the model: fields of its configuration.
-        batch: the number of sequences.
-
-    Returns:
-        The seconds of the step, and of the copies of gradients into DDP's buckets.
-    """
-    steps, copies = zip(*on_all_ranks(TrainConfig().ranks, _step_alone, shape, batch), strict=True)
-    return statistics.fmean(steps), statistics.fmean(copies)
 
 
 def model_of(shape: dict[str, int]) -> Model:
@@ -279,28 +220,8 @@ def compare(
         }
 
 
-class SpeedError(RuntimeError):
-    """The machine is not as fast as when the stored steps were measured."""
-
-
-def _check_speed(here: float, rows: Sequence[Row]) -> None:
-    """Compare a step without communication with that of stored rows.
-
-    Raises:
-        SpeedError: one takes a tenth longer than the other.
-    """
-    then = statistics.median(row.compute_seconds for row in rows)
-    print(f"a step without communication: {here * 1e3:.0f} ms here, {then * 1e3:.0f} ms stored")
-    if abs(here / then - 1) > _SAME_SPEED:
-        raise SpeedError("the machine is not as fast as it was for the results; run again later")
-
-
 def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare all stored steps with the predictions of plan.
-
-    Raises:
-        SpeedError: the machine is not as fast as when they were measured.
-    """
+    """Compare all stored steps with the predictions of plan."""
     config, found = TrainConfig(), []
     folder = options.links if options.from_bench else None
     of_links = [row for path in options.link_results for row in link_rows(_read(path))]
@@ -309,15 +230,13 @@ def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     (batch,) = {run["plan"]["batch"] for run in runs}
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{options.wan_results} has runs of several models")
-    small, small_copy = step_alone(shapes[0], batch)
-    here, copy = step_alone({}, _BATCH)
-    _check_speed(here, of_links)
+    small, small_copy = step_of_wan(runs) or step_alone(shapes[0], batch)
+    _, copy = step_alone({}, _BATCH)
     of_wan = wan_rows(runs, small)
     for shape, rows, copies in (({}, of_links, copy), (shapes[0], of_wan, small_copy)):
         hooks = list(dict.fromkeys(row.hook for row in rows))
         measured = measure_hooks(hooks, shape, config)
         found += compare(rows, measured, model_of(shape), copies, folder)
-    _check_speed(step_alone({}, _BATCH)[0], of_links)  # it may have changed
     return found
 
 
@@ -379,11 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
             print(f"bench_plan: the results are from another machine: {said}", file=sys.stderr)
             return 1
-    try:
-        rows = compare_all(options)
-    except SpeedError as error:
-        print(f"bench_plan: {error}", file=sys.stderr)
-        return 1
+    rows = compare_all(options)
     held = print_rows(rows)
     document = {"name": "bench_plan", "environment": here, "from_bench": options.from_bench}
     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")

@@ -29,6 +29,7 @@ from link_rank import PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, parse_rate
 from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles
+from step_alone import step_alone
 from wan_rank import TORCHFT, Plan
 
 from torch_commhook.cli.train_config import TrainConfig
@@ -263,7 +264,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             found.append(same[0])
             continue
         where = {**environment("cpu"), "congestion_control": congestion_control()}
+        shape = {name: getattr(plan, name) for name in ("layers", "dim", "seq")}
+        step, copies = step_alone(shape, plan.batch)
         figures = run_plan(plan, options.rate, options.delay)
+        figures |= {"compute_seconds": step, "copy_seconds": copies}
         own = {"way": plan.way, "seed": plan.seed, **key, "environment": where, **figures}
         runs.append(own)
         found.append(own)
