@@ -63,7 +63,7 @@ class Dropped:
 def _said(ways: list[Callable[[Dropped], None]], *args: Any) -> list[list[str]]:
     found = []
     gc.collect()
-    gc.freeze()  # what other tests have left: each collection would look through it, for seconds
+    gc.freeze()  # objects of other tests, which each collection would traverse for seconds
     for way in ways:
         gc.collect()
         dropped = Dropped(*args)

@@ -9,20 +9,17 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing as mp
-import os
-import signal
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
 
 START_SECONDS = 90  # for a cold start of Python and torch on a busy machine
 END_SECONDS = 10
-_SHOW = signal.SIGUSR1  # makes a rank write the calls of all its threads to its stderr
+_SHOWN_BEFORE = 5  # a rank that hangs writes its calls this many seconds before its end
 
 _PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
@@ -79,7 +76,6 @@ def _end_groups() -> None:
 def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> None:
     """Calls the functions that the pool sends, each after ``prepare()``, and sends the results."""
     collect_less()
-    faulthandler.register(_SHOW, all_threads=True)
     connection.send(("ready", None))
     while True:
         try:
@@ -88,12 +84,14 @@ def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> Non
             break
         if task is None:
             break
-        function, args = task
+        function, args, timeout = task
+        faulthandler.dump_traceback_later(max(1, timeout - _SHOWN_BEFORE))
         prepare()
         try:
             reply = ("ok", function(rank, *args))
         except Exception:
             reply = ("error", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
         connection.send(reply)
     faulthandler.dump_traceback_later(END_SECONDS - 2)  # shows where a rank hangs that does not end
 
@@ -153,7 +151,7 @@ class RankPool:
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((function, args))
+            connection.send((function, args, timeout))
         return self._replies(timeout)
 
     def _replies(self, timeout: float) -> list[Any]:
@@ -163,7 +161,6 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
-                self._show(waiting.values())
                 self.stop(kill=True)
                 late = f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
                 if errors:  # other ranks may have waited for them in vain
@@ -184,15 +181,6 @@ class RankPool:
             self.stop(kill=True)
             raise RankError("\n".join(errors))
         return replies
-
-    def _show(self, ranks: Iterable[int]) -> None:
-        """Lets ranks that hang say where, one after another."""
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None and self._processes[rank].is_alive():
-                print(f"rank {rank} stands at:", file=sys.stderr, flush=True)
-                os.kill(pid, _SHOW)
-                time.sleep(0.5)
 
     def stop(self, kill: bool = False) -> None:
         """Ends the processes."""
