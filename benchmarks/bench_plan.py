@@ -81,8 +81,9 @@ def link_rows(results: dict[str, Any]) -> list[Row]:
     ]
 
 
-def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row]:
+def wan_rows(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """A row for each hook of bench_wan, and for none: the median step over seeds."""
+    compute_seconds = statistics.median(run["compute_seconds"] for run in runs)
     steps: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         if run["way"] not in PYTORCH and run["way"] not in TORCHFT:
@@ -93,20 +94,6 @@ def wan_rows(runs: Sequence[dict[str, Any]], compute_seconds: float) -> list[Row
         Row("bench_wan", link, way, statistics.median(took), compute_seconds)
         for (link, way), took in steps.items()
     ]
-
-
-def step_of_wan(runs: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """The median step without communication of bench_wan's runs, and its copies.
-
-    Returns:
-        None if the runs are of an older form without these times.
-    """
-    if not all("compute_seconds" in run for run in runs):
-        return None
-    steps, copies = zip(
-        *((run["compute_seconds"], run["copy_seconds"]) for run in runs), strict=True
-    )
-    return statistics.median(steps), statistics.median(copies)
 
 
 # ---- hooks on as many processes as there were ranks ----------------------------------------------
@@ -226,14 +213,14 @@ def compare_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     folder = options.links if options.from_bench else None
     of_links = [row for path in options.link_results for row in link_rows(_read(path))]
     runs = _read(options.wan_results)["runs"]
-    shapes = [{name: run["plan"][name] for name in ("layers", "dim", "seq")} for run in runs]
-    (batch,) = {run["plan"]["batch"] for run in runs}
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{options.wan_results} has runs of several models")
-    small, small_copy = step_of_wan(runs) or step_alone(shapes[0], batch)
+    names = ("layers", "dim", "seq", "batch")
+    plans = [{name: run["plan"][name] for name in names} for run in runs]
+    if any(each != plans[0] for each in plans):
+        raise ValueError(f"{options.wan_results} has runs of several models or batches")
+    small_copy = statistics.median(run["copy_seconds"] for run in runs)
     _, copy = step_alone({}, _BATCH)
-    of_wan = wan_rows(runs, small)
-    for shape, rows, copies in (({}, of_links, copy), (shapes[0], of_wan, small_copy)):
+    of_wan = wan_rows(runs)
+    for shape, rows, copies in (({}, of_links, copy), (plans[0], of_wan, small_copy)):
         hooks = list(dict.fromkeys(row.hook for row in rows))
         measured = measure_hooks(hooks, shape, config)
         found += compare(rows, measured, model_of(shape), copies, folder)

@@ -163,7 +163,7 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
         style = PLAIN_STYLE if plain else next(own)
         axes.plot(run["seconds"], run["losses"], label=label, **style)
         if plain:
-            last = "its last loss"
+            last = f"the last loss of {BASELINE}"
             axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8, label=last)
     axes.set(
         title=f"held-out loss over time, link of {link} each way",

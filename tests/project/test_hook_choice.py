@@ -50,17 +50,19 @@ def test_rows_of_bench_link(bench_plan: Any) -> None:
 
 
 def test_rows_of_bench_wan(bench_plan: Any) -> None:
-    def run(way: str, seconds: float) -> dict[str, Any]:
+    def run(way: str, seconds: float, alone: float) -> dict[str, Any]:
         return {
             "way": way,
             "rate": 200_000_000,
             "delay": 0.025,
             "seconds": [1.0, seconds],
             "steps": [5, 10],
+            "compute_seconds": alone,
         }
 
-    runs = [run("none", 2.0), run("torchft DiLoCo(10)", 1.0), run("cast()", 1.0), run("none", 4.0)]
-    assert bench_plan.wan_rows(runs, 0.05) == [
+    runs = [run("none", 2.0, 0.05), run("torchft DiLoCo(10)", 1.0, 0.01)]
+    runs += [run("cast()", 1.0, 0.09), run("none", 4.0, 0.05)]
+    assert bench_plan.wan_rows(runs) == [
         bench_plan.Row("bench_wan", "200mbit and 25 ms", "none", pytest.approx(0.3), 0.05),
         bench_plan.Row("bench_wan", "200mbit and 25 ms", "cast()", 0.1, 0.05),
     ]
