@@ -38,6 +38,9 @@ COMMANDS = {
 }
 
 
+_python_format = warnings.formatwarning
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
 
@@ -72,12 +75,12 @@ def _format_warning(
     category: type[Warning],
     filename: str,
     lineno: int,
-    line: str | None = None,  # noqa: ARG001: warnings passes it
+    line: str | None = None,
 ) -> str:
-    """A warning for the user of a command as one line, without the place in the source."""
+    """Format a warning for the user of a command as one line, without its place in the source."""
     if category in (UserWarning, RuntimeWarning):
         return f"commhook: warning: {message}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+    return _python_format(message, category, filename, lineno, line)
 
 
 def _run(arguments: list[str]) -> int:

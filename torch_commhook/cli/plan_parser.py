@@ -240,7 +240,7 @@ def _link(text: str) -> LinkOption:
     try:
         return LinkOption(parse_rate(text))
     except ValueError as error:
-        if not text or not Path(text).exists() or Path(text).is_dir():
+        if not Path(text).exists() or Path(text).is_dir():
             raise argparse.ArgumentTypeError(
                 f"{error}; or a file of commhook bench --out, and there is none of this name"
             ) from error

@@ -9,7 +9,6 @@ further calls. A file is the user's own Python, and is run. Codecs have the same
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import importlib.util
 import inspect
@@ -230,14 +229,14 @@ class _Builder:
                 f"{_NOT_WRITABLE_HOOKS[name]}"
             )
         hook = getattr(self.hooks, name)
+        bound, misfit = _bind(hook, arguments, keywords)
         for argument in _NOT_WRITABLE:
-            if _bound(hook, arguments, keywords).get(argument) is not None:
+            if bound.get(argument) is not None:
                 raise self._error(
                     f"gives {name} a {argument}, which can't be written on a command line"
                 )
-        wrong = _misfit(hook, arguments, keywords)
-        if wrong is not None:
-            raise self._refused(f"is refused by {name}: {wrong}; it is {name}{_settings(hook)}")
+        if misfit is not None:
+            raise self._refused(f"is refused by {name}: {misfit}; it is {name}{_settings(hook)}")
         try:
             if name == "hierarchical":
                 return _hierarchical(hook, arguments, keywords)
@@ -313,28 +312,23 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _bound(
+def _bind(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Arguments by parameter name; only ``keywords`` if they do not fit ``function``."""
-    with contextlib.suppress(TypeError, ValueError):  # the call itself raises the error
-        return inspect.signature(function).bind(*arguments, **keywords).arguments
-    return keywords
+) -> tuple[Mapping[str, Any], str | None]:
+    """Bind arguments to a function's parameters.
 
-
-def _misfit(
-    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> str | None:
-    """Why arguments do not fit a function's parameters; None if they do, or if unknown."""
+    Returns:
+        The arguments by parameter name, and None. If they do not fit: only ``keywords``, and the
+        reason; no reason if the parameters are unknown.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return None
+        return keywords, None
     try:
-        signature.bind(*arguments, **keywords)
+        return signature.bind(*arguments, **keywords).arguments, None
     except TypeError as error:
-        return str(error)
-    return None
+        return keywords, str(error)
 
 
 def _settings(function: Callable[..., Any]) -> str:
