@@ -1,4 +1,4 @@
-"""Words of what the library prints."""
+"""Words for the counts that the library prints."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ of these hooks, so both commands take the same list.
 
 from __future__ import annotations
 
-#: Compresses AdamW's updates instead of gradients: error feedback does not hurt these, also below
-#: four bits.
+#: Compresses AdamW's updates instead of gradients: error feedback hurts neither these nor gradients
+#: of four bits.
 OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
 _STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
 

@@ -152,6 +152,6 @@ def _check_folder(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=present).close()
     except OSError as error:
-        # Linux says ENOENT where a file system takes no files at all, as /proc.
+        # Linux raises ENOENT if a file system takes no files at all, such as /proc.
         why = "" if error.errno == errno.ENOENT else f": {error.strerror}"
         raise OutputError(f"{present} takes no new files{why}") from error

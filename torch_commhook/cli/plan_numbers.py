@@ -37,8 +37,8 @@ def parse_rate(text: str) -> float:
     rate = float(match[1]) * _SUFFIXES[match[2] or match[3] or ""] if match else 0.0
     if not _LEAST_RATE <= rate <= _LARGEST_RATE:
         raise ValueError(
-            "must be a rate such as 200mbit, 10gbit or 100G, in bits, of at least 1 kbit/s, "
-            f"got {text!r}"
+            "must be a rate such as 200mbit, 10gbit or 100G, in bits, from 1 kbit/s to "
+            f"1000 Tbit/s, got {text!r}"
         )
     return rate
 
