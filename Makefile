@@ -52,6 +52,8 @@ CUDA_TORCH ?= 2.14.1
 ARGS ?=
 
 VENV ?= .venv
+# Where the environments of test-torch are.
+TORCH_VENVS ?= build/venvs
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 # The long runs import helpers of the tests.
 LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
@@ -224,19 +226,23 @@ gpu:
 gpu-carry:
 	$(PYTHON) -m benchmarks.gpu.carried
 
-# Another torch needs its own build in place, so a copy of the tree is built and tested.
-test-torch:
-	rm -rf build/test-torch-$(TORCH)/tree && mkdir -p build/test-torch-$(TORCH)/tree
-	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t build/test-torch-$(TORCH)/tree
-	$(MAKE) -C build/test-torch-$(TORCH)/tree test TORCH=$(TORCH) VENV=../venv ARGS="$(ARGS)"
+# A copy of the tree. It keeps its build, and unchanged files keep their times, so that only changed
+# files are compiled.
+COPY_TREE = mkdir -p $(1) && find $(1) -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} + && \
+  git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t $(1)
 
-# A sanitizer does too. The copy keeps its build, and unchanged files keep their times, so that only
-# changed files are compiled.
+# Another torch needs an environment of its own, and its own build in place.
+TORCH_VENV = $(TORCH_VENVS)/torch-$(TORCH)
+test-torch:
+	$(call COPY_TREE,build/test-torch-$(TORCH))
+	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
+	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) ARGS="$(ARGS)"
+
+# A sanitizer needs its own build in place too.
 test-asan: SANITIZER = address
 test-tsan: SANITIZER = thread
 test-asan test-tsan: $(VENV)/built
-	mkdir -p build/$@ && find build/$@ -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
-	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
+	$(call COPY_TREE,build/$@)
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/long_runs/sanitizers/run.py $(SANITIZER) $(ARGS)
 	$(PASSED)

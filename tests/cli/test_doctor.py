@@ -420,6 +420,18 @@ def test_a_group_of_two_backends(
     assert "call abort() on all ranks, make a new group and attach again" in group["advice"]
 
 
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_a_backend_for_cuda_alone(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch says for which devices a backend is; older releases do not know some of these names."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda asked: asked == name)
+    monkeypatch.setitem(dist.Backend.backend_capability, name, ["cuda"])
+    (group,) = report(capsys, "group", "--backend", name)["findings"]
+    assert group["value"].startswith(f"{name}: cuda tensors travel over {name}; ranks agree")
+    assert f"{name} cannot take back a collective" in group["value"]
+
+
 def test_a_default_group_of_two_backends(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

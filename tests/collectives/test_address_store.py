@@ -103,7 +103,8 @@ def connected() -> Iterator[Callable[..., Ranks]]:
         stores = [CountingStore(base, extended) for _ in range(size)]
         groups = [dist.ProcessGroup(store, rank, size) for rank, store in enumerate(stores)]
         backends = [
-            add_gloo(group, store, _TIMEOUT, 1) for group, store in zip(groups, stores, strict=True)
+            add_gloo(group, store, rank, size, _TIMEOUT, 1)
+            for rank, (group, store) in enumerate(zip(groups, stores, strict=True))
         ]
         ranks = Ranks(stores, groups, backends)
         told = greetings or [b""] * size

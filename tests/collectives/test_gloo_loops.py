@@ -29,7 +29,9 @@ class TwoRanks:
     def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
         store = dist.HashStore()
         self.groups = [dist.ProcessGroup(store, rank, 2) for rank in range(2)]
-        self.backends = [add_gloo(group, store, timeout, 2) for group in self.groups]
+        self.backends = [
+            add_gloo(group, store, rank, 2, timeout, 2) for rank, group in enumerate(self.groups)
+        ]
 
     def connect(self) -> None:
         """Connect the ranks."""

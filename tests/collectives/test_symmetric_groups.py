@@ -19,7 +19,7 @@ from rank_pool import RankPool
 from symmetric_files import with_files
 from torch import Tensor, nn
 
-from torch_commhook import PeerError, ProcessGroup, attach, hooks
+from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, symmetric
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -167,7 +167,10 @@ def _may_share(rank: int) -> None:
         return symmetric._may_share(codec, device, group)
 
     assert not may()  # Gloo
-    with mock.patch.object(symmetric, "_backend_name", lambda *_: "nccl"):
+    with (
+        mock.patch.object(symmetric, "is_gloo", lambda *_: False),
+        mock.patch.object(_C, "has_compiled_backend", lambda group, _: not isinstance(group, Group)),
+    ):
         assert may()
         assert may(CODECS["sign"]())
         assert not may(CODECS["topk"]())

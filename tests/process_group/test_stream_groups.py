@@ -13,13 +13,18 @@ from cpp_libraries import library
 from mode_cases import batch, module, with_futures
 from modes import Mode
 from rank_pool import RankPool
-from stream_groups import stream_group
+from stream_groups import stream_backend, stream_group
 from stream_training import attached, parameters_of_steps
 from torch import Tensor, nn
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._dynamo.utils import counters
+from torch.distributed import distributed_c10d
+from torch.profiler import ProfilerActivity, profile
 
-from torch_commhook import attach, hooks, load_cpp_hooks
+from torch_commhook import _C, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
+from torch_commhook.collectives import symmetric
 from torch_commhook.step.step_group import StepGroup
 
 Paths = tuple[str, str]
@@ -244,3 +249,67 @@ def test_a_graph_break_between_buckets(two_ranks: RankPool, paths: Paths, name: 
     for (eager, _), (traced, graphs) in zip(want, got, strict=True):
         assert len(eager) == 36 and graphs >= 2
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+
+
+# ---- names of backends ---------------------------------------------------------------------------
+
+
+def _broadcast(rank: int, backend: Any, group: dist.ProcessGroup) -> tuple[list[list[int]], int]:
+    """Two tensors after a broadcast in one buffer, and the number of copies to and from it."""
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    tensors = [torch.full((3 - i,), 2 * i + rank, dtype=torch.uint8) for i in range(2)]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _C.broadcast_coalesced(group, tensors, 1 << 20, 0)
+    copies = [each for each in profiler.events() or () if each.name == "aten::_foreach_copy_"]
+    return [each.tolist() for each in tensors], len(copies)
+
+
+def _is_asked_what_it_can(rank: int, path: str, name: str) -> None:
+    world: Any = distributed_c10d._world
+    cuda = torch.device("cuda", 0)
+    backend = stream_backend(path, dist.group.WORLD._get_backend(torch.device("cpu")), name)
+    assert backend.name() == name
+    group = dist.ProcessGroup(dist.HashStore(), rank, 2)
+    group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    world.pg_map[group] = ("custom", dist.HashStore())
+    try:
+        assert symmetric._may_share(CODECS["blockwise"](), cuda, group)
+    finally:
+        del world.pg_map[group]
+    assert _broadcast(rank, backend, group) == ([[0] * 3, [2] * 2], 1)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_a_compiled_backend_of_any_name(two_ranks: RankPool, paths: Paths, name: str) -> None:
+    """Memory of GPUs may be shared; each rank of a broadcast copies only once."""
+    two_ranks.run(_is_asked_what_it_can, paths[0], name)
+
+
+def test_a_backend_that_sends_nothing() -> None:
+    """PyTorch's fake backend leaves buffers as they are; so the tensors stay as they are."""
+    fake = FakeProcessGroup._create_internal(1, 2)
+    group = dist.ProcessGroup(dist.HashStore(), 1, 2)
+    assert not _C.has_compiled_backend(group, torch.device("cpu"))  # it has none yet
+    assert _broadcast(1, fake, group) == ([[1] * 3, [3] * 2], 2)
+    assert not _C.has_compiled_backend(group, torch.device("cpu"))
+    assert not _C.has_compiled_backend(group, torch.device("cuda"))
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="older releases have no backends of Python classes"
+)
+def test_a_backend_of_a_python_class() -> None:
+    """All ranks take what it writes, the source too."""
+
+    class Adds(_distributed_c10d.Backend):  # type: ignore[misc]
+        def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+            tensors[0].add_(1)
+            return Done()
+
+    class Done(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    assert _broadcast(0, Adds(0, 2), group) == ([[1] * 3, [3] * 2], 2)
+    assert not _C.has_compiled_backend(group, torch.device("cpu"))

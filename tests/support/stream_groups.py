@@ -18,14 +18,29 @@ BACKEND = "streams"
 
 
 @cache
-def _register(path: str) -> None:
+def _library(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("stream_group", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
 
+
+def stream_backend(path: str, gloo: dist.ProcessGroupGloo, name: str = BACKEND) -> Any:
+    """Makes a backend that runs a Gloo backend's collectives on a stream.
+
+    Args:
+        path: the library that ``cpp_libraries`` builds from the folder ``stream_group``.
+        gloo: the Gloo backend.
+        name: what it says when asked for its name.
+    """
+    return _library(path).around(gloo, DELAY_SECONDS, name)
+
+
+@cache
+def _register(path: str) -> None:
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return module.around(dist.ProcessGroupGloo(store, rank, size, timeout), DELAY_SECONDS)
+        return stream_backend(path, dist.ProcessGroupGloo(store, rank, size, timeout))
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
 

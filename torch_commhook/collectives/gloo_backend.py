@@ -59,6 +59,8 @@ class GlooBackend:
 def add_gloo(
     group: dist.ProcessGroup,
     store: dist.Store,
+    rank: int,
+    size: int,
     timeout: timedelta,
     threads: int = MOST_UNDER_WAY,
 ) -> GlooBackend:
@@ -70,10 +72,10 @@ def add_gloo(
     Args:
         group: a group without a backend for the CPU.
         store: a store for this backend only.
+        rank, size: the group's. A group without a backend does not report its size (torch 2.14).
         timeout: the timeout of its collectives.
         threads: the number of these that run at once.
     """
-    rank, size = group.rank(), group.size()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = threads

@@ -188,7 +188,8 @@ def make_group(
         raise ValueError(f"torch_commhook: there is a process group {name!r} already")
     group = dist.ProcessGroup(store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    _backends[group] = add_gloo(group, dist.PrefixStore("cpu/", store), timeout, threads)
+    own_store = dist.PrefixStore("cpu/", store)
+    _backends[group] = add_gloo(group, own_store, rank, len(ranks), timeout, threads)
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
     _make_known(group, store, name, ranks)
@@ -231,7 +232,7 @@ def make_backend(
         timeout, threads: as for :func:`make_group`.
     """
     group = dist.ProcessGroup(store, rank, size)
-    _backends[group] = add_gloo(group, store, timeout, threads)
+    _backends[group] = add_gloo(group, store, rank, size, timeout, threads)
     return group
 
 

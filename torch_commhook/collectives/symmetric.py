@@ -25,11 +25,12 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 from torch.distributed import distributed_c10d
 
+from torch_commhook import _C
 from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather_in_step
-from torch_commhook.collectives.gloo_groups import group_name, group_timeout
+from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_gloo
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
@@ -138,17 +139,10 @@ def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> 
         device.type == "cuda"
         and isinstance(codec, BlockCodec)
         and 2 <= group.size() <= MOST_RANKS
-        and type(group) is dist.ProcessGroup  # others must see their collectives
         and group in distributed_c10d._world.pg_map
-        and _backend_name(group, device) == "nccl"
+        and _C.has_compiled_backend(group, device)  # others must see their collectives
+        and not is_gloo(group, "cuda")  # which sends through the host
     )
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    try:
-        return str(group._get_backend(device).name())
-    except RuntimeError:  # it has none for the device
-        return ""
 
 
 class _Place(NamedTuple):

@@ -205,6 +205,12 @@ void bind_backends(py::module_& m) {
            }),
            py::arg("group"), py::arg("addresses"), py::arg("last"))
       .def("close", &TakenBackends::close, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "has_compiled_backend",
+      [](c10d::ProcessGroup& group, const at::Device& device) {
+        return has_compiled_backend(group, device.type());
+      },
+      py::arg("group"), py::arg("device"));
 }
 
 // Bindings for any Work, including PyTorch's.

@@ -23,6 +23,7 @@
 #include "ops/type_names.h"
 #include "runtime/collectives/broadcast_buckets.h"
 #include "runtime/collectives/broadcast_checks.h"
+#include "runtime/process_group/backends.h"
 #include "runtime/process_group/py_override.h"
 #include "runtime/process_group/py_process_group.h"
 
@@ -144,21 +145,16 @@ struct Duty {
   bool scatter;    // copy the buffer into the tensors
 };
 
-// PyTorch's own backends leave the source's buffer unchanged and write to all others. A group of a
-// Python class may do something else, so all ranks then take its result.
+// A compiled backend leaves the source's buffer unchanged and writes to all others. Another one may
+// not, so all ranks then take its result.
 class Duties {
  public:
   Duties(c10d::ProcessGroup& group, int64_t source)
       : group_(group), is_alone_(group.getSize() == 1), is_source_(group.getRank() == source) {}
 
   Duty on(at::Device device) const {
-    if (typeid(group_) == typeid(c10d::ProcessGroup)) {
-      const auto backend = group_.getBackend(device.type())->getBackendName();
-      for (const char* known : {"gloo", "nccl", "xccl", "mpi", "ucc"}) {
-        if (backend == known) {
-          return {is_source_ && !is_alone_, !is_alone_, !is_source_};
-        }
-      }
+    if (has_compiled_backend(group_, device.type())) {
+      return {is_source_ && !is_alone_, !is_alone_, !is_source_};
     }
     return {true, true, true};
   }

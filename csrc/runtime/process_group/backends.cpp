@@ -6,7 +6,14 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
+#include <typeinfo>
 #include <utility>
+
+#if __has_include(<torch/csrc/distributed/c10d/py/PyBackend.hpp>)  // torch 2.15 and newer
+#include <torch/csrc/distributed/c10d/py/PyBackend.hpp>
+#define COMMHOOK_HAS_PY_BACKEND
+#endif
 
 #include "runtime/process_group/gloo_loops.h"
 
@@ -56,6 +63,22 @@ void help(const std::shared_ptr<Ending>& ending) {
 }
 
 }  // namespace
+
+bool has_compiled_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
+  const auto devices = group.getDeviceTypes();
+  if (typeid(group) != typeid(c10d::ProcessGroup) ||
+      std::none_of(devices.begin(), devices.end(),
+                   [device](const auto& each) { return each.type() == device; })) {
+    return false;
+  }
+  const auto backend = group.getBackend(device);
+#ifdef COMMHOOK_HAS_PY_BACKEND
+  if (dynamic_cast<const c10d::PyBackend*>(backend.get()) != nullptr) {
+    return false;
+  }
+#endif
+  return dynamic_cast<const c10d::FakeProcessGroup*>(backend.get()) == nullptr;
+}
 
 TakenBackends::TakenBackends(c10d::ProcessGroup& group, std::vector<std::vector<uint8_t>> addresses,
                              c10::intrusive_ptr<c10d::Work> last)

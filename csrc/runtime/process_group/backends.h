@@ -7,6 +7,11 @@
 
 namespace commhook {
 
+// Whether a group is PyTorch's own, and has a backend for a device that is compiled and exchanges
+// messages. Such a backend writes what its rank receives, and nothing else. A backend of a Python
+// class may differ, and PyTorch's fake one writes nothing.
+bool has_compiled_backend(c10d::ProcessGroup& group, c10::DeviceType device);
+
 // The former backends of a group.
 class TakenBackends {
  public:

@@ -56,9 +56,11 @@ class CompleteWork final : public FutureWork {
 
 class HostGroup final : public StreamGroup {
  public:
-  HostGroup(c10::intrusive_ptr<c10d::Backend> gloo, double delay)
-      : StreamGroup(std::move(gloo)), delay_(delay), stream_(new_stream()) {}
+  HostGroup(c10::intrusive_ptr<c10d::Backend> gloo, double delay, std::string name)
+      : StreamGroup(std::move(gloo)), delay_(delay), name_(std::move(name)), stream_(new_stream()) {}
   ~HostGroup() override { queue_of(stream_).close(); }
+
+  const std::string getBackendName() const override { return name_; }
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) override {
@@ -77,6 +79,7 @@ class HostGroup final : public StreamGroup {
   }
 
   const std::chrono::duration<double> delay_;
+  const std::string name_;
   const c10::StreamId stream_;
 };
 
@@ -84,8 +87,8 @@ class HostGroup final : public StreamGroup {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   TORCH_INTERNAL_ASSERT(kHost == kDefault);
-  m.def("around", [](c10::intrusive_ptr<c10d::Backend> gloo, double delay) {
+  m.def("around", [](c10::intrusive_ptr<c10d::Backend> gloo, double delay, std::string name) {
     return c10::intrusive_ptr<c10d::Backend>(
-        c10::make_intrusive<HostGroup>(std::move(gloo), delay));
+        c10::make_intrusive<HostGroup>(std::move(gloo), delay, std::move(name)));
   });
 }

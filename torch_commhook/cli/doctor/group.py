@@ -46,7 +46,9 @@ def by_device(config: str) -> dict[str, str]:
     if ":" in text:
         pairs = (part.partition(":") for part in text.split(","))
         return {device.strip(): backend.strip() for device, _, backend in pairs}
-    return {"cuda": text} if text == "nccl" else {"cpu": text, "cuda": text}
+    import torch.distributed as dist
+
+    return dict.fromkeys(dist.Backend.backend_capability.get(text, ("cpu", "cuda")), text)
 
 
 def backends(source: str, config: str) -> Iterator[Finding]:
