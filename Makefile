@@ -32,6 +32,7 @@
 #   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
 #   make wheel            build a wheel for the installed torch, in dist
 #   make test-torch TORCH=2.15.0   run the tests against another torch, in its own environment
+#   make check-torch TORCH=2.15.0  run the most important of them; five minutes after the installation
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
 #   make kill-and-resume  train with each hook that has memory, kill it, resume; eight minutes
@@ -236,7 +237,8 @@ TORCH_VENV = $(TORCH_VENVS)/torch-$(TORCH)
 test-torch:
 	$(call COPY_TREE,build/test-torch-$(TORCH))
 	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
-	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) ARGS="$(ARGS)"
+	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
+	  ARGS="$(or $(ARGS),--store-torch $(CURDIR)/torch_commhook/cli/doctor/tested_torches.json)"
 
 # A sanitizer needs its own build in place too.
 test-asan: SANITIZER = address

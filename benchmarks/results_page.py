@@ -23,6 +23,8 @@ from sharded_rank import BFLOAT16, FLOAT32
 ROOT = FOLDER.parent
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = FOLDER / "results"
+TORCH_PAGE = ROOT / "docs" / "torch_versions.md"
+TESTED_TORCHES = ROOT / "torch_commhook" / "cli" / "doctor" / "tested_torches.json"
 LONG_RUNS = ROOT / "tests" / "long_runs"
 
 
@@ -418,14 +420,28 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def torches() -> str:
+    """The page on versions of torch, with the results of the tests on each."""
+    begin, end = "<!-- make test-torch, make results -->\n", "<!-- end -->\n"
+    head, _, rest = TORCH_PAGE.read_text().partition(begin)
+    body = []
+    for name, run in load(TESTED_TORCHES).items():
+        counts = (f"{run[each]:,}" for each in ("passed", "skipped", "xfailed"))
+        body.append([name, run["build"], run["python"], *counts, f"`{run['code']}`"])
+    header = ["torch", "build", "Python", "passed", "skipped", "expected failures", "commit"]
+    table = "\n".join(rows(header, body))
+    return f"{head}{begin}{table}\n{end}{rest.partition(end)[2]}"
+
+
 def main() -> int:
     try:
-        text = page()
+        text, on_torches = page(), torches()
     except FileNotFoundError as error:
         missing = Path(error.filename).relative_to(ROOT)
         print(f"results_page: {missing} is missing; run its benchmark first", file=sys.stderr)
         return 1
     PAGE.write_text(text)
+    TORCH_PAGE.write_text(on_torches)
     return 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +25,35 @@ from optimizer_hooks import listeners
 from rank_pool import RankPool, collect_less, forget_python_reducer
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
+from torch_releases import store
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
 #: Ranks that are threads of one process wait for each other on one GPU. Each stream then needs a
 #: queue of its own, and a GPU has 8 by default. Read when the process first uses CUDA.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "store the counts of a run that passes, as those of the installed torch"
+    parser.addoption("--store-torch", type=Path, metavar="FILE", help=text)
+    text = "run only one case in N, those of turn K of 1 to N"
+    parser.addoption("--turn", type=_turn, metavar="K/N", help=text)
+
+
+def _turn(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N, got {text!r}")
+    return int(number), int(of)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    path = config.getoption("--store-torch")
+    if path is not None and exitstatus == pytest.ExitCode.OK:
+        store(path, {name: len(reports) for name, reports in terminalreporter.stats.items()})
 
 
 def pytest_collection_finish() -> None:
@@ -43,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for beginning in filter(name.startswith, LONG_TESTS):
             item.add_marker(pytest.mark.long)
             unknown.discard(beginning)
+    if (turn := config.getoption("--turn")) is not None:
+        _keep(turn, config, items)
     files = {name.partition("::")[0] for name in names}
     config.stash[UNKNOWN_LONG_TESTS] = {
         each for each in unknown if each.partition("::")[0] in files
@@ -56,6 +83,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _keep(turn: tuple[int, int], config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases of other turns. A hash of the name is the same in every process."""
+    number, of = turn
+    turns: list[list[pytest.Item]] = [[] for _ in range(of)]
+    for item in items:
+        turns[zlib.crc32(item.nodeid.encode()) % of].append(item)
+    items[:] = turns.pop(number - 1)
+    config.hook.pytest_deselected(items=[item for others in turns for item in others])
 
 
 #: What PyTorch, Python and tqdm keep until the process ends: compiling, following shared memory,

@@ -179,6 +179,31 @@ def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
     assert output.splitlines()[-1].startswith("doctor: 1 error, ")
 
 
+@pytest.mark.parametrize(
+    ("version", "value", "level"),
+    [
+        ("2.13.0+cpu", "12 passed on torch 2.13.0, with Python 3.11.7", "ok"),
+        ("2.13.1", "passed on torch 2.13.0; never run on 2.13.1", "ok"),
+        ("2.16.0+cu140", "passed on torch 2.11.0 and 2.13.0; never run on 2.16.0", "warning"),
+    ],
+)
+def test_the_torch_that_the_tests_ran_on(
+    version: str,
+    value: str,
+    level: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = {"passed": 12, "python": "3.11.7"}
+    (tmp_path / "tested.json").write_text(json.dumps({"2.11.0": run, "2.13.0": run}))
+    monkeypatch.setattr(build, "TESTED", tmp_path / "tested.json")
+    monkeypatch.setattr(torch, "__version__", version)
+    found = finding(report(capsys, "versions"), "tests on this torch")
+    assert (found["value"], found["level"]) == (value, level)
+    assert ("make test-torch TORCH=2.16.0" in found["advice"]) == (level == "warning")
+
+
 def test_torch_that_does_not_load(tmp_path: Path) -> None:
     _copy_of_the_package(tmp_path, "_ops", _library())
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")

@@ -167,10 +167,10 @@ def _may_share(rank: int) -> None:
         return symmetric._may_share(codec, device, group)
 
     assert not may()  # Gloo
-    with (
-        mock.patch.object(symmetric, "is_gloo", lambda *_: False),
-        mock.patch.object(_C, "has_compiled_backend", lambda group, _: not isinstance(group, Group)),
-    ):
+    compiled = mock.patch.object(
+        _C, "has_compiled_backend", lambda group, _: not isinstance(group, Group)
+    )
+    with compiled, mock.patch.object(symmetric, "is_gloo", lambda *_: False):
         assert may()
         assert may(CODECS["sign"]())
         assert not may(CODECS["topk"]())

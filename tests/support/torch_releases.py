@@ -1,9 +1,15 @@
-"""Differences between releases of torch, for tests."""
+"""Differences between releases of torch, and the results of the tests on each of them."""
 
 from __future__ import annotations
 
+import json
+import platform
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
+from repository import ROOT
 
 #: Whether Dynamo traces a hook that writes and that the compiled function registers; otherwise the
 #: graph breaks.
@@ -13,3 +19,23 @@ not_on_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="see docs/to
 #: Whether PyTorch's older FullyShardedDataParallel continues after a failed forward, with NO_SHARD
 #: and use_orig_params.
 FLATTENED_GOES_ON = torch.__version__ < "2.15"
+
+
+def store(path: Path, counts: dict[str, int]) -> None:
+    """Store the counts of a run of all tests that has passed, for this release of torch.
+
+    Args:
+        path: a JSON file with an object for each release.
+        counts: the number of cases for each outcome.
+    """
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    asked = ["git", "describe", "--always", "--dirty"]
+    code = subprocess.check_output(asked, cwd=ROOT, text=True).strip()
+    version, _, build = torch.__version__.partition("+")
+    stored[version] = {
+        "build": build,
+        "python": platform.python_version(),
+        "code": code,
+        **{each: counts.get(each, 0) for each in ("passed", "skipped", "xfailed")},
+    }
+    path.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")

@@ -57,7 +57,10 @@ class CompleteWork final : public FutureWork {
 class HostGroup final : public StreamGroup {
  public:
   HostGroup(c10::intrusive_ptr<c10d::Backend> gloo, double delay, std::string name)
-      : StreamGroup(std::move(gloo)), delay_(delay), name_(std::move(name)), stream_(new_stream()) {}
+      : StreamGroup(std::move(gloo)),
+        delay_(delay),
+        name_(std::move(name)),
+        stream_(new_stream()) {}
   ~HostGroup() override { queue_of(stream_).close(); }
 
   const std::string getBackendName() const override { return name_; }

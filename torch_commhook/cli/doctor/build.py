@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.doctor.settings import Settings
@@ -18,6 +20,9 @@ from torch_commhook.native.stamp import (
     read_built_for,
     release,
 )
+
+#: The results of all tests on each torch, which `make test-torch` stores.
+TESTED = Path(__file__).with_name("tested_torches.json")
 
 
 def library_error() -> Exception | None:
@@ -51,6 +56,7 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
         )
         return
     yield Finding("versions", "torch", torch.__version__)
+    yield _tests_on(str(torch.__version__))
     built_with = [line.removeprefix("  - ") for line in torch.__config__.show().splitlines()]
     compilers = [line for line in built_with if line.startswith(("GCC", "Clang", "clang", "MSVC"))]
     yield Finding("versions", "torch's compiler", ", ".join(compilers) or "unknown")
@@ -58,6 +64,22 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
     yield Finding("versions", "torch's ROCm", str(torch.version.hip))
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding("versions", "torch's CPU capability", capability)
+
+
+def _tests_on(version: str) -> Finding:
+    """Whether the tests have passed on this torch, or on another one of its minor release."""
+    stored = json.loads(TESTED.read_text())
+    own = version.partition("+")[0]
+    if own in stored:
+        run = stored[own]
+        value = f"{run['passed']} passed on torch {own}, with Python {run['python']}"
+        return Finding("versions", "tests on this torch", value)
+    alike = [each for each in stored if release(each) == release(own)]
+    value = f"passed on torch {' and '.join(alike or stored)}; never run on {own}"
+    if alike:
+        return Finding("versions", "tests on this torch", value)
+    advice = f"Install one of these, or run make test-torch TORCH={own} in a checkout."
+    return Finding("versions", "tests on this torch", value, "warning", advice)
 
 
 def check_build(settings: Settings) -> Iterator[Finding]:
