@@ -87,6 +87,9 @@ class ManagedGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> ManagedWork:
         return ManagedWork(self.group.allgather(outputs, inputs, opts), outputs)
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> ManagedWork:
+        return ManagedWork(self.group.all_gather_single(output, input, opts), output)
+
     def alltoall_base(self, output: Tensor, input: Tensor, *args: Any) -> ManagedWork:
         return ManagedWork(self.group.alltoall_base(output, input, *args), output)
 

@@ -88,7 +88,6 @@ def add_gloo(
     addresses = _C.AddressStore(store, partners(rank, size))
     # Nothing else references the backend, so it is destroyed when its group is closed.
     backend = dist.ProcessGroupGloo(addresses, rank, size, options)
-    backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return GlooBackend(addresses)
 
