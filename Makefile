@@ -32,7 +32,7 @@
 #   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
 #   make wheel            build a wheel for the installed torch, in dist
 #   make test-torch TORCH=2.15.0   run the tests against another torch, in its own environment
-#   make check-torch TORCH=2.15.0  run the most important of them; five minutes after the installation
+#   make check-torch TORCH=2.15.0  run the most important of them; seven minutes
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
 #   make kill-and-resume  train with each hook that has memory, kill it, resume; eight minutes
@@ -62,7 +62,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch check-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -239,6 +239,18 @@ test-torch:
 	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
 	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
 	  ARGS="$(or $(ARGS),--store-torch $(CURDIR)/torch_commhook/cli/doctor/tested_torches.json)"
+
+# What decides whether the library works on a torch: doctor, the README's script, attach() with each
+# hook on DDP, plain and sharded models, eager and compiled, groups, autograd hooks and states.
+check-torch: FILES = cli/test_doctor.py project/test_readme.py \
+  $(addprefix attachment/,test_attach.py test_modes.py test_recovery.py test_reducer.py) \
+  $(addprefix attachment/sharded/,test_fsdp_features.py test_parts.py test_sharded_states.py) \
+  $(addprefix process_group/,test_process_group.py test_process_group_wrapper.py test_group_table.py) \
+  $(addprefix autograd/,test_autograd_hooks.py test_autograd_hook_dispatch.py \
+    test_autograd_suite_compiled.py test_autograd_suite_traced.py) \
+  $(addprefix hooks/,test_hook_state.py test_gathered_states.py)
+check-torch:
+	$(MAKE) test-torch ARGS="$(strip $(addprefix tests/,$(FILES)) $(ARGS))"
 
 # A sanitizer needs its own build in place too.
 test-asan: SANITIZER = address

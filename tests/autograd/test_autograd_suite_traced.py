@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, in_modes, leaf
+from autograd_apis import Ours, PyTorchs, backward, both, in_modes, leaf
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
 from torch._dynamo.exc import Unsupported
 from torch.autograd import Function
+from torch_releases import fails_on_2_11
 from whole_graph import WholeGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -84,7 +85,13 @@ def test_a_sparse_gradient_is_copied_where_a_graph_is_made(api: Any) -> None:
 # ---- registered in what is compiled --------------------------------------------------------------
 
 
-@both
+@pytest.mark.parametrize(
+    "api",
+    [
+        pytest.param(PyTorchs, marks=fails_on_2_11, id=PyTorchs.name),
+        pytest.param(Ours, id=Ours.name),
+    ],
+)
 @in_modes
 def test_registered_in_a_compiled_function(api: Any, mode: str) -> None:
     class Settings:

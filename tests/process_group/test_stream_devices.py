@@ -240,7 +240,7 @@ def _goes_on(rank: int, paths: Paths, hook: Any) -> tuple[int, bool, Tensor]:
     def watched(bucket: GradBucket) -> Any:
         future = average(bucket)
         end.record()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not end.query() and time.monotonic() < deadline:
             time.sleep(0.001)
         passed.append((library.issued() - before, end.query()))

@@ -179,7 +179,7 @@ def _under_compiled_autograd(rank: int, place: str) -> list[str]:
         for backward in (loss.backward, lambda: loss_of(model(batch(rank, 2))).backward()):
             try:
                 backward()
-            except RuntimeError as error:
+            except (RuntimeError, AssertionError) as error:
                 found.append(str(error)[:57])
     handle.replace(hooks.allreduce())
     found.append(str(same_bits(gradients_of_step(model, rank), expected)))
@@ -190,6 +190,8 @@ def _under_compiled_autograd(rank: int, place: str) -> list[str]:
 @pytest.mark.parametrize("place", PLACES)
 def test_compiled_autograd_is_refused(ranks: RankPool, place: str) -> None:
     message = "torch_commhook: compiled autograd runs this backward, in "
+    if torch.__version__ < "2.12":  # refuses it by itself
+        message = "queue_callback() is only supported when Compiled Autograd"
     assert ranks.run(_under_compiled_autograd, place) == [[message] * 2 + ["True"]] * (
         ranks.world_size
     )
