@@ -238,7 +238,7 @@ test-torch:
 	$(call COPY_TREE,build/test-torch-$(TORCH))
 	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
 	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
-	  ARGS="$(or $(ARGS),--store-torch $(CURDIR)/torch_commhook/cli/doctor/tested_torches.json)"
+	  ARGS="$(or $(ARGS),--store-torch=$(CURDIR)/torch_commhook/cli/doctor/tested_torches.json)"
 
 # What decides whether the library works on a torch: doctor, the README's script, attach() with each
 # hook on DDP, plain and sharded models, eager and compiled, groups, autograd hooks and states.
