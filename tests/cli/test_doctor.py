@@ -183,8 +183,8 @@ def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
     ("version", "value", "level"),
     [
         ("2.13.0+cpu", "12 passed on torch 2.13.0, with Python 3.11.7", "ok"),
-        ("2.13.1", "passed on torch 2.13.0; never run on 2.13.1", "ok"),
-        ("2.16.0+cu140", "passed on torch 2.11.0, 2.13.0; never run on 2.16.0", "warning"),
+        ("2.13.1", "never run on 2.13.1; passed on torch 2.13.0", "ok"),
+        ("2.16.0+cu140", "never run on 2.16.0; passed on torch 2.11.0, 2.13.0", "warning"),
     ],
 )
 def test_the_torch_that_the_tests_ran_on(

@@ -75,7 +75,7 @@ def _tests_on(version: str) -> Finding:
         value = f"{run['passed']} passed on torch {own}, with Python {run['python']}"
         return Finding("versions", "tests on this torch", value)
     alike = [each for each in stored if release(each) == release(own)]
-    value = f"passed on torch {', '.join(alike or stored)}; never run on {own}"
+    value = f"never run on {own}; passed on torch {', '.join(alike or stored) or 'none'}"
     if alike:
         return Finding("versions", "tests on this torch", value)
     advice = f"Install one of these, or run make test-torch TORCH={own} in a checkout."
