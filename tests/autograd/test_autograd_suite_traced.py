@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
 from torch._dynamo.exc import Unsupported
 from torch.autograd import Function
-from torch_releases import fails_on_2_11
+from torch_releases import closures_fail
 from whole_graph import WholeGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -88,7 +88,7 @@ def test_a_sparse_gradient_is_copied_where_a_graph_is_made(api: Any) -> None:
 @pytest.mark.parametrize(
     "api",
     [
-        pytest.param(PyTorchs, marks=fails_on_2_11, id=PyTorchs.name),
+        pytest.param(PyTorchs, marks=closures_fail, id=PyTorchs.name),
         pytest.param(Ours, id=Ours.name),
     ],
 )

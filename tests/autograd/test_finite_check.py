@@ -9,7 +9,7 @@ import pytest
 import torch
 from autograd_apis import backward, both, in_modes, leaf
 from torch import Tensor
-from torch_releases import HOOKS_MAY_WRITE, not_on_2_11
+from torch_releases import HOOKS_MAY_WRITE, since
 
 from torch_commhook import autograd
 from torch_commhook.autograd import FiniteCheck
@@ -81,7 +81,7 @@ def test_a_hook_after_accumulation_looks_at_the_gradient(api: Any, mode: str) ->
     assert int(check.count) == 2  # what was accumulated before is still there
 
 
-@not_on_2_11
+@since("2.13")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_in_compiled_code(backend: str) -> None:
     check = FiniteCheck()

@@ -11,7 +11,7 @@ from kernel_device import COUNTS, DEVICE
 from ops_reference import DTYPES, SHAPE_CLASSES, SOURCE_CLASSES, make, maker
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch_releases import not_on_2_11
+from torch_releases import since
 
 from torch_commhook.autograd import FiniteCheck, register_hook
 from torch_commhook.native.check_ops import check_finite, check_hook_result
@@ -184,7 +184,7 @@ def test_a_backward_with_hooks_in_a_graph() -> None:
         check.raise_if_nonfinite()
 
 
-@not_on_2_11
+@since("2.13")
 @on_gpu
 def test_compiled_code_goes_into_a_graph() -> None:
     check = FiniteCheck("cuda")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_releases import HOOKS_MAY_WRITE, not_on_2_11
+from torch_releases import HOOKS_MAY_WRITE, since
 
 from torch_commhook import autograd
 from torch_commhook.native.check_ops import check_finite, check_hook_result
@@ -152,7 +152,7 @@ def test_calls_in_compiled_code(calls: Calls, backend: str) -> None:
                 assert calls.of(y.sum().backward) == 0
 
 
-@not_on_2_11
+@since("2.13")
 @backends
 def test_calls_in_a_compiled_backward(calls: Calls, backend: str) -> None:
     function = torch.compile(hooked, backend=backend, fullgraph=True)

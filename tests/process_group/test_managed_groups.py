@@ -12,7 +12,7 @@ from mode_cases import batch, module
 from modes import BUCKET_CAP_MB
 from rank_pool import RankPool
 from torch import Tensor
-from torch_releases import not_on_2_11
+from torch_releases import since
 
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.codecs import CODECS
@@ -265,6 +265,6 @@ def _asked_by_a_compiler(rank: int) -> list[int]:
     return [int(place(torch.zeros(()))), group_rank(group), group.rank()]
 
 
-@not_on_2_11
+@since("2.12")
 def test_a_rank_that_a_compiler_asks_for(two_ranks: RankPool) -> None:
     assert two_ranks.run(_asked_by_a_compiler, timeout=60) == [[0, 0, 0], [1, 1, 0]]

@@ -15,17 +15,21 @@ _PAGE = "see docs/torch_versions.md"
 #: Whether Dynamo traces a hook that writes and that the compiled function registers; otherwise the
 #: graph breaks.
 HOOKS_MAY_WRITE = torch.__version__ < "2.15"
-#: Hooks that the compiled function registers: Dynamo 2.11 does not support their closures.
-not_on_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason=_PAGE)
-#: The same for hooks that are PyTorch's own.
-fails_on_2_11 = pytest.mark.xfail(
-    torch.__version__ < "2.12", strict=True, raises=UnboundLocalError, reason=_PAGE
+#: PyTorch's own hooks that the compiled function registers: Dynamo before 2.13 does not support
+#: their closures.
+closures_fail = pytest.mark.xfail(
+    torch.__version__ < "2.13", strict=True, raises=UnboundLocalError, reason=_PAGE
 )
 #: Whether a Work can tell its error.
 WORKS_HAVE_ERRORS = torch.__version__ >= "2.13"
 #: Whether PyTorch's older FullyShardedDataParallel continues after a failed forward, with NO_SHARD
 #: and use_orig_params.
 FLATTENED_GOES_ON = torch.__version__ < "2.15"
+
+
+def since(release: str) -> pytest.MarkDecorator:
+    """Skips a test on older releases, such as those before ``"2.13"``."""
+    return pytest.mark.skipif(torch.__version__ < release, reason=_PAGE)
 
 
 def store(path: Path, counts: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ from sharded_models import device_mesh
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch_releases import not_on_2_11
+from torch_releases import since
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.memory.sharded_bucket import ShardedBucket
@@ -252,6 +252,6 @@ def _heads_alone(rank: int) -> bool:
     return all(map(torch.equal, *found))
 
 
-@not_on_2_11
+@since("2.13")
 def test_a_part_of_a_group_that_runs_alone(two_ranks: RankPool) -> None:
     assert two_ranks.run(_heads_alone) == [True, True]

@@ -425,8 +425,13 @@ def _reset_iteration(root: Any) -> None:
     """
     context, shared = root._state_ctx, root._comm_ctx
     idle = type(root._training_state).IDLE
-    events = [getattr(shared.reduce_scatter_state, "event", None)]
-    shared.all_gather_state = shared.reduce_scatter_state = None
+    if hasattr(shared, "reduce_scatter_states"):
+        reduced = list(shared.reduce_scatter_states)
+        shared.reduce_scatter_states.clear()
+    else:  # before torch 2.12
+        reduced, shared.reduce_scatter_state = [shared.reduce_scatter_state], None
+    events = [getattr(state, "event", None) for state in reduced]
+    shared.all_gather_state = None
     shared.post_forward_order.clear()
     for state in context.all_states:
         state._modules_to_run_forward.clear()
