@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity, profile
+from torch_releases import since
 
 from torch_commhook import _C, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
@@ -295,9 +296,7 @@ def test_a_backend_that_sends_nothing() -> None:
     assert not _C.has_compiled_backend(group, torch.device("cuda"))
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.15", reason="older releases have no backends of Python classes"
-)
+@since("2.15")
 def test_a_backend_of_a_python_class() -> None:
     """All ranks take what it writes, the source too."""
 
