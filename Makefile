@@ -1,7 +1,8 @@
 # Every target makes its environment first; a second call only runs the target.
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
-#   make test-long        run the tests marked long, which make test leaves out; twenty minutes
+#   make check            what a change needs since BASE (the merge base with main); ALL=1 for all
+#   make durations        run all tests, and store how long they take; an hour
 #   make test-integrations   test hooks in training frameworks, in the listed versions; five minutes
 #                         (LATEST=1: in their newest releases)
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
@@ -32,7 +33,6 @@
 #   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
 #   make wheel            build a wheel for the installed torch, in dist
 #   make test-torch TORCH=2.15.0   run the tests against another torch, in its own environment
-#   make check-torch TORCH=2.15.0  run the most important of them; seven minutes
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
 #   make kill-and-resume  train with each hook that has memory, kill it, resume; eight minutes
@@ -62,17 +62,24 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test wheel test-long test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch check-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test check durations wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
+
+# Two files at a time, in the order of tests/support/cases.py: the longest first.
+PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 train: $(VENV)/built
 	$(VENV)/bin/python -m torch_commhook train $(ARGS)
 
 test: $(VENV)/built
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-long: $(VENV)/built
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m long $(ARGS)
+# What a change needs, since the commit BASE or the merge base with main; with ALL=1, everything.
+check:
+	$(PYTHON) tests/check.py $(if $(BASE),--base $(BASE)) $(if $(ALL),--all) $(ARGS)
+
+durations: $(VENV)/built
+	$(VENV)/bin/python -m pytest $(PARALLEL) --store-durations $(ARGS)
 
 # Lets an environment import the packages of $(VENV).
 ABOVE_VENV = cd $(1)/lib/python3*/site-packages && \
@@ -82,7 +89,7 @@ ABOVE_VENV = cd $(1)/lib/python3*/site-packages && \
 FRAMEWORKS = tests/integrations/requirements.txt
 INTEGRATIONS = .venv-integrations$(if $(LATEST),-latest)
 test-integrations: $(VENV)/built $(INTEGRATIONS)/installed
-	$(INTEGRATIONS)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "" tests/integrations $(ARGS)
+	$(INTEGRATIONS)/bin/python -m pytest $(PARALLEL) -m "" tests/integrations $(ARGS)
 
 $(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
 	$(PYTHON) -m venv $(INTEGRATIONS)
@@ -232,25 +239,17 @@ gpu-carry:
 COPY_TREE = mkdir -p $(1) && find $(1) -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} + && \
   git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t $(1)
 
+TORCHES = torch_commhook/cli/doctor/tested_torches.json
+# Of the tree that is copied. Results that another torch has stored leave it as it was.
+COMMIT = $(shell git rev-parse --short=8 HEAD)$(shell git diff --quiet HEAD -- . ':!$(TORCHES)' || echo -dirty)
+
 # Another torch needs an environment of its own, and its own build in place.
 TORCH_VENV = $(TORCH_VENVS)/torch-$(TORCH)
 test-torch:
 	$(call COPY_TREE,build/test-torch-$(TORCH))
 	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
 	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
-	  ARGS="$(or $(ARGS),--store-torch=$(CURDIR)/torch_commhook/cli/doctor/tested_torches.json)"
-
-# What decides whether the library works on a torch: doctor, the README's script, attach() with each
-# hook on DDP, plain and sharded models, eager and compiled, groups, autograd hooks and states.
-check-torch: FILES = cli/test_doctor.py project/test_readme.py \
-  $(addprefix attachment/,test_attach.py test_modes.py test_recovery.py test_reducer.py) \
-  $(addprefix attachment/sharded/,test_fsdp_features.py test_parts.py test_sharded_states.py) \
-  $(addprefix process_group/,test_process_group.py test_process_group_wrapper.py test_group_table.py) \
-  $(addprefix autograd/,test_autograd_hooks.py test_autograd_hook_dispatch.py \
-    test_autograd_suite_compiled.py test_autograd_suite_traced.py) \
-  $(addprefix hooks/,test_hook_state.py test_gathered_states.py)
-check-torch:
-	$(MAKE) test-torch ARGS="$(strip $(addprefix tests/,$(FILES)) $(ARGS))"
+	  ARGS="$(or $(ARGS),--store-torch=$(CURDIR)/$(TORCHES) --commit=$(COMMIT))"
 
 # A sanitizer needs its own build in place too.
 test-asan: SANITIZER = address

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +14,11 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
+from cases import Cases
 from gil_calls import CannotCountError, build
 from gpu_runs import gpu_run  # noqa: F401  (a fixture)
 from graph_on_host import device_on_host  # noqa: F401  (a fixture)
 from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
-from long_tests import LONG_TESTS, UNKNOWN_LONG_TESTS
 from optimizer_hooks import listeners
 from rank_pool import RankPool, collect_less, forget_python_reducer
 from torch._dynamo.utils import counters
@@ -37,15 +35,16 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "store the counts of a run that passes, as those of the installed torch"
     parser.addoption("--store-torch", type=Path, metavar="FILE", help=text)
-    text = "run only one case in N, those of turn K of 1 to N"
-    parser.addoption("--turn", type=_turn, metavar="K/N", help=text)
+    text = "the commit that is tested, which is stored with them"
+    parser.addoption("--commit", default="unknown", help=text)
+    text = "run the cases that tests/check.py has chosen, and no others"
+    parser.addoption("--chosen", type=Path, metavar="FILE", help=text)
+    text = "run all cases, and store how long they take if they pass"
+    parser.addoption("--store-durations", action="store_true", help=text)
 
 
-def _turn(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N, got {text!r}")
-    return int(number), int(of)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Cases(config))
 
 
 def pytest_terminal_summary(
@@ -53,27 +52,15 @@ def pytest_terminal_summary(
 ) -> None:
     path = config.getoption("--store-torch")
     if path is not None and exitstatus == pytest.ExitCode.OK:
-        store(path, {name: len(reports) for name, reports in terminalreporter.stats.items()})
+        code = config.getoption("--commit")
+        store(path, code, {name: len(reports) for name, reports in terminalreporter.stats.items()})
 
 
 def pytest_collection_finish() -> None:
     collect_less()
 
 
-@pytest.hookimpl(tryfirst=True)  # before they are chosen by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unknown = set(LONG_TESTS)
-    names = [item.nodeid.removeprefix("tests/") for item in items]
-    for item, name in zip(items, names, strict=True):
-        for beginning in filter(name.startswith, LONG_TESTS):
-            item.add_marker(pytest.mark.long)
-            unknown.discard(beginning)
-    if (turn := config.getoption("--turn")) is not None:
-        _keep(turn, config, items)
-    files = {name.partition("::")[0] for name in names}
-    config.stash[UNKNOWN_LONG_TESTS] = {
-        each for each in unknown if each.partition("::")[0] in files
-    }
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         reason = "needs a CUDA GPU, and none is visible"
     elif not torch.ops.commhook.has_cuda_kernels():
@@ -83,16 +70,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _keep(turn: tuple[int, int], config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases of other turns. A hash of the name is the same in every process."""
-    number, of = turn
-    turns: list[list[pytest.Item]] = [[] for _ in range(of)]
-    for item in items:
-        turns[zlib.crc32(item.nodeid.encode()) % of].append(item)
-    items[:] = turns.pop(number - 1)
-    config.hook.pytest_deselected(items=[item for others in turns for item in others])
 
 
 #: What PyTorch, Python and tqdm keep until the process ends: compiling, following shared memory,

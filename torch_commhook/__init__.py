@@ -13,6 +13,10 @@ if _interrupt.runs_the_command():  # before torch is imported, which takes secon
 
     _doctor.end_where_nothing_loads()
 
+# First: it loads the libraries, and its errors say how to build them.
+from torch_commhook.native import bucket_ops as _bucket_ops  # noqa: F401
+
+# isort: split
 from torch_commhook import autograd, codecs, collectives, hooks, process_group, testing
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from doctor_reports import finding, report
 from repository import ROOT
+from torch_releases import since
 
 import torch_commhook
 from torch_commhook.cli.doctor import CHECKS, build, host
@@ -140,7 +141,7 @@ BROKEN = {
         "_",
         lambda: None,
         r"not built \(none in .*\)",
-        f"Build them for torch {torch.__version__}: python setup.py develop",
+        "Change to another folder: ",  # the tests have a built one
     ),
     "a library that does not load": (
         "_ops",
@@ -169,6 +170,15 @@ def test_native_libraries_that_do_not_load(case: str, tmp_path: Path) -> None:
     assert libraries["advice"].startswith(advice)
     assert finding(found, "torch")["value"] == torch.__version__
     assert "not tried" in finding(found, "hooks")["value"]
+
+
+def test_no_other_package_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT)])
+    monkeypatch.setattr(build, "library_error", lambda: ImportError("not built"))
+    monkeypatch.setattr(build, "operator_library", lambda *_: None)
+    (found, _) = build.check_build(Settings(1.0))
+    advice = f"Build them for torch {torch.__version__}: python setup.py develop"
+    assert found.advice is not None and found.advice.startswith(advice)
 
 
 def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
@@ -455,6 +465,27 @@ def test_a_backend_for_cuda_alone(
     (group,) = report(capsys, "group", "--backend", name)["findings"]
     assert group["value"].startswith(f"{name}: cuda tensors travel over {name}; ranks agree")
     assert f"{name} cannot take back a collective" in group["value"]
+
+
+@since("2.14")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_backends_that_torch_registers_when_asked() -> None:
+    names = ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"]  # only of which it already knows one
+    program = (
+        "import sys; from torch_commhook.cli.doctor.group import by_device\n"
+        "for name in sys.argv[1:]: print(by_device(name))"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", program, *names], text=True)
+    assert printed.splitlines() == [str({"cuda": name}) for name in names]
+
+
+def test_a_backend_for_neither_cpu_nor_cuda(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setitem(dist.Backend.backend_capability, "xccl", ["xpu"])
+    (group,) = report(capsys, "group", "--backend", "xccl")["findings"]
+    assert group["level"] == "warning" and "xccl cannot take back a collective" in group["value"]
 
 
 def test_a_default_group_of_two_backends(

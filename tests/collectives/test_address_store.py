@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,6 +116,13 @@ def connected() -> Iterator[Callable[..., Ranks]]:
     yield make
     for ranks in made:
         ranks.close()
+
+
+def test_a_group_without_a_backend_is_not_asked_for_its_size() -> None:
+    """torch 2.14 and newer would raise."""
+    group = Mock(spec=["_register_backend"])
+    add_gloo(group, dist.HashStore(), 0, 1, _TIMEOUT)
+    group._register_backend.assert_called_once()
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH])

@@ -167,17 +167,24 @@ def _may_share(rank: int) -> None:
         return symmetric._may_share(codec, device, group)
 
     assert not may()  # Gloo
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        checked = dist.new_group()
+    finally:
+        dist.set_debug_level(level)
+    assert symmetric._sends_through_host(checked, torch.device("cpu"))
     compiled = mock.patch.object(
         _C, "has_compiled_backend", lambda group, _: not isinstance(group, Group)
     )
-    with compiled, mock.patch.object(symmetric, "is_gloo", lambda *_: False):
+    with compiled, mock.patch.object(symmetric, "_sends_through_host", lambda *_: False):
         assert may()
         assert may(CODECS["sign"]())
         assert not may(CODECS["topk"]())
         assert not may(device=torch.device("cpu"))
         assert not may(group=alone[rank])
         assert not may(group=Group(rank, 2))
-    for group in alone:
+    for group in (*alone, checked):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 

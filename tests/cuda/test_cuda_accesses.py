@@ -25,7 +25,10 @@ from cuda_on_host import (
 )
 from kernel_runs import FORMS, OTHERS, block_runs, least_block, other_runs
 
-pytestmark = pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time")
+pytestmark = [
+    pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time"),
+    pytest.mark.long,  # compiling takes two minutes
+]
 
 #: Times the fewest sectors, or passes over the banks, of all of a kernel's accesses together.
 LIMIT = 1.1

@@ -25,7 +25,10 @@ from cuda_sanitized import run_kernels
 from kernel_runs import FORMS, OTHERS, Runs, runs_of
 from repository import ROOT
 
-pytestmark = pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time")
+pytestmark = [
+    pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time"),
+    pytest.mark.long,  # compiling takes two minutes
+]
 
 RACE = "no barrier orders accesses"
 BARRIER = re.compile(r"\b__sync(?:warp|threads)\(")

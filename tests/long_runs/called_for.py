@@ -4,26 +4,31 @@
     python tests/long_runs/called_for.py --run --minutes 20
     python tests/long_runs/called_for.py --passed modes   # the Makefile says so after a run
 
-``make long-runs`` calls the second. CI asks with the first whether to compile the CUDA kernels.
-``passed.json`` beside this file holds a digest of each run's files when it last passed; it is
-committed with the run's results.
+``make long-runs`` calls the second. ``passed.json`` beside this file holds the commit at which each
+run last passed, and a digest of what it passed with; it is committed with the run's results.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
+import math
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from repository import ROOT
+from repository import ROOT, TESTS
 from source_code import code_of
 
 PASSED = Path(__file__).with_name("passed.json")
+
+#: Commits after which a run must have passed again, if its files have changed.
+LARGEST_AGE = 200
 
 STEPS = tuple(
     f"torch_commhook/{layer}"
@@ -36,26 +41,37 @@ class LongRun(NamedTuple):
 
     Attributes:
         minutes: roughly how long it takes on 2 cores.
-        files: files and folders; a change of one calls for the run.
+        files: files and folders; a change of one calls for the run. So does a change of the modules
+            that they import from tests/support and tests/long_runs, of torch and of the compiler.
     """
 
     minutes: int
     files: tuple[str, ...]
 
-    def paths(self) -> Iterator[Path]:
-        """The files and those in its folders, in order."""
+    def paths(self) -> list[Path]:
+        """The files and those in its folders, in order, and then what they import of the tests."""
+        found: dict[Path, None] = {}
         for name in self.files:
             path = ROOT / name
             if path.is_dir():
-                yield from sorted(each for each in path.rglob("*") if is_source(each))
+                found |= dict.fromkeys(sorted(each for each in path.rglob("*") if is_source(each)))
             elif path.is_file():
-                yield path
+                found[path] = None
             else:
                 raise FileNotFoundError(f"called_for.py: {name} does not exist")
+        left = [path for path in found if path.suffix == ".py" and TESTS in path.parents]
+        while left:
+            new = dict.fromkeys(each for each in _imported(left.pop()) if each not in found)
+            found |= new
+            left += new
+        return list(found)
 
     def digest(self) -> str:
-        """A digest of the files' names and code. Comments and docstrings do not change it."""
-        digest = hashlib.sha256()
+        """A digest of torch, the compiler, and the files' names and code.
+
+        Comments and docstrings do not change it.
+        """
+        digest = hashlib.sha256(f"{_made_with()}".encode())
         for path in self.paths():
             content = code_of(path)
             digest.update(f"{path.relative_to(ROOT)} {len(content)} ".encode() + content)
@@ -65,6 +81,26 @@ class LongRun(NamedTuple):
 def is_source(path: Path) -> bool:
     """Whether a file is a source, not a build's output."""
     return path.is_file() and path.suffix not in (".so", ".pyc")
+
+
+def _imported(path: Path) -> list[Path]:
+    """The modules of tests/support and tests/long_runs that a module imports."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for folder in ("support", "long_runs"):
+            found += [TESTS / folder / f"{name}.py" for name in names]
+    return [each for each in found if each.is_file()]
+
+
+@cache
+def _made_with() -> list[str]:
+    """The torches that the Makefile installs, and the compiler."""
+    torches = re.findall(r"^\w*TORCH \?= .*", (ROOT / "Makefile").read_text(), re.M)
+    compiler = subprocess.run(["c++", "-dumpfullversion"], capture_output=True, text=True)
+    return [*torches, compiler.stdout.strip()]
 
 
 #: The runs by target, in the order in which they are run.
@@ -174,33 +210,57 @@ RUNS = {
 }
 
 
-def passed() -> dict[str, str]:
-    """The digest with which each run last passed, by target."""
+def passed() -> dict[str, dict[str, str]]:
+    """The digest and the commit with which each run last passed, by target."""
     return json.loads(PASSED.read_text()) if PASSED.exists() else {}
 
 
 def note_passed(target: str) -> None:
     """Note that all cases of a run have passed with the present files."""
-    noted = {**passed(), target: RUNS[target].digest()}
+    noted = {
+        **passed(),
+        target: {"commit": _git("rev-parse", "HEAD"), "digest": RUNS[target].digest()},
+    }
     PASSED.write_text(json.dumps(dict(sorted(noted.items())), indent=1) + "\n")
 
 
+def has_changed(name: str) -> bool:
+    """Whether a run's files have changed since it last passed."""
+    return passed().get(name, {}).get("digest") != RUNS[name].digest()
+
+
 def called_for() -> dict[str, LongRun]:
-    """The runs whose files have changed since they last passed."""
-    noted = passed()
-    return {name: run for name, run in RUNS.items() if noted.get(name) != run.digest()}
+    """The runs whose files have changed since they last passed, the one that passed first first."""
+    found = {name: run for name, run in RUNS.items() if has_changed(name)}
+    return dict(sorted(found.items(), key=lambda each: -age(each[0])))
+
+
+def age(name: str) -> float:
+    """How many commits ago a run has passed; infinite if it never has, or not in this history."""
+    try:
+        return int(_git("rev-list", "--count", f"{passed()[name]['commit']}..HEAD"))
+    except (KeyError, subprocess.CalledProcessError):
+        return math.inf
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def run_within(minutes: int) -> int:
-    """Run those called for that fit into so many minutes in all.
+    """Run those called for that fit into so many minutes in all, the oldest first.
 
     Returns:
-        1 if one of them fails, else 0.
+        1 if one of them fails, or is older than LARGEST_AGE and does not fit; else 0.
     """
     left, failed = minutes, []
     for name, run in called_for().items():
         if run.minutes > left:
             print(f"make {name}: called for, but left out: {run.minutes} of {left} minutes left")
+            if age(name) > LARGEST_AGE:
+                failed.append(f"{name} (it passed over {LARGEST_AGE} commits ago)")
             continue
         left -= run.minutes
         print(f"make {name}: about {run.minutes} minutes", flush=True)
@@ -225,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.run:
         return run_within(options.minutes)
     for name, run in called_for().items():
-        print(f"make {name}: about {run.minutes} minutes")
+        print(f"make {name}: about {run.minutes} minutes; passed {age(name)} commits ago")
     return 0
 
 

@@ -296,7 +296,7 @@ def test_a_backend_that_sends_nothing() -> None:
     assert not _C.has_compiled_backend(group, torch.device("cuda"))
 
 
-@since("2.15")
+@since("2.14")
 def test_a_backend_of_a_python_class() -> None:
     """All ranks take what it writes, the source too."""
 

@@ -17,20 +17,22 @@ _LITERAL_OR_COMMENT = re.compile(
 )
 
 
-def code_of(path: Path) -> bytes:
+def code_of(path: Path, content: bytes | None = None) -> bytes:
     """A source's code. Equal for two sources that differ in comments, docstrings and blank lines.
 
     Args:
         path: of the source. All bytes of a file that is neither Python, C++ nor CUDA are code,
             except those of a document (``.md``).
+        content: of the source, if not that of the file.
     """
+    content = path.read_bytes() if content is None else content
     if path.suffix == ".md":
         return b""
     if path.suffix in (".py", ".pyi"):
-        return _python(path.read_text()).encode()
+        return _python(content.decode()).encode()
     if path.suffix in CPP_SUFFIXES:
-        return _cpp(path.read_text()).encode()
-    return path.read_bytes()
+        return _cpp(content.decode()).encode()
+    return content
 
 
 def _python(text: str) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
 
 _PAGE = "see docs/torch_versions.md"
 #: Whether Dynamo traces a hook that writes and that the compiled function registers; otherwise the
@@ -32,16 +30,15 @@ def since(release: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(torch.__version__ < release, reason=_PAGE)
 
 
-def store(path: Path, counts: dict[str, int]) -> None:
+def store(path: Path, code: str, counts: dict[str, int]) -> None:
     """Store the counts of a run of all tests that has passed, for this release of torch.
 
     Args:
         path: a JSON file with an object for each release.
+        code: the commit that was tested.
         counts: the number of cases for each outcome.
     """
     stored = json.loads(path.read_text()) if path.exists() else {}
-    asked = ["git", "describe", "--always", "--dirty"]
-    code = subprocess.check_output(asked, cwd=ROOT, text=True).strip()
     version, _, build = torch.__version__.partition("+")
     stored[version] = {
         "build": build,

@@ -1,10 +1,10 @@
 """Second stages of a step's collectives on the process group of the first stages.
 
-All backends over NCCL run the collectives of a group on one communicator, in order; torch 2.15's
-``nccl-lazy`` has others for point-to-point messages only. So a bucket's second stage must not be
-issued right behind the first: the wire would be idle while a rank sums and encodes. It waits until
-the next bucket's first stage has been issued, or until the last bucket has come. So the order
-depends on the order of the buckets only, which is the same on all ranks.
+All backends over NCCL run the collectives of a group on one communicator, in order (``nccl-lazy``
+has others for point-to-point messages). So a bucket's second stage must not be issued right behind
+the first: the wire would be idle while a rank sums and encodes. It waits until the next bucket's
+first stage has been issued, or until the last bucket has come. So the order depends on the order of
+the buckets only, which is the same on all ranks.
 
 A separate communicator for second stages would not need this order. But collectives of two NCCL
 communicators that run at once may deadlock, waiting for each other's resources on different

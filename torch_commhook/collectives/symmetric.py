@@ -30,7 +30,7 @@ from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather_in_step
-from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_gloo
+from torch_commhook.collectives.gloo_groups import group_name, group_timeout
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
@@ -141,8 +141,16 @@ def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> 
         and 2 <= group.size() <= MOST_RANKS
         and group in distributed_c10d._world.pg_map
         and _C.has_compiled_backend(group, device)  # others must see their collectives
-        and not is_gloo(group, "cuda")  # which sends through the host
+        and not _sends_through_host(group, device)
     )
+
+
+def _sends_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a device's tensors travel over Gloo."""
+    backend = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is within another one.
+    wrapped = getattr(backend, "wrapped_pg", backend)
+    return dist.is_gloo_available() and isinstance(wrapped, dist.ProcessGroupGloo)
 
 
 class _Place(NamedTuple):

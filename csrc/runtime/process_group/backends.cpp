@@ -10,7 +10,7 @@
 #include <typeinfo>
 #include <utility>
 
-#if __has_include(<torch/csrc/distributed/c10d/py/PyBackend.hpp>)  // torch 2.15 and newer
+#if __has_include(<torch/csrc/distributed/c10d/py/PyBackend.hpp>)  // torch 2.14 and newer
 #include <torch/csrc/distributed/c10d/py/PyBackend.hpp>
 #define COMMHOOK_HAS_PY_BACKEND
 #endif

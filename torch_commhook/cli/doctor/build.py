@@ -15,6 +15,7 @@ from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.native.stamp import (
     HOW_TO_BUILD,
+    LIBRARY_FOLDER,
     PACKAGE,
     operator_library,
     read_built_for,
@@ -78,7 +79,8 @@ def _tests_on(version: str) -> Finding:
     value = f"never run on {own}; passed on torch {', '.join(alike or stored) or 'none'}"
     if alike:
         return Finding("versions", "tests on this torch", value)
-    advice = f"Install one of these, or run make test-torch TORCH={own} in a checkout."
+    advice = "Install one of these, or run" if stored else "Run"
+    advice += f" make test-torch TORCH={own} in a checkout."
     return Finding("versions", "tests on this torch", value, "warning", advice)
 
 
@@ -114,7 +116,7 @@ def _libraries(error: Exception | None) -> Iterator[Finding]:
             "native libraries",
             f"not built ({names or 'none'} in {PACKAGE})",
             "error",
-            f"Build them for torch {torch_version}: {HOW_TO_BUILD}",
+            _elsewhere() or f"Build them for torch {torch_version}: {HOW_TO_BUILD}",
         )
         return
     built_for = read_built_for(library)
@@ -134,6 +136,14 @@ def _libraries(error: Exception | None) -> Iterator[Finding]:
         "error",
         f"Build them again for torch {torch_version} and this Python: {HOW_TO_BUILD}",
     )
+
+
+def _elsewhere() -> str | None:
+    """Advice if this package hides one that is installed."""
+    for path in (Path(each).resolve() / PACKAGE.name for each in sys.path if each):
+        if path != PACKAGE.resolve() and operator_library(path / LIBRARY_FOLDER.name) is not None:
+            return f"Change to another folder: {path} is built, and {PACKAGE.parent} comes first."
+    return None
 
 
 def _torch_version() -> str | None:

@@ -48,6 +48,7 @@ def by_device(config: str) -> dict[str, str]:
         return {device.strip(): backend.strip() for device, _, backend in pairs}
     import torch.distributed as dist
 
+    dist.is_backend_available(text)  # torch 2.14 registers some backends only when asked
     return dict.fromkeys(dist.Backend.backend_capability.get(text, ("cpu", "cuda")), text)
 
 
@@ -87,14 +88,15 @@ def backends(source: str, config: str) -> Iterator[Finding]:
             f"Take gloo for the CPU: init_process_group('cpu:gloo,cuda:{cuda or 'nccl'}').",
         )
         return
-    if cuda == "gloo" or cuda is None:
+    others = dict.fromkeys(name for name in found.values() if name != "gloo")
+    if not others:
         yield Finding("group", source, f"{value}; ranks agree on each step over gloo")
         return
     yield Finding(
         "group",
         source,
-        f"{value}; ranks agree on each step over gloo, and {cuda} cannot take back a collective "
-        "of a step that fails",
+        f"{value}; ranks agree on each step over gloo, and {' and '.join(others)} cannot take back "
+        "a collective of a step that fails",
         "warning",
         "After an error in backward(), call abort() on all ranks, make a new group and attach "
         "again.",

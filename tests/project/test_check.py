@@ -1,0 +1,229 @@
+"""What ``make check`` runs for a change, and the stored durations of the test cases."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import check
+import durations
+import pytest
+import torch
+from cases import Cases
+from check import Plan, Sources
+from durations import Durations
+from repository import ROOT
+
+SOURCES = Sources()
+
+
+def tracked(folder: str = ".") -> list[str]:
+    return subprocess.check_output(["git", "ls-files", folder], cwd=ROOT, text=True).split()
+
+
+# ---- areas ---------------------------------------------------------------------------------------
+
+
+def test_layers_are_those_of_import_linter() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = text.partition("\nlayers = [\n")[2].partition("]")[0].replace('"', "").split(",")
+    assert {each.strip() for each in listed} - {""} == SOURCES.layers.keys() - {"lib"}
+
+
+def test_a_layer_uses_those_below_it() -> None:
+    assert SOURCES.layers["codecs"] == {"codecs", "native"}
+    assert {"hooks", "collectives", "codecs"} < SOURCES.layers["attachment"]
+    assert "attachment" not in SOURCES.layers["hooks"]
+
+
+@pytest.mark.parametrize(
+    ("path", "areas"),
+    [
+        ("torch_commhook/hooks/policy.py", {"hooks"}),
+        ("torch_commhook/spans.py", {"spans"}),
+        ("csrc/runtime/reducer/reducer.cpp", {"reducer"}),
+        ("csrc/ops/codecs/sign.cpp", {"codecs", "ops", "cuda"}),
+        ("cuda/sign.cu", {"cuda"}),
+        ("docs/hooks.md", {"docs"}),
+        ("tests/hooks/test_hooks.py", {"tests/hooks/test_hooks.py"}),
+        ("tests/cuda/test_cuda_rows.cpp", {"tests/cuda/test_cuda_partition.py"}),
+        ("tests/support/staged_steps.py", {"helper:staged_steps"}),
+        ("benchmarks/bench_wan.py", {"helper:bench_wan"}),
+        (".gitignore", set()),
+    ],
+)
+def test_areas_of_a_path(path: str, areas: set[str]) -> None:
+    assert SOURCES.areas(path) == areas
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "setup.py",
+        "Makefile",
+        ".ci/run",
+        "tests/conftest.py",
+        "tests/support/rank_pool.py",
+        "torch_commhook/native/runtime.py",
+        "torch_commhook/__init__.py",
+        "csrc/include/commhook/hook.h",
+        "csrc/runtime/bindings/module.cpp",
+        "something/new.txt",
+    ],
+)
+def test_what_all_share_and_what_is_unknown_means_everything(path: str) -> None:
+    assert SOURCES.areas(path) == {"everything"}
+
+
+def test_each_folder_of_native_code_is_known_or_shared() -> None:
+    shared = {"csrc/ops/check", "csrc/ops/cpu", "csrc/runtime/bindings", "csrc/runtime/hooks"}
+    shared |= {"csrc/runtime/python", "csrc/include/commhook"}
+    folders = {each.rpartition("/")[0] for each in tracked("csrc") if each.count("/") > 2}
+    assert {f"{each}/" for each in folders - shared} == check.NATIVE.keys()
+
+
+def test_only_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments and docstrings belong to the documents."""
+    layer = tmp_path / "torch_commhook" / "hooks"
+    layer.mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    for path in (layer / "__init__.py", layer / "policy.py", layer / "clip.py"):
+        path.write_text('"""Hooks."""\nx = 1\n')
+
+    def git(*command: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    (layer / "policy.py").write_text('"""Other hooks."""\nx = 1  # one\n')
+    (layer / "clip.py").write_text('"""Hooks."""\nx = 2\n')
+    (layer / "new.py").touch()
+    (layer / "__init__.py").unlink()
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    sources = Sources(tmp_path)
+    sources.__dict__["layers"] = {"hooks": frozenset({"hooks"})}
+    sources.__dict__["shared"] = frozenset()
+    assert check.changed_files(sources, "HEAD") == {
+        "torch_commhook/hooks/__init__.py": {"hooks"},
+        "torch_commhook/hooks/clip.py": {"hooks"},
+        "torch_commhook/hooks/new.py": {"hooks"},
+        "torch_commhook/hooks/policy.py": {"docs"},
+    }
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def chosen(*areas: str, number: int = 0) -> Plan:
+    return Plan(SOURCES, set(areas), number, "2.15.0")
+
+
+def test_a_layer_calls_for_its_tests_and_those_above() -> None:
+    files = chosen("collectives").cases.short
+    assert {"collectives/test_exchange.py", "hooks/test_powersgd.py"} <= set(files)
+    assert "attachment/test_modes.py" in files
+    assert "codecs/test_codec_topk.py" not in files
+
+
+def test_a_file_of_tests_uses_what_it_imports_from_other_layers() -> None:
+    """Tests of hooks attach them."""
+    assert "attachment" in SOURCES.uses("hooks/test_powersgd.py")
+    assert "hooks/test_powersgd.py" in chosen("attachment").cases.short
+
+
+def test_helpers_are_followed() -> None:
+    users = [test for test in SOURCES.tests if "helper:elastic_history" in SOURCES.uses(test)]
+    assert "elastic/test_histories.py" in users
+    # It imports a module that imports this one.
+    assert "helper:virtual_world" in SOURCES.uses("elastic/test_histories.py")
+
+
+def test_documents_call_for_few_tests() -> None:
+    plan = chosen("docs")
+    assert "project/test_readme.py" in plan.cases.short
+    assert len(plan.cases.short) < 30
+    assert not any(command[0] == "test-integrations" for command, _ in plan.runs)
+
+
+def test_everything_leaves_out_nothing_short() -> None:
+    plan = chosen("everything")
+    missing = [test for test in SOURCES.tests if test not in plan.cases.short]
+    assert all(test.startswith("integrations/") for test in missing)
+    assert {command[0] for command, _ in plan.runs} >= {"test", "test-integrations", "test-torch"}
+
+
+def test_each_long_case_has_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {f"test_it[{i}]": 100.0 for i in range(50)}
+    known = {
+        "hooks/test_hooks.py": Durations(1.0, long),
+        "codecs/test_codecs.py": Durations(1, long),
+    }
+    monkeypatch.setattr(durations, "load", lambda: known)
+    run: set[str] = set()
+    for number in range(16 * 3):
+        plan = chosen("hooks", number=number)
+        of_hooks = [each for each in plan.cases.long if "hooks" in each]
+        assert 0 < sum(plan.cases.long[each] for each in of_hooks) < 2000
+        run |= plan.cases.long.keys()
+    assert len(run) == 100
+
+
+def test_files_for_another_torch_exist() -> None:
+    assert set(check.ON_ANOTHER_TORCH) <= SOURCES.tests.keys()
+
+
+def test_an_unreadable_change_means_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check._changed("no-such-commit") == {"everything"}
+    assert "the change cannot be read" in capsys.readouterr().out
+
+
+def test_it_says_what_runs_and_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--base", "HEAD", "--torch", "", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "runs:\n  make lint: always\n" in text
+    assert "leaves out:\n" in text and "make test-torch: no other torch was given" in text
+
+
+# ---- durations -----------------------------------------------------------------------------------
+
+
+def _report(name: str, when: str, seconds: float, **keywords: int) -> SimpleNamespace:
+    return SimpleNamespace(nodeid=f"tests/{name}", when=when, duration=seconds, keywords=keywords)
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cases]:
+    def make(**stored: Durations) -> Cases:
+        monkeypatch.setattr("cases.load", lambda: stored)
+        options = {"--store-durations": True, "--chosen": None}
+        return Cases(SimpleNamespace(getoption=options.get, option=SimpleNamespace()))  # type: ignore[arg-type]
+
+    return make
+
+
+def test_durations_of_a_run(cases: Callable[..., Cases], tmp_path: Path) -> None:
+    made = cases(b=Durations(2.0), a=Durations(1.0, {"x[1]": 1.5, "y": 1.5, "gone": 9.0}))
+    for name, seconds in (("x[1]", 0.8), ("x[2]", 0.8), ("y", 0.5), ("z[a]", 1.23456), ("z[b]", 7)):
+        made.pytest_runtest_logreport(_report(f"a::{name}", "setup", 0.1))  # type: ignore[arg-type]
+        made.pytest_runtest_logreport(_report(f"a::{name}", "call", seconds))  # type: ignore[arg-type]
+    made.pytest_runtest_logreport(_report("a::marked", "call", 0.2, long=1))  # type: ignore[arg-type]
+    want = {"x[1]": 0.8, "z[a]": 1.2, "z[b]": 7.0, "marked": 0.2}
+    assert made.updated() == {"a": Durations(1.8, want), "b": Durations(2.0)}
+    durations.save(made.updated(), tmp_path / "stored.json")
+    assert durations.load(tmp_path / "stored.json") == made.updated()
+
+
+def test_stored_long_cases_are_there(request: pytest.FixtureRequest) -> None:
+    """A renamed one would be short without a word."""
+    files = {f"tests/{test}" for test in durations.load()}
+    assert files <= {*tracked("tests"), *(f"tests/{test}" for test in SOURCES.tests)}
+    if torch.__version__ < "2.13":
+        pytest.skip("older releases lack features of fully_shard, and so cases of these tests")
+    (plugin,) = (
+        each for each in request.config.pluginmanager.get_plugins() if isinstance(each, Cases)
+    )
+    assert plugin.unknown == []
