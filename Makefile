@@ -56,8 +56,8 @@ VENV ?= .venv
 # Where the environments of test-torch are.
 TORCH_VENVS ?= build/venvs
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
-# The long runs import helpers of the tests.
-LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
+# The long runs import helpers of the tests, and write results as the benchmarks do.
+LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/benchmarks:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
 # Records a digest of the files with which a full long run has passed.
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)

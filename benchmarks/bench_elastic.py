@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from elastic_figures import (
 from elastic_processes import HANG, Training
 from elastic_rank import Plan
 from lab_bench import check_hooks, finish, rate_argument
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 from netlab import Lab, LabError, parse_rate
 from netlab.lab import INTERFACE
 
@@ -382,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def then(found: dict[str, Any]) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(as_lines(found))
         return 0 if print_summary(found["figures"], found["kinds"]) else 1
 
     with tempfile.TemporaryDirectory() as temporary:

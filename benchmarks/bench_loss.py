@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles_over_each_other
 
 from torch_commhook.cli.train_config import TrainConfig
@@ -222,7 +222,7 @@ def main() -> int:
                 if (old["hook"], old["seed"], old["steps"], old["batch"]) != key
             ]
             stored["runs"].append(run)
-            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+            RESULTS.write_text(as_lines(stored))
     runs = [run for run in stored["runs"] if (run["steps"], run["batch"]) == same]
     draw(runs)
     return 0 if print_table(table(runs)) else 1

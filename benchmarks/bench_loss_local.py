@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench_loss import train
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 
 RESULTS = FOLDER / "results" / "bench_loss_local.json"
 #: With 0.46 million parameters, a minute has many rounds.
@@ -153,7 +153,7 @@ def main() -> int:
             run = {**train(hook, seed, options.steps, options.batch, shape), **named}
             print(f"{hook}, seed {seed}: {run['held_out_loss']:.4f}", flush=True)
             stored["runs"].append(run)
-            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+            RESULTS.write_text(as_lines(stored))
     rows = table([run for run in stored["runs"] if size.items() <= run.items()], options.steps)
     for line in (HEADER, ["---"] * len(HEADER), *map(cells, rows)):
         print(f"| {' | '.join(line)} |")

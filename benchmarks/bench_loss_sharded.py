@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench_loss import PLAIN, print_table, train
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 
 RESULTS = FOLDER / "results" / "bench_loss_sharded.json"
 RANKS = 4
@@ -107,7 +107,7 @@ def main() -> int:
             run = {**named, **train(job.hook, seed, options.steps, options.batch, more)}
             print(f"{job.name}, seed {seed}: {run['loss']:.4f}", flush=True)
             stored["runs"].append(run)
-            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+            RESULTS.write_text(as_lines(stored))
     runs = [run for run in stored["runs"] if size.items() <= run.items()]
     return 0 if print_table(table(runs), "job") else 1
 

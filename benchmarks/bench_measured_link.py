@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lab_bench import congestion_control, finish, rate_argument
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 from netlab import Lab, LabError, format_rate, parse_rate
 
 from torch_commhook.planning import LinkFile
@@ -156,7 +155,7 @@ def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
         "options": {"seconds": options.seconds, "rounds": options.rounds},
         "rows": [asdict(row) for row in rows],
     }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    options.out.write_text(as_lines(document))
 
 
 def judge(rows: Sequence[Row]) -> int:

@@ -19,7 +19,7 @@ import torch
 from bench_link import BASELINE, format_caps
 from lab_bench import format_link, parse_link
 from link_rank import ALONE, PYTORCH
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 from netlab import Lab, LabError
 from step_alone import on_all_ranks, step_alone
 from wan_rank import TORCHFT
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = compare_all(options)
     held = print_rows(rows)
     document = {"name": "bench_plan", "environment": here, "from_bench": options.from_bench}
-    options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
+    options.out.write_text(as_lines({**document, "rows": rows}))
     return 0 if held else 1
 
 

@@ -26,7 +26,7 @@ from lab_bench import (
     run_ranks,
 )
 from link_rank import PYTORCH
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 from netlab import Lab, parse_rate
 from pictures import PLAIN_STYLE, legend_below, new_figure, save, styles
 from step_alone import step_alone
@@ -246,7 +246,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def store(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     """Write all runs, or leave the file unchanged."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    part.write_text(as_lines({"runs": runs}))
     part.replace(path)
 
 

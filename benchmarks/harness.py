@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from machine import FOLDER, environment, processors
+from machine import FOLDER, as_lines, environment, processors
 
 #: A sample lasts at least this long; a short job is called several times for one.
 SAMPLE_SECONDS = 2e-3
@@ -321,7 +321,7 @@ class Report:
                 "rows": [asdict(row) for row in self.rows],
             }
             part = path.with_name(f"{path.name}.part")
-            part.write_text(json.dumps(document, indent=1) + "\n")
+            part.write_text(as_lines(document))
             part.replace(path)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from bench_plan import measure_hooks, model_of
-from machine import FOLDER, environment
+from machine import FOLDER, as_lines, environment
 
 from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
 from torch_commhook.cli.plan_advice import advise
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.measure:
-        RESULTS.write_text(json.dumps(measure_all(), indent=1) + "\n")
+        RESULTS.write_text(as_lines(measure_all()))
     PAGE.write_text(page(PAGE.read_text(), list(lines_of(measured_seconds()))))
     return 0
 

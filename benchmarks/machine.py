@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -9,13 +10,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER = Path(__file__).resolve().parent
 
 
 def environment(device: str) -> dict[str, Any]:
     """The machine, the software and the moment."""
+    import torch
+
     gpu = None
     if device == "cuda":
         gpu = torch.cuda.get_device_name()
@@ -74,3 +75,28 @@ def memory(entry: str) -> int:
     except OSError:
         pass
     return 0
+
+
+def as_lines(found: dict[str, Any]) -> str:
+    """Results as JSON with a line for each row: for each item of the values of ``found``.
+
+    Floats have seven digits.
+    """
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.7g}")
+        if isinstance(value, dict):
+            return {key: rounded(each) for key, each in value.items()}
+        return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict) and any(isinstance(v, dict | list) for v in value.values()):
+            items = (f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            return "{\n" + ",\n".join(items) + "\n }"
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n ]"
+        return json.dumps(value)
+
+    items = (f" {json.dumps(key)}: {text(value)}" for key, value in rounded(found).items())
+    return "{\n" + ",\n".join(items) + "\n}\n"

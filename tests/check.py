@@ -200,6 +200,10 @@ class Sources:
             found |= self.layers[layer]
         return frozenset({*found, "ops"} if folder == "ops" else found)
 
+    def has_limits(self, test: str) -> bool:
+        """Whether some of a file's cases have limits on real time."""
+        return "mark.real_time" in self.tests[test].read_text()
+
     def areas(self, path: str, only_words: bool = False) -> set[str]:
         """The areas of a changed file.
 
@@ -349,17 +353,21 @@ class Plan:
             return True
         return not self.areas.isdisjoint(self.sources.uses(test))
 
+    def _is_near(self, test: str) -> bool:
+        """Whether a file of tests, or the layer that it belongs to, has changed."""
+        folder = test.partition("/")[0]
+        return not {"everything", folder, f"tests/{test}"}.isdisjoint(self.areas)
+
     def _cases(self, all_long: bool) -> Cases:
         """The cases that run on the project's torch."""
         near, others = {}, {}
         for test in sorted(self.known.keys() & self.sources.tests.keys()):
-            folder = test.partition("/")[0]
             long = {f"tests/{test}::{name}": s for name, s in self.known[test].long.items()}
-            if folder == "integrations":
+            if test.startswith("integrations/"):
                 continue
-            if not {"everything", folder, f"tests/{test}"}.isdisjoint(self.areas):
+            if self._is_near(test):
                 near |= long
-            elif folder != "cuda":  # compiling the kernels for the host takes minutes
+            elif not test.startswith("cuda/"):  # compiling the kernels for the host takes minutes
                 others |= long
         most = math.inf if all_long else MOST_LONG_MINUTES * 60 * PROCESSES
         near = self._in_turn(near, max(1, math.ceil(sum(near.values()) / most)))
@@ -387,6 +395,18 @@ class Plan:
             f"{len(self.cases.long)} of {long} long cases, {self.cases.minutes(self.known)}"
         )
         self._add("test", why, ARGS=f"--chosen={ROOT / CHOSEN} {SHORT_OUTPUT}")
+        timed = [
+            f"tests/{test}"
+            for test in self.sources.tests
+            if self._is_near(test) and self.sources.has_limits(test)
+        ]
+        if timed:
+            arguments = f"-m real_time --numprocesses 0 {' '.join(timed)} {SHORT_OUTPUT}"
+            self._add(
+                "test", f"cases with limits on real time, of {len(timed)} files", ARGS=arguments
+            )
+        else:
+            self.left_out.append("cases with limits on real time: of layers that have not changed")
         left = [test for test in self.sources.tests if test not in self.changed]
         if left:
             folders = Counter(test.partition("/")[0] for test in left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import site
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine import as_lines
 
 from .commands import ROOT, write_whole
 
@@ -37,7 +38,7 @@ class Store:
 
     def save(self) -> None:
         """Writes the document and its page, each whole. Skips a folder that fails."""
-        text = without_folders(json.dumps(self.document, indent=1) + "\n")
+        text = without_folders(as_lines(self.document))
         if text == self._stored:
             return
         name = name_of(self.document)

@@ -118,9 +118,8 @@ def test_many_steps_that_fail(two_ranks: RankPool, mode: Mode, steps: int, trace
 
 # ---- other ways to fail --------------------------------------------------------------------------
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 600  # far more than the pool waits for an answer
 #: An error that another rank tells of comes long before that.
-AT_ONCE_SECONDS = 3
 BRIEF_SECONDS = 5  # of collectives, where a test waits for it; compiling takes ranks apart by some
 
 
@@ -152,7 +151,7 @@ FAILURES = {
 }
 
 
-def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool, float]:
+def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool]:
     torch._dynamo.reset()
     seconds = BRIEF_SECONDS if how == "never completes" else TIMEOUT_SECONDS
     group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
@@ -171,19 +170,17 @@ def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool, float
         want = gradients(model)
         hook.how = how if rank == 0 else ""
         model.zero_grad()
-        begin = time.monotonic()
         try:
             step(batch(rank, 1))
             raised = "nothing"
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-        took = time.monotonic() - begin
         hook.how = ""
         model.zero_grad()
         step(batch(rank, 1))
     right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
     handle.remove()
-    return raised, right, took
+    return raised, right
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -199,16 +196,15 @@ def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool, float
     ids=str,
 )
 def test_what_fails_on_one_rank(two_ranks: RankPool, mode: Mode, how: str) -> None:
-    (own, right, took), (others, also_right, _) = two_ranks.run(_breaks_on_rank_0, mode, how)
+    (own, right), (others, also_right) = two_ranks.run(_breaks_on_rank_0, mode, how)
     assert re.match(FAILURES[how], own), own
     assert others != "nothing"
     if how != "never completes":
         assert others.startswith("PeerError: torch_commhook: this step failed on rank 0: "), others
-        assert took < AT_ONCE_SECONDS
     assert right and also_right
 
 
-def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str, float, bool]:
+def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str, bool]:
     """A function that calls a hook in stages, whose second ones have connections of their own."""
     inner = hooks.blockwise()
     happened: list[str] = []
@@ -221,12 +217,10 @@ def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str,
     model = mode.wrap(module())
     handle = attach(model, hook, **mode.attach_options)
     with mode.step_function(model) as step:
-        begin = time.monotonic()
         try:
             step(batch(rank, 0))
         except Exception as error:
             happened.append(f"{type(error).__name__}: {error}")
-        took = time.monotonic() - begin
         model.zero_grad()
         step(batch(rank, 0))
         got = gradients(model)
@@ -235,7 +229,7 @@ def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str,
         step(batch(rank, 0))
     right = all(torch.equal(a, b) for a, b in zip(gradients(model), got, strict=True))
     handle.remove()
-    return happened[0], took, right
+    return happened[0], right
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -244,10 +238,10 @@ def test_the_first_step_of_a_hook_around_another(
     two_ranks: RankPool, kind: str, fails: int
 ) -> None:
     results = two_ranks.run(_fails_before_a_hook_inside, Mode(kind, "eager"), fails)
-    for rank, (raised, took, right) in enumerate(results):
+    for rank, (raised, right) in enumerate(results):
         told = f"PeerError: torch_commhook: this step failed on rank {fails}: OwnError: boo"
         assert raised == ("OwnError: boo" if rank == fails else told)
-        assert took < AT_ONCE_SECONDS and right
+        assert right
 
 
 def _raises_while_a_peer_is_slow(rank: int) -> str:

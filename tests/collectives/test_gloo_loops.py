@@ -73,6 +73,7 @@ def _leave_message(ranks: TwoRanks, nbytes: int) -> None:
     del sent
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("nbytes", [1, 1 << 26], ids=["small", "large"])
 @pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "when-sent"])
 def test_messages_that_were_given_up(ranks: TwoRanks, nbytes: int, is_connected: bool) -> None:

@@ -82,6 +82,7 @@ def sum_of(rank: int, numel: int = 1000, **options: Any) -> Tensor:
     return out
 
 
+@pytest.mark.real_time
 def test_a_rank_that_does_not_come() -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3))
 
@@ -114,6 +115,7 @@ def test_a_group_whose_timeout_is_longer_than_a_barrier_takes() -> None:
         assert torch.equal(total, torch.full((1000,), 3.0))
 
 
+@pytest.mark.real_time
 def test_a_rank_that_fails_is_not_waited_for() -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3))
 

@@ -126,6 +126,7 @@ def test_an_error_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "1 of 768 errors of a sum" in str(found) or "1 of 637 errors" in str(found)
 
 
+@pytest.mark.real_time
 def test_a_rank_that_raises_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     views = SymmetricBuffers.views
 
@@ -228,11 +229,9 @@ def _trial_fails(
             if is_known:
                 assert_right_sums(rank, group, buffers)
                 assert symmetric.obstacle_of(group) == ""
-            begun = time.monotonic()
             no_help = mock.patch.object(symmetric, "TRIAL_TIMEOUT", timedelta(hours=1))
             with no_help, fault(rank, 1):
                 assert_right_sums(rank, group, buffers, OTHER if is_known else CODEC)
-            assert time.monotonic() - begun < 50
             for each in (buffers, others, buffers):  # and nobody tries it again
                 assert_right_sums(rank, group, each)
                 assert_right_sums(rank, group, each, OTHER)

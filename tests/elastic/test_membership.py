@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,71 @@ from torch_commhook.elastic.membership import (
 )
 
 GRACE = 0.4
+#: A rank that is waited for so long does not end within the test.
+LONG = 600.0
+
+
+class Clock:
+    """The time of some threads. It goes on when all of them sleep, to where the next one wakes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._now = 0.0
+        self._awake = 1  # the thread of the test
+        self._wakes: list[float] = []
+        self._ended: set[threading.Thread] = set()
+        self._joined: threading.Thread | None = None
+
+    def now(self) -> float:
+        with self._changed:
+            return self._now
+
+    def sleep(self, seconds: float) -> None:
+        with self._changed:
+            wakes = self._now + seconds
+            self._wakes.append(wakes)
+            self._stop()
+            assert self._changed.wait_for(lambda: self._now >= wakes, 30), "a thread does not sleep"
+
+    def _stop(self) -> None:
+        self._awake -= 1
+        if self._awake == 0 and self._wakes:
+            self._now = min(self._wakes)
+            self._awake = self._wakes.count(self._now)
+            self._wakes = [each for each in self._wakes if each > self._now]
+            self._changed.notify_all()
+
+    def start(self, function: Callable[[], object]) -> threading.Thread:
+        """Call a function in a thread of its own."""
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                with self._changed:
+                    self._ended.add(threading.current_thread())
+                    if self._joined is not threading.current_thread():
+                        self._stop()  # otherwise the caller of join() is awake in its place
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._awake += 1
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def join(self, thread: threading.Thread) -> None:
+        """Wait for the end of a thread; meanwhile time goes on without the caller."""
+        with self._changed:
+            if thread not in self._ended:
+                self._joined = thread
+                self._stop()
+                assert self._changed.wait_for(lambda: thread in self._ended, 60)
+                self._joined = None
+        thread.join()
+
+
+CLOCK = Clock()
 
 
 class Signs:
@@ -35,6 +99,7 @@ class Signs:
 
 def _members(store: dist.Store, count: int, signs: Signs, **settings: Any) -> list[Membership]:
     options: dict[str, Any] = {"min_ranks": 2, "grace": GRACE, "first_ranks": count, **settings}
+    options |= {"now": CLOCK.now, "sleep": CLOCK.sleep}
     return [Membership(store, signs, **options) for _ in range(count)]
 
 
@@ -48,27 +113,22 @@ def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         except Exception as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    for thread in [CLOCK.start(partial(run, n)) for n in range(len(calls))]:
+        CLOCK.join(thread)
     return found
 
 
 def _entering(late: Membership) -> tuple[list[View], threading.Thread]:
     """Where the view comes that has a new rank, and the thread in which it waits for that."""
     entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
-    thread.start()
-    return entered, thread
+    return entered, CLOCK.start(lambda: entered.append(late.enter(10.0)))
 
 
 def _wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = CLOCK.now() + 5
     while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        assert CLOCK.now() < deadline
+        CLOCK.sleep(0.01)
 
 
 def _started(count: int, **settings: Any) -> tuple[dist.Store, Signs, list[Membership]]:
@@ -102,15 +162,13 @@ def test_too_few_wait_and_raise() -> None:
 
 
 def test_the_others_go_on_without_a_rank_that_has_ended() -> None:
-    _, _, members = _started(4)
+    _, _, members = _started(4, grace=LONG)
     left = members[:2] + members[3:]
     lost = Lost(ended=frozenset([members[2].own]))
-    begun = time.monotonic()
     # One has seen it. That the others need not wait for it they learn from that one.
     views = _together(
         [lambda m=m, n=n: m.change(7, lost if n == 0 else Lost()) for n, m in enumerate(left)]
     )
-    assert time.monotonic() - begun < GRACE
     assert len(set(views)) == 1
     assert views[0].members == tuple(m.own for m in left)
     assert (views[0].number, views[0].steps, views[0].new) == (2, 7, ())
@@ -118,9 +176,9 @@ def test_the_others_go_on_without_a_rank_that_has_ended() -> None:
 
 def test_a_rank_that_nobody_knows_to_be_lost_has_its_time() -> None:
     _, _, members = _started(3)
-    begun = time.monotonic()
+    begun = CLOCK.now()
     views = _together([lambda m=m: m.change(0) for m in members[:2]])
-    assert time.monotonic() - begun >= GRACE
+    assert CLOCK.now() - begun >= GRACE
     assert {view.members for view in views} == {(members[0].own, members[1].own)}
     # It comes late, and learns that the others have gone on.
     with pytest.raises(LeftOutError, match="continue without this one"):
@@ -128,11 +186,9 @@ def test_a_rank_that_nobody_knows_to_be_lost_has_its_time() -> None:
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_not_waited_for() -> None:
-    _, signs, members = _started(3)
+    _, signs, members = _started(3, grace=LONG)
     signs.dead.add(members[1].own)
-    begun = time.monotonic()
     views = _together([lambda m=m: m.change(0) for m in (members[0], members[2])])
-    assert time.monotonic() - begun < GRACE
     assert {view.members for view in views} == {(members[0].own, members[2].own)}
 
 
@@ -199,7 +255,7 @@ def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     entered, thread = _entering(late)
     _wait_until(members[0].wanting)
     views = _together([lambda m=m: m.change(5) for m in members])
-    thread.join(10)
+    CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}
     assert views[0].members == (*(m.own for m in members), late.own)
     assert views[0].new == (late.own,) and views[0].steps == 5
@@ -218,14 +274,14 @@ def test_new_ranks_wait_where_the_others_change_without_letting_in() -> None:
     assert views[0] == views[1] and views[0].members == tuple(m.own for m in left)
     assert left[0].wanting() == [late.own], "members still know that it waits"
     views = _together([lambda m=m: m.change(6) for m in left])
-    thread.join(10)
+    CLOCK.join(thread)
     assert {*views, *entered} == {views[0]}
     assert views[0].members == (*(m.own for m in left), late.own) and late.is_new
 
 
 def test_a_new_rank_whose_view_has_gone_waits_for_the_next() -> None:
     store, signs, members = _started(3)
-    (late,) = _members(store, 1, signs)
+    (late,) = _members(store, 1, signs, grace=LONG)
     store.append("wanting", f"{late.own} ")
     views = _together([lambda m=m: m.change(5) for m in members])
     late.view, late.is_new = views[0], True
@@ -233,13 +289,12 @@ def test_a_new_rank_whose_view_has_gone_waits_for_the_next() -> None:
     left = members[1:]
     lost = Lost(ended=frozenset([members[0].own]))
     entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.change(5, lets_in=False)))
-    thread.start()
+    thread = CLOCK.start(lambda: entered.append(late.change(5, lets_in=False)))
     views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
     assert views[0].members == tuple(m.own for m in left)
     _wait_until(left[0].wanting)
     views = _together([lambda m=m: m.change(6) for m in left])
-    thread.join(10)
+    CLOCK.join(thread)
     assert entered == [views[0]] and views[0].new == (late.own,) and late.view == views[0]
 
 
@@ -263,7 +318,7 @@ def test_a_rank_that_was_overlooked_asks_again() -> None:
     signs.dead.clear()
     _wait_until(members[0].wanting)
     views = _together([lambda m=m: m.change(5) for m in members])
-    thread.join(10)
+    CLOCK.join(thread)
     assert entered == [views[0]] and views[0].new == (late.own,)
 
 
@@ -338,7 +393,7 @@ def test_new_ranks_begin_anew_where_all_members_have_gone() -> None:
 
 
 def _changed(member: Membership, steps: int, ended: frozenset[int], after: float) -> View:
-    time.sleep(after)
+    CLOCK.sleep(after)
     return member.change(steps, Lost(ended=ended))
 
 

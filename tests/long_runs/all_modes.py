@@ -6,7 +6,6 @@ beside this file. Exits as pytest does.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import as_lines
 from repository import TESTS
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             "seconds": round(time.monotonic() - begun),
             "outcomes": counts.outcomes,
         }
-        TABLE.write_text(json.dumps(result, indent=1) + "\n")
+        TABLE.write_text(as_lines(result))
     return status
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import random
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import as_lines
 from rank_pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -416,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
             "histories": dict(sorted(ran.items())),
             "out_of_balance": wrong,
         }
-        TABLE.write_text(json.dumps(result, indent=1) + "\n")
+        TABLE.write_text(as_lines(result))
     return 1 if wrong else 0
 
 

@@ -34,6 +34,7 @@ import distributed_suite_hook
 import distributed_suite_wrapper
 import torch
 from distributed_suite_cases import Suite, case_names, environment, make_cases, run_case
+from machine import as_lines
 
 import torch_commhook
 
@@ -147,7 +148,7 @@ def run(suite: Suite, parts: list[str], table: Path | None) -> list[dict[str, An
                 print(f"{row['plain']:8} {row[suite.name]:8} {name}", flush=True)
                 if table:
                     told = contents(suite, [rows[name] for name in sorted(rows)])
-                    table.write_text(json.dumps(told, indent=1) + "\n")
+                    table.write_text(as_lines(told))
         tempfile.tempdir = None
     return [rows[name] for name in sorted(rows)]
 

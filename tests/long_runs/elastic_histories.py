@@ -10,7 +10,6 @@ has a problem. Without arguments it writes ``elastic_histories.json`` beside thi
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from elastic_history import run_histories
+from machine import as_lines
 
 TABLE = Path(__file__).with_suffix(".json")
 COUNT = 10_000
@@ -80,7 +80,7 @@ def main() -> int:
         f"{len(found['wrong'])} wrong"
     )
     if len(sys.argv) == 1:
-        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+        TABLE.write_text(as_lines(found))
     return 1 if found["wrong"] else 0
 
 

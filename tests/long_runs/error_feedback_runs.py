@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import as_lines
 from torch import Tensor
 
 from torch_commhook import GradBucket, hooks
@@ -224,7 +224,7 @@ def main() -> int:
         "quadratics": {"steps": QUADRATIC_STEPS, "ranks": 4, "rows": distances},
         "signs": {"steps": STUCK_STEPS, "ranks": 2, **signs},
     }
-    table.write_text(json.dumps(contents, indent=1) + "\n")
+    table.write_text(as_lines(contents))
     return 0 if good else 1
 
 

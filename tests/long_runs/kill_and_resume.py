@@ -12,7 +12,6 @@ Without arguments it writes ``kill_and_resume.json`` beside this file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import as_lines
 from nested_values import different_paths
 from train_processes import start_train
 
@@ -133,7 +133,7 @@ def main() -> int:
         )
     if not options.hooks and options.seed == 0:
         result = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
-        TABLE.write_text(json.dumps(result, indent=1) + "\n")
+        TABLE.write_text(as_lines(result))
     return 1 if any(row["different"] for row in rows) else 0
 
 

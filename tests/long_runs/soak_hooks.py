@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import platform
 import random
 import sys
@@ -33,6 +32,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from codec_doubles import Around
+from machine import as_lines
 from rank_pool import RankPool
 from staged_steps import point_to_point
 from torch import nn
@@ -320,7 +320,7 @@ def main() -> int:
             "good": good,
             "rows": rows,
         }
-        table.write_text(json.dumps(contents, indent=1) + "\n")
+        table.write_text(as_lines(contents))
     return 0 if good else 1
 
 

@@ -234,6 +234,7 @@ def _throttled(rank: int, rate: float, delay: float) -> tuple[MeasuredLink, int]
     return figures.link, figures.connections
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
 def test_a_throttled_link(two_ranks: RankPool, rate: float, delay: float) -> None:
     (link, connections), other = two_ranks.run(_throttled, rate, delay)

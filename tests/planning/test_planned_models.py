@@ -194,6 +194,7 @@ def test_local_sgd_in_the_background() -> None:
     assert cost.round_trips == pytest.approx(2 * 2 / 10)
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(
     "text",
     [

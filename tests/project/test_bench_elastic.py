@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import elastic_figures
 
     return elastic_figures

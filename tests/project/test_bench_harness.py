@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 
 def test_figures_of_several_processes_are_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from dataclasses import replace
 
     from harness import Row, merged
@@ -41,7 +39,6 @@ def test_a_run_that_measured_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Results of an earlier run stay."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_codec
 
     out = tmp_path / "results.json"
@@ -55,7 +52,6 @@ def test_a_run_that_measured_nothing_fails(
 def test_only_links_without_a_delay_are_drawn_unasked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_link
     import bench_sharded
 
@@ -73,7 +69,6 @@ def test_only_links_without_a_delay_are_drawn_unasked(
 def test_background_exchanges_are_compared_with_no_communication(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_link
 
     alone, streamed = bench_link.jobs_on(

@@ -8,14 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from torch_commhook.hooks.expressions import check_hook
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_loss_local
 
     return bench_loss_local

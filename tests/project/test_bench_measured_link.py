@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from repository import ROOT
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_measured_link
 
     return bench_measured_link

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_wan
 
     return bench_wan

@@ -13,12 +13,10 @@ from benchmarks.gpu.commands import Ended, Task, read_lines, run_task, run_tasks
 
 
 def test_a_command_that_hangs_ends_with_its_group(tmp_path: Path) -> None:
-    begun = time.monotonic()
     # It also ignores SIGTERM, and its child would live on.
-    child = f"sleep 71.{os.getpid()}"  # a command that no other run of this test has
+    child = f"sleep 7100.{os.getpid()}"  # a command that no other run of this test has
     text = f"trap '' TERM; echo begun; {child} & {child}"
-    how = run_task(Task("slow", ["sh", "-c", text], 1), logs=tmp_path, end=begun + 100)
-    assert time.monotonic() - begun < 30
+    how = run_task(Task("slow", ["sh", "-c", text], 1), logs=tmp_path, end=time.monotonic() + 6000)
     assert how.status is None and how.text.endswith("begun") and not how.is_cut_off
     wait_for(lambda: not running(f"^{child}$"), 20)  # and not by itself
 

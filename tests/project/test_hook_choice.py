@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 
 @pytest.fixture
 def hook_choice(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import hook_choice
 
     return hook_choice
@@ -18,7 +16,6 @@ def hook_choice(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def bench_plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_plan
 
     return bench_plan

@@ -93,6 +93,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as ping
 """
 
 
+@pytest.mark.real_time
 @needs_namespaces
 @pytest.mark.parametrize("hosts", [2, 8])
 def test_a_round_trip_takes_twice_the_delay(hosts: int) -> None:
@@ -109,6 +110,7 @@ def test_a_round_trip_takes_twice_the_delay(hosts: int) -> None:
     assert left() == set()
 
 
+@pytest.mark.real_time
 @needs_namespaces
 def test_a_second_network_is_near() -> None:
     with Lab(3, "1mbit", delay=1.0) as far:
@@ -120,6 +122,7 @@ def test_a_second_network_is_near() -> None:
     assert left() == set()
 
 
+@pytest.mark.real_time
 @needs_namespaces
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_tcp_reaches_the_rate_at_a_distance(hosts: int) -> None:

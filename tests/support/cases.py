@@ -63,6 +63,8 @@ class Cases:
     def _is_chosen(self, item: pytest.Item) -> bool:
         assert self.chosen is not None
         short, long = self.chosen
+        if item.get_closest_marker("real_time") is not None:
+            return False
         if item.get_closest_marker("long") is not None:
             return item.nodeid in long
         return item.nodeid.partition("::")[0] in short
