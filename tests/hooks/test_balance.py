@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from balance import HISTORIES, ROADS, TABLE, Road, cases, out_of_balance
+from balance import Road, cases, out_of_balance
 from local_balance import CASES, run_local_history
 from rank_pool import RankPool
 
@@ -21,10 +19,3 @@ def test_history(two_ranks: RankPool, case: tuple[str, Road, int]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_local_history(two_ranks: RankPool, case: tuple[str, Road, int]) -> None:
     assert out_of_balance(two_ranks, case, run_local_history) == []
-
-
-def test_the_stored_run_is_whole() -> None:
-    stored = json.loads(TABLE.read_text())
-    assert sum(stored["histories"].values()) == HISTORIES
-    assert set(stored["histories"]) == set(map(str, ROADS))
-    assert stored["out_of_balance"] == []
