@@ -183,7 +183,7 @@ bench-plan: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_plan.py $(ARGS)
 
 results: $(VENV)/built
-	$(VENV)/bin/python benchmarks/results_page.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/tests/long_runs $(VENV)/bin/python benchmarks/results_page.py $(ARGS)
 
 bench-throttle: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_throttle.py $(ARGS)

@@ -13,6 +13,7 @@ import bench_loss_sharded
 import bench_measured_link
 import bench_plan
 import bench_wan
+import called_for
 from bench_auto import AT_MOST
 from bench_link import BASELINE, format_caps
 from bench_loss import has_buckets_of_train, table
@@ -278,38 +279,44 @@ def long_tests() -> Iterator[str]:
     failures = sum(row["runs_with_a_failure"] for row in soaked)
     hooks = len({row["hook"] for row in soaked})
     bounded = feedback["constant_gradients"]["rows"]
-    yield from rows(
-        ["run", "result"],
+    results = [
         [
-            [
-                "`make modes`: each hook gives the same result in eager mode, under "
-                "`torch.compile` and under compiled autograd, on DDP, its Python reducer and a "
-                "module",
-                ", ".join(f"{count:,} {outcome}" for outcome, count in modes.items()),
-            ],
-            [
-                "`make kill-and-resume`: training killed at a random step and resumed, compared "
-                "with uninterrupted training",
-                f"{same} of {len(killed)} runs end with the same bits",
-            ],
-            [
-                f"`make soak-hooks`: {hooks} hooks whose collectives follow one another, with "
-                "delays in every stage, on 2 and 3 ranks",
-                f"{runs:,} runs, {failures:,} of them with a failure, {wrong} wrong",
-            ],
-            [
-                f"`make elastic-histories`: {elastic['histories']:,} random histories of elastic "
-                "training in virtual time, after which all members hold the same bits",
-                f"{sum(elastic['faults'].values()):,} faults, {elastic['views']:,} views, "
-                f"{elastic['steps_repeated']:,} steps repeated, {len(elastic['wrong'])} wrong",
-            ],
-            [
-                "`make error-feedback`: the remembered errors stay bounded over "
-                f"{feedback['constant_gradients']['steps']:,} steps",
-                f"{sum(row['bounded'] for row in bounded)} of {len(bounded)} codecs",
-            ],
+            "`make modes`: each hook gives the same result in eager mode, under "
+            "`torch.compile` and under compiled autograd, on DDP, its Python reducer and a "
+            "module",
+            ", ".join(f"{count:,} {outcome}" for outcome, count in modes.items()),
         ],
-    )
+        [
+            "`make kill-and-resume`: training killed at a random step and resumed, compared "
+            "with uninterrupted training",
+            f"{same} of {len(killed)} runs end with the same bits",
+        ],
+        [
+            f"`make soak-hooks`: {hooks} hooks whose collectives follow one another, with "
+            "delays in every stage, on 2 and 3 ranks",
+            f"{runs:,} runs, {failures:,} of them with a failure, {wrong} wrong",
+        ],
+        [
+            f"`make elastic-histories`: {elastic['histories']:,} random histories of elastic "
+            "training in virtual time, after which all members hold the same bits",
+            f"{sum(elastic['faults'].values()):,} faults, {elastic['views']:,} views, "
+            f"{elastic['steps_repeated']:,} steps repeated, {len(elastic['wrong'])} wrong",
+        ],
+        [
+            "`make error-feedback`: the remembered errors stay bounded over "
+            f"{feedback['constant_gradients']['steps']:,} steps",
+            f"{sum(row['bounded'] for row in bounded)} of {len(bounded)} codecs",
+        ],
+    ]
+    for row in results:
+        name = row[0].partition(":")[0].strip("`").removeprefix("make ")
+        commit = called_for.passed().get(name, {}).get("commit", "")[:8]
+        row.append(f"`{commit}`" if commit else "not stored")
+        if called_for.has_changed(name):
+            row[-1] += ", **of other code**"
+    yield "`of other code`: the files, torch or the compiler have changed since."
+    yield ""
+    yield from rows(["run", "result", "commit"], results)
 
 
 # ---- the page ------------------------------------------------------------------------------------
