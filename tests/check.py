@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -330,11 +331,12 @@ class Plan:
         self.sources = sources
         self.areas = areas
         self.number = number
+        self.all_long = all_long
         self.known = durations.load()
         self.runs: list[tuple[list[str], str]] = []
         self.left_out: list[str] = []
         self.changed = [test for test in sources.tests if self._is_changed(test)]
-        self.cases = self._cases(all_long)
+        self.cases = self._cases()
         self.on_torch = self._on_another_torch()
         self._add("lint", "always")
         if areas:
@@ -358,7 +360,7 @@ class Plan:
         folder = test.partition("/")[0]
         return not {"everything", folder, f"tests/{test}"}.isdisjoint(self.areas)
 
-    def _cases(self, all_long: bool) -> Cases:
+    def _cases(self) -> Cases:
         """The cases that run on the project's torch."""
         near, others = {}, {}
         for test in sorted(self.known.keys() & self.sources.tests.keys()):
@@ -369,7 +371,7 @@ class Plan:
                 near |= long
             elif not test.startswith("cuda/"):  # compiling the kernels for the host takes minutes
                 others |= long
-        most = math.inf if all_long else MOST_LONG_MINUTES * 60 * PROCESSES
+        most = math.inf if self.all_long else MOST_LONG_MINUTES * 60 * PROCESSES
         near = self._in_turn(near, max(1, math.ceil(sum(near.values()) / most)))
         short = [test for test in self.changed if not test.startswith("integrations/")]
         return Cases(short, near | self._in_turn(others, TURNS))
@@ -394,7 +396,9 @@ class Plan:
             f"short cases of {len(self.cases.short)} of {len(self.sources.tests)} files and "
             f"{len(self.cases.long)} of {long} long cases, {self.cases.minutes(self.known)}"
         )
-        self._add("test", why, ARGS=f"--chosen={ROOT / CHOSEN} {SHORT_OUTPUT}")
+        # Whoever runs everything looks for what no seed has shown yet.
+        seed = f"--seed={secrets.randbelow(1 << 32)} " if self.all_long else ""
+        self._add("test", why, ARGS=f"{seed}--chosen={ROOT / CHOSEN} {SHORT_OUTPUT}")
         timed = [
             f"tests/{test}"
             for test in self.sources.tests

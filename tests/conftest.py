@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch._functorch.config
@@ -39,12 +41,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="unknown", help=text)
     text = "run the cases that tests/check.py has chosen, and no others"
     parser.addoption("--chosen", type=Path, metavar="FILE", help=text)
+    text = "the seed of what tests draw, the same in each run by default"
+    parser.addoption("--seed", type=int, default=0, help=text)
     text = "run all cases, and store how long they take if they pass"
     parser.addoption("--store-durations", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Cases(config))
+    seed = config.getoption("--seed")
+    if seed == 0:
+        hypothesis.settings.register_profile("gate", derandomize=True, database=None)
+        hypothesis.settings.load_profile("gate")
+    else:
+        config.option.hypothesis_seed = seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('--seed')}"
 
 
 def pytest_terminal_summary(
@@ -119,6 +133,13 @@ def no_thread_or_process_left() -> Iterator[None]:
             return
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """What a test draws depends on the seed and the test alone."""
+    random.seed(f"{request.config.getoption('--seed')} {request.node.nodeid}")
+    torch.manual_seed(random.getrandbits(40))
 
 
 @pytest.fixture(autouse=True)
