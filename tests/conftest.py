@@ -65,7 +65,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
     path = config.getoption("--store-torch")
-    if path is not None and exitstatus == pytest.ExitCode.OK:
+    is_worker = hasattr(config, "workerinput")  # whose counts are only some
+    if path is not None and exitstatus == pytest.ExitCode.OK and not is_worker:
         code = config.getoption("--commit")
         store(path, code, {name: len(reports) for name, reports in terminalreporter.stats.items()})
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,50 +51,50 @@ def _pieces() -> Pieces:
     return Pieces(list(model.parameters()), [torch.optim.SGD(model.parameters())])
 
 
-def test_pieces_for_a_late_rank_do_not_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_FIRST_BYTES", 200), ("_LEAST_BYTES", 1)):
-        monkeypatch.setattr(joining, name, value)
-    connection = _Connection()
-    donor = Donor(_pieces(), connection.at(DONOR), NEW, transfer.packed({}))
-    new = NewRank(_pieces())
-    came = []
-    for step in range(8):
-        donor.begin_step()
-        time.sleep(0.1)  # so long it loads data
-        new.begin_step(connection.at(NEW), DONOR, is_first=step == 0)
-        new.receive()
-        donor.wait()
-        before = new.at
-        new.write()
-        came.append(new.at - before)
-    assert came[0] == 50 and came[-1] > 8 * came[0], came
-
-
-def test_pieces_have_a_least_size_where_each_message_takes_long(
+@pytest.mark.parametrize(
+    ("first", "least", "late", "receiving", "sizes"),
+    [
+        # So long the new rank loads data, and its pieces grow all the same.
+        (200, 1, 0.1, 1e-4, [50, 100, 200, 400, 800, 1600, 3200]),
+        # Each message takes long, and the pieces shrink to the least size.
+        (800, 400, 0.0, 0.02, [200, 200, 120, 100, 100]),
+    ],
+    ids=["a late rank", "slow messages"],
+)
+def test_sizes_of_pieces(
+    first: int,
+    least: int,
+    late: float,
+    receiving: float,
+    sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("_FIRST_BYTES", 800), ("_LEAST_BYTES", 400)):
-        monkeypatch.setattr(joining, name, value)
-    receive = transfer.receive
+    now = 0.0
 
-    def receive_late(group: Any, rank: int) -> Tensor:
-        time.sleep(0.02)
-        return receive(group, rank)
+    def receive_number(group: Any, rank: int) -> int:  # the donor waits for it
+        nonlocal now
+        now += receiving
+        return number(group, rank)
 
-    monkeypatch.setattr(joining.transfer, "receive", receive_late)
+    number = transfer.receive_number
+    monkeypatch.setattr(joining, "_FIRST_BYTES", first)
+    monkeypatch.setattr(joining, "_LEAST_BYTES", least)
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(joining.transfer, "receive_number", receive_number)
     connection = _Connection()
     donor = Donor(_pieces(), connection.at(DONOR), NEW, transfer.packed({}))
     new = NewRank(_pieces())
     came = []
-    for step in range(6):
+    for step in range(len(sizes)):
         donor.begin_step()
+        now += late
         new.begin_step(connection.at(NEW), DONOR, is_first=step == 0)
         new.receive()
         donor.wait()
         before = new.at
         new.write()
         came.append(new.at - before)
-    assert came[0] == 200 and came[-1] == 100, came
+    assert came == sizes
 
 
 def test_any_error_of_a_call_in_the_background_is_raised() -> None:

@@ -17,6 +17,7 @@ class Cases:
     def __init__(self, config: pytest.Config) -> None:
         self.stored = load()
         self.stores = config.getoption("--store-durations")
+        self.is_worker = hasattr(config, "workerinput")
         chosen = config.getoption("--chosen")
         #: The files whose short cases run, and the long cases that run.
         self.chosen: tuple[set[str], set[str]] | None = None
@@ -81,7 +82,7 @@ class Cases:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, exitstatus: int
     ) -> None:
-        if self.stores and exitstatus == pytest.ExitCode.OK:
+        if self.stores and not self.is_worker and exitstatus == pytest.ExitCode.OK:
             save(self.updated())
 
     def updated(self) -> dict[str, Durations]:
