@@ -85,7 +85,7 @@ def test_its_name_and_metadata(wheel: Path) -> None:
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "torch_commhook").rglob("*")
-        if path.suffix in (".py", ".pyi", ".so") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".so", ".json") or path.name == "py.typed"
     }
     package = {name for name in names if name.startswith("torch_commhook/")}
     headers = {name for name in package if name.startswith("torch_commhook/include/commhook/")}
