@@ -386,7 +386,7 @@ class Plan:
             f"tests/{test}::{name}": seconds
             for test in short
             for name, seconds in self.known.get(test, durations.Durations()).long.items()
-            if "fullgraph" in name or "compiled" in name
+            if any(each in name for each in ("fullgraph", "[compiled", "_compiled"))
         }
         return Cases(short, compiled)
 
