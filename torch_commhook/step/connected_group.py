@@ -125,7 +125,8 @@ class ConnectedGroup:
         """Use a backend that does not communicate."""
         close_connections(self.group)
         fake = FakeProcessGroup._create_internal(self.rank, len(self.ranks))
-        self.group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, fake)
+        # The default one, which torch 2.14 and newer ask for the size.
+        self.group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, fake)
         self._set_name()
 
     def _set_name(self) -> None:
