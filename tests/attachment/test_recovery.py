@@ -18,7 +18,7 @@ from modes import BUCKET_CAP_MB, TRACED_MODES, Mode
 from rank_pool import RankPool
 from torch import nn
 
-from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
+from torch_commhook import GradBucket, HookHandle, PeerError, attach, collectives, hooks, traceable
 from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 
@@ -119,7 +119,6 @@ def test_many_steps_that_fail(two_ranks: RankPool, mode: Mode, steps: int, trace
 # ---- other ways to fail --------------------------------------------------------------------------
 
 TIMEOUT_SECONDS = 600  # far more than the pool waits for an answer
-#: An error that another rank tells of comes long before that.
 BRIEF_SECONDS = 5  # of collectives, where a test waits for it; compiling takes ranks apart by some
 
 
@@ -151,18 +150,21 @@ FAILURES = {
 }
 
 
+def _attached_with_timeout(mode: Mode, hook: Any, seconds: float) -> tuple[Any, HookHandle]:
+    """A model and the handle of its hook, over a group of both ranks with this timeout."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    if mode.model != "module":
+        model = mode.wrap(module(), process_group=group)
+        return model, attach(model, hook)
+    model = mode.wrap(module())
+    return model, attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB, process_group=group)
+
+
 def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool]:
     torch._dynamo.reset()
-    seconds = BRIEF_SECONDS if how == "never completes" else TIMEOUT_SECONDS
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
-    options: dict[str, Any] = {}
-    if mode.model == "module":
-        model = mode.wrap(module())
-        options = {"bucket_cap_mb": BUCKET_CAP_MB, "process_group": group}
-    else:
-        model = mode.wrap(module(), process_group=group)
     hook = Broken()
-    handle = attach(model, hook, **options)
+    seconds = BRIEF_SECONDS if how == "never completes" else TIMEOUT_SECONDS
+    model, handle = _attached_with_timeout(mode, hook, seconds)
     with mode.step_function(model) as step:
         for _ in range(2):
             model.zero_grad()
@@ -214,8 +216,7 @@ def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str,
             raise OwnError("boo")
         return inner(None, bucket)
 
-    model = mode.wrap(module())
-    handle = attach(model, hook, **mode.attach_options)
+    model, handle = _attached_with_timeout(mode, hook, TIMEOUT_SECONDS)
     with mode.step_function(model) as step:
         try:
             step(batch(rank, 0))
