@@ -1,7 +1,7 @@
 # Every target makes its environment first; a second call only runs the target.
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
-#   make check            what a change needs since BASE (the merge base with main); ALL=1 for all
+#   make check            the checks of a change since BASE (the merge base with main); ALL=1 for all
 #   make durations        run all tests, and store how long they take; an hour
 #   make test-integrations   test hooks in training frameworks, in the listed versions; five minutes
 #                         (LATEST=1: in their newest releases)
@@ -74,7 +74,7 @@ train: $(VENV)/built
 test: $(VENV)/built
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-# What a change needs, since the commit BASE or the merge base with main; with ALL=1, everything.
+# The checks of a change since the commit BASE or the merge base with main; with ALL=1, all checks.
 check:
 	$(PYTHON) tests/check.py $(if $(BASE),--base $(BASE)) $(if $(ALL),--all) $(ARGS)
 

@@ -1,14 +1,13 @@
-"""Runs what a change needs: ``make check``.
+"""Runs the checks that a change needs: ``make check``.
 
     python3 tests/check.py                   # the change since the merge base with main
     python3 tests/check.py --base HEAD~3
     python3 tests/check.py --all             # everything
-    python3 tests/check.py --dry-run         # say what would run, and why
+    python3 tests/check.py --dry-run         # list the checks, and the reasons
 
 A changed file belongs to an area: a layer of ``torch_commhook``, or a folder of ``csrc`` that
-serves one. It calls for the tests that use its area. Their text says which these are: what a file
-of tests and its helpers import, and what those layers import. A path without an area calls for
-everything.
+serves one. The change calls for the files of tests that use this area: the file or its helpers
+import the layer, or a layer above it. A path without an area calls for everything.
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ DOCS = ("docs/", "benchmarks/results/", "README.md", "CHANGELOG.md", "CONTRIBUTI
 READ_BY_OTHERS = (".github/", ".gitignore", ".pre-commit-config.yaml", "_typos.toml", "MANIFEST.in")
 #: One in so many of the long cases that a change does not call for runs all the same, in turn.
 TURNS = 16
-#: What decides whether the library works on a torch: doctor, the README's script, attach() with
-#: each hook on DDP, plain and sharded models, eager and compiled, groups, autograd hooks, states.
+#: The tests that decide whether the library works on a torch: doctor, the README's script, attach()
+#: with each hook on DDP, plain and sharded models, eager and compiled, groups, autograd hooks,
+#: states.
 ON_ANOTHER_TORCH = (
     "cli/test_doctor.py",
     "project/test_readme.py",
@@ -101,7 +101,7 @@ class Sources:
     """The files of the project, and which of them use which.
 
     An area is a layer of ``torch_commhook``, ``helper:`` with the stem of a file that others name,
-    ``ops``, ``cuda``, ``docs``, or ``everything``.
+    ``ops``, ``cuda``, ``docs``, ``tests``, or ``everything``. A file of tests is one by itself.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -192,6 +192,8 @@ class Sources:
         found = {f"helper:{name}" for name in named}
         if re.search(r"\bdocs\b|\.md\b", path.read_text()):
             found.add("docs")
+        if re.search(r"\bTESTS\b", path.read_text()):  # it reads others
+            found.add("tests")
         if folder == "cuda":  # kernels, which no layer changes
             return frozenset({*found, "cuda"})
         own = set({folder} & self.layers.keys())
@@ -226,7 +228,7 @@ class Sources:
         if folder == "torch_commhook" and layer in self.layers and layer != "native":
             return {layer}
         if folder == "tests" and rest in self.tests:
-            return {path}
+            return {path, "tests"}
         for beginning in HELPERS:
             if path.startswith(f"{beginning}/"):
                 name = path.removeprefix(f"{beginning}/").partition("/")[0].partition(".")[0]
@@ -306,7 +308,7 @@ class Cases:
 
 
 class Plan:
-    """What a change needs.
+    """The checks that a change needs.
 
     Args:
         sources: the files of the project.
@@ -493,7 +495,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--torch", help="the other torch; empty for none (oldest and newest in turn)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would run")
+    parser.add_argument("--dry-run", action="store_true", help="only list the checks")
     options = parser.parse_args(arguments)
     number = int(git("rev-parse", "HEAD")[:7], 16)
     torch = OTHER_TORCHES[number % 2] if options.torch is None else options.torch

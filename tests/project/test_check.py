@@ -1,4 +1,4 @@
-"""What ``make check`` runs for a change, and the stored durations of the test cases."""
+"""The choice of ``make check``, and the stored durations of the test cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_layer_uses_those_below_it() -> None:
         ("csrc/ops/codecs/sign.cpp", {"codecs", "ops", "cuda"}),
         ("cuda/sign.cu", {"cuda"}),
         ("docs/hooks.md", {"docs"}),
-        ("tests/hooks/test_hooks.py", {"tests/hooks/test_hooks.py"}),
+        ("tests/hooks/test_hooks.py", {"tests/hooks/test_hooks.py", "tests"}),
         ("tests/cuda/test_cuda_rows.cpp", {"tests/cuda/test_cuda_partition.py"}),
         ("tests/support/staged_steps.py", {"helper:staged_steps"}),
         ("benchmarks/bench_wan.py", {"helper:bench_wan"}),
@@ -137,6 +137,11 @@ def test_helpers_are_followed() -> None:
     assert "elastic/test_histories.py" in users
     # It imports a module that imports this one.
     assert "helper:virtual_world" in SOURCES.uses("elastic/test_histories.py")
+
+
+def test_tables_of_tests_are_checked_where_tests_change() -> None:
+    files = chosen(*SOURCES.areas("tests/autograd/test_finite_check.py")).cases.short
+    assert {"autograd/test_finite_check.py", "project/test_suite_tables.py"} <= set(files)
 
 
 def test_documents_call_for_few_tests() -> None:
