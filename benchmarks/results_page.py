@@ -314,7 +314,7 @@ def long_tests() -> Iterator[str]:
         row.append(f"`{commit}`" if commit else "not stored")
         if called_for.has_changed(name):
             row[-1] += ", **of other code**"
-    yield "`of other code`: the files, torch or the compiler have changed since."
+    yield "A result of other code is older than a change of the run's files, torch or the compiler."
     yield ""
     yield from rows(["run", "result", "commit"], results)
 
