@@ -13,6 +13,8 @@ import torch.distributed as dist
 from mode_cases import batch as mode_batch
 from mode_cases import module as mode_module
 from modes import Mode
+from on_processes import on_processes
+from on_ranks import of_all_ranks
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -121,7 +123,8 @@ def test_three_ranks_choose_alike(three_ranks: RankPool) -> None:
     assert choice in {"blockwise()", "fp8()"}, reason
 
 
-def _with_nodes(rank: int) -> tuple[str, str, bool]:
+@on_processes
+def test_a_hook_with_groups_is_measured_and_random_numbers_stay(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Linear(400, 400)
     handle = attach(model, "auto(max_error=1e-6, hooks=[hierarchical(blockwise()), cast()])")
@@ -131,15 +134,9 @@ def _with_nodes(rank: int) -> tuple[str, str, bool]:
         model(torch.ones(8, 400)).sum().backward()
     stats = handle.stats()
     handle.remove()
-    return stats.choice, stats.reason, torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_hook_with_groups_is_measured_and_random_numbers_stay(two_ranks: RankPool) -> None:
-    found = two_ranks.run(_with_nodes, timeout=120)
-    assert found[0] == found[1]
-    _, reason, is_kept = found[0]
-    assert is_kept
-    assert "a step is predicted to take" in reason
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = of_all_ranks((stats.choice, stats.reason))
+    assert first == second and "a step is predicted to take" in stats.reason
 
 
 # ---- steps that fail, and ranks without inputs ---------------------------------------------------
@@ -183,7 +180,11 @@ def _small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
 
 
-def _choices_around_a_failure(rank: int, where: str, on_ddp: bool) -> tuple[list[str], int]:
+@pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
+@pytest.mark.parametrize("where", ["choosing", "later"])
+@on_processes
+def test_a_step_that_fails_on_a_rank_chooses_nothing(rank: int, where: str, on_ddp: bool) -> None:
+    """On any rank; the next step does."""
     model = _small_model()
     if on_ddp:
         model = DDP(model)
@@ -203,7 +204,7 @@ def _choices_around_a_failure(rank: int, where: str, on_ddp: bool) -> tuple[list
         for number in range(2):
             _small_step(rank, STEPS + 1 + number, model)
             choices.append(handle.stats().choice)
-        return choices, found.calls
+        assert choices == ["allreduce()", "blockwise()", "blockwise()"] and found.calls == 2
 
 
 def _fail(*_: Any) -> None:
@@ -215,16 +216,8 @@ def _pass(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
-@pytest.mark.parametrize("where", ["choosing", "later"])
-def test_a_step_that_fails_on_a_rank_chooses_nothing(
-    two_ranks: RankPool, where: str, on_ddp: bool
-) -> None:
-    """On any rank; the next step does."""
-    ranks = two_ranks.run(_choices_around_a_failure, where, on_ddp)
-    assert ranks == [(["allreduce()", "blockwise()", "blockwise()"], 2)] * 2
-
-
-def _choice_in_join(rank: int, on_ddp: bool) -> tuple[str, int]:
+@on_processes
+def test_ranks_that_have_run_out_of_inputs_choose_too(rank: int, on_ddp: bool) -> None:
     model = _small_model()
     if on_ddp:
         model = DDP(model)
@@ -232,12 +225,7 @@ def _choice_in_join(rank: int, on_ddp: bool) -> tuple[str, int]:
         with handle.join():
             for number in range(STEPS + 3 if rank else 2):
                 _small_step(rank, number, model)
-        return handle.stats().choice, found.calls
-
-
-@pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
-def test_ranks_that_have_run_out_of_inputs_choose_too(two_ranks: RankPool, on_ddp: bool) -> None:
-    assert two_ranks.run(_choice_in_join, on_ddp) == [("blockwise()", 1)] * 2
+        assert (handle.stats().choice, found.calls) == ("blockwise()", 1)
 
 
 # ---- modes ---------------------------------------------------------------------------------------

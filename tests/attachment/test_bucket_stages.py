@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from mode_cases import batch, module
+from ddp_steps import equal
+from mode_cases import batch, gradients, module, outcome
 from modes import TRACED_MODES, Mode
-from rank_pool import RankPool
+from on_processes import on_processes
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks
@@ -22,70 +23,11 @@ def _attached(mode: Mode) -> tuple[nn.Module, HookHandle]:
     return model, attach(model, hooks.cast(torch.bfloat16), **mode.attach_options)
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
-
-
 def _step(mode: Mode, model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
     with mode.step_function(model) as step:
         model.zero_grad()
         step(batch(rank, number))
-    return _gradients(model)
-
-
-def _all_stages(rank: int, mode: Mode) -> dict[str, bool]:
-    model, handle = _attached(mode)
-    plain = _step(mode, model, rank)
-    halved = handle.register_buffer_prehook(lambda bucket: bucket.buffer() / 2)
-    buffers = _step(mode, model, rank)
-    halved.remove()
-
-    def first_to_zero(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        return (torch.zeros_like(gradients[0]), *([None] * (len(gradients) - 1)))
-
-    zeroed = handle.register_prehook(first_to_zero)
-    local = handle.register_posthook(lambda reduced, local: tuple(g + 1 for g in local))
-    of_local = _step(mode, model, rank)
-    zeroed.remove()
-    doubled = handle.register_posthook(lambda reduced, local: tuple(2 * g for g in reduced))
-    in_order = _step(mode, model, rank)
-    local.remove()
-    of_reduced = _step(mode, model, rank)
-    doubled.remove()
-    seen: list[int] = []
-    norms: list[Tensor] = []
-
-    def look(bucket: GradBucket) -> None:
-        seen.append(bucket.index())
-        norms.append(torch.stack([p.grad.norm() for p in bucket.parameters()]).sum())
-
-    looking = handle.register_post_accumulate_hook(look)
-    final = _step(mode, model, rank)
-    looking.remove()
-    again = _step(mode, model, rank)
-    handle.remove()
-    alone = module()
-    alone(batch(rank, 0)).square().sum().backward()
-    own = _gradients(alone)
-    total = sum(float(g.norm()) for g in final)
-    return {
-        "buffer pre-hook": _all(torch.equal(2 * a, b) for a, b in zip(buffers, plain, strict=True)),
-        "pre-hook": any(bool((g == 1).all()) for g in of_local),
-        "local": _all(
-            bool((g == 1).all()) or torch.allclose(g, o + 1)
-            for g, o in zip(of_local, own, strict=True)
-        ),
-        "in order": _all(
-            torch.allclose(g, 2 * (o + 1)) for g, o in zip(in_order, own, strict=True)
-        ),
-        "reduced": _all(torch.equal(a, 2 * b) for a, b in zip(of_reduced, plain, strict=True)),
-        "post-accumulate": seen == sorted(seen) and abs(float(sum(norms)) / total - 1) < 1e-5,
-        "removed": _all(torch.equal(a, b) for a, b in zip(again, plain, strict=True)),
-    }
-
-
-def _all(checks: Any) -> bool:
-    return all(list(checks))
+    return gradients(model)
 
 
 def _is_long(mode: Mode) -> bool:
@@ -100,9 +42,47 @@ def _is_long(mode: Mode) -> bool:
         for mode in TRACED_MODES
     ],
 )
-def test_all_stages(two_ranks: RankPool, mode: Mode) -> None:
-    for result in two_ranks.run(_all_stages, mode, timeout=180):
-        assert [stage for stage, right in result.items() if not right] == []
+@on_processes
+def test_all_stages(rank: int, mode: Mode) -> None:
+    alone = module()
+    alone(batch(rank, 0)).square().sum().backward()
+    own = gradients(alone)
+    model, handle = _attached(mode)
+    plain = _step(mode, model, rank)
+    halved = handle.register_buffer_prehook(lambda bucket: bucket.buffer() / 2)
+    assert equal([2 * each for each in _step(mode, model, rank)], plain)
+    halved.remove()
+
+    def first_to_zero(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        return (torch.zeros_like(gradients[0]), *([None] * (len(gradients) - 1)))
+
+    zeroed = handle.register_prehook(first_to_zero)
+    local = handle.register_posthook(lambda reduced, local: tuple(g + 1 for g in local))
+    of_local = _step(mode, model, rank)
+    are_zeroed = [bool((each == 1).all()) for each in of_local]
+    assert any(are_zeroed)
+    for is_zeroed, found, one in zip(are_zeroed, of_local, own, strict=True):
+        assert is_zeroed or torch.allclose(found, one + 1)
+    zeroed.remove()
+    doubled = handle.register_posthook(lambda reduced, local: tuple(2 * g for g in reduced))
+    for found, one in zip(_step(mode, model, rank), own, strict=True):  # in order
+        assert torch.allclose(found, 2 * (one + 1))
+    local.remove()
+    assert equal(_step(mode, model, rank), [2 * each for each in plain])
+    doubled.remove()
+    seen: list[int] = []
+    norms: list[Tensor] = []
+
+    def look(bucket: GradBucket) -> None:
+        seen.append(bucket.index())
+        norms.append(torch.stack([p.grad.norm() for p in bucket.parameters()]).sum())
+
+    looking = handle.register_post_accumulate_hook(look)
+    total = sum(float(each.norm()) for each in _step(mode, model, rank))
+    assert seen == sorted(seen) and abs(float(sum(norms)) / total - 1) < 1e-5
+    looking.remove()
+    assert equal(_step(mode, model, rank), plain)
+    handle.remove()
 
 
 def wrong_buffer_type(bucket: GradBucket) -> Any:
@@ -164,27 +144,6 @@ WRONG: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
 ]
 
 
-def _errors(rank: int, mode: Mode) -> list[str]:
-    model, handle = _attached(mode)
-    plain = _step(mode, model, rank)
-    wrong = []
-    for stage, hook, kind, _ in WRONG:
-        registered = getattr(handle, f"register_{stage}")(hook)
-        try:
-            _step(mode, model, rank)
-            wrong.append("no exception")
-        except kind as error:
-            wrong.append(str(error))
-        except Exception as error:
-            wrong.append(f"{type(error).__name__}: {error}")
-        registered.remove()
-        after = _step(mode, model, rank)
-        if not _all(torch.equal(a, b) for a, b in zip(after, plain, strict=True)):
-            wrong[-1] = f"the next step after {hook.__name__} is wrong"
-    handle.remove()
-    return wrong
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -194,9 +153,16 @@ def _errors(rank: int, mode: Mode) -> list[str]:
     ],
     ids=str,
 )
-def test_what_they_return_is_checked(two_ranks: RankPool, mode: Mode) -> None:
-    for messages in two_ranks.run(_errors, mode, timeout=180):
-        for message, (_, hook, _, pattern) in zip(messages, WRONG, strict=True):
-            assert re.search(pattern, message), message
-            assert f"'test_bucket_stages.{hook.__name__}'" in message
-            assert re.search(r"on bucket \d of \d", message), message
+@on_processes
+def test_what_they_return_is_checked(rank: int, mode: Mode) -> None:
+    model, handle = _attached(mode)
+    plain = _step(mode, model, rank)
+    for stage, hook, kind, pattern in WRONG:
+        registered = getattr(handle, f"register_{stage}")(hook)
+        message = outcome(lambda: _step(mode, model, rank))
+        registered.remove()
+        assert message.startswith(f"{kind.__name__}: ") and re.search(pattern, message), message
+        assert f"'test_bucket_stages.{hook.__name__}'" in message
+        assert re.search(r"on bucket \d of \d", message), message
+        assert equal(_step(mode, model, rank), plain), hook.__name__
+    handle.remove()

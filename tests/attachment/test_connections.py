@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_processes import on_processes
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -83,26 +84,22 @@ def test_ranks_of_one_machine_have_one(two_ranks: RankPool) -> None:
     assert [made for _, made in two_ranks.run(_run, "blockwise()", None, "module")] == [[], []]
 
 
-def _in_turn(rank: int) -> list[list[str]]:
-    """Which connections a model has with one attachment after another."""
-    model, made = _net(), []
-    for count in (2, None, 3):
+@on_processes
+def test_each_attachment_has_its_own(rank: int) -> None:
+    model = _net()
+    three = ["down2", "down3", "up2", "up3"]
+    for count, made in ((2, ["down2", "up2"]), (None, []), (3, three)):
         handle = attach(model, hooks.allreduce(), connections=count)
         _step(model, rank)
-        made.append(_groups())
+        assert _groups() == made
         handle.replace(hooks.blockwise())
         _step(model, rank)
-        assert _groups() == made[-1]
+        assert _groups() == made
         handle.remove()
-    return made
 
 
-def test_each_attachment_has_its_own(two_ranks: RankPool) -> None:
-    made = [["down2", "up2"], [], ["down2", "down3", "up2", "up3"]]
-    assert two_ranks.run(_in_turn) == [made, made]
-
-
-def _lost(rank: int) -> list[Any]:
+@on_processes
+def test_a_connection_that_is_lost_ends_the_step_of_all(rank: int) -> None:
     """Rank 1 loses one of two connections before the second of three steps."""
     model, found = _net(), []
     attach(model, hooks.allreduce(), connections=2)
@@ -115,26 +112,16 @@ def _lost(rank: int) -> list[Any]:
             found.append(_step(model, rank)[0].clone())
         except (PeerError, RuntimeError) as error:
             found.append(type(error).__name__)
-    return found
+    first, second, third = found
+    assert isinstance(second, str)
+    assert torch.equal(first, third)
 
 
-def test_a_connection_that_is_lost_ends_the_step_of_all(two_ranks: RankPool) -> None:
-    for first, second, third in two_ranks.run(_lost, timeout=60):
-        assert isinstance(second, str)
-        assert torch.equal(first, third)
-
-
-def _differing(rank: int) -> str:
-    with pytest.raises(RuntimeError) as raised:
+@on_processes
+def test_ranks_must_have_the_same(rank: int) -> None:
+    message = "attach: connections must be the same on all ranks: rank 0 has 1, rank 1 has 2"
+    with pytest.raises(RuntimeError, match=f"^{message}$" if rank == 0 else None):
         attach(_net(), hooks.allreduce(), connections=1 + rank)
-    return str(raised.value)
-
-
-def test_ranks_must_have_the_same(two_ranks: RankPool) -> None:
-    first, _ = two_ranks.run(_differing)
-    assert first == (
-        "attach: connections must be the same on all ranks: rank 0 has 1, rank 1 has 2"
-    )
 
 
 @pytest.mark.parametrize(
@@ -188,15 +175,12 @@ def test_the_rates_of_a_long_link(two_ranks: RankPool) -> None:
         assert link.connections == 1
 
 
-def _near(rank: int) -> tuple[float | None, int]:
+@on_processes
+def test_no_rate_is_measured_of_a_near_link(rank: int) -> None:
     made: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "_is_local", lambda group: False)
         patch.setattr(links, "_FAR_SECONDS", 3600.0)
         link = measure_link(dist.group.WORLD, lambda: made.append(True))
     assert 0 < link.round_trip < 60
-    return link.rate, link.connections
-
-
-def test_no_rate_is_measured_of_a_near_link(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_near) == [(None, 1)] * 2
+    assert (link.rate, link.connections) == (None, 1)

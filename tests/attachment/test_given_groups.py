@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from mode_cases import OwnError, batch, gradients, module
+from ddp_steps import equal
+from mode_cases import OwnError, batch, gradients, module, outcome
 from modes import Mode
+from on_processes import on_processes
 from rank_pool import RankPool
 
 from torch_commhook import attach, hooks
@@ -64,15 +66,10 @@ def _given_groups_recover(rank: int, mode: Mode, kind: str) -> list[tuple[str, b
         for fails, call in zip((0, 1, 1), calls, strict=True):
             Failure.calls = call if rank == fails else -1
             model.zero_grad()
-            try:
-                step(batch(rank, 1))
-                raised = "nothing"
-            except Exception as error:
-                raised = type(error).__name__
+            raised = outcome(lambda: step(batch(rank, 1))).partition(":")[0]
             model.zero_grad()
             step(batch(rank, 1))
-            right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
-            happened.append((raised, right))
+            happened.append((raised, equal(gradients(model), want)))
     handle.remove()
     return happened
 
@@ -102,31 +99,22 @@ def test_hooks_over_groups_that_they_were_given(two_ranks: RankPool, kind: str, 
     assert {raised for raised, _ in [*own[1:], others[0]]} <= ended
 
 
-def _attaches_a_destroyed_group(rank: int, on: str) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("on", ["DDP", "module"])
+@on_processes
+def test_a_group_that_was_destroyed(rank: int, on: str) -> None:
+    """It is refused, and the model takes another hook afterwards."""
     group = dist.new_group()
-    hook = hooks.cast(process_group=group)
     model = torch.nn.Linear(3, 2)
     if on == "DDP":
         model = torch.nn.parallel.DistributedDataParallel(model)
+    hook = hooks.cast(process_group=group)
     dist.destroy_process_group(group)
-    errors = []
-    for given, options in (hook, {}), (hooks.allreduce(), {"process_group": group}):
-        if on == "DDP":
-            options = {}
-        try:
-            attach(model, given, **options).remove()
-        except ValueError as error:
-            errors.append(str(error))
+    with pytest.raises(ValueError, match="has been destroyed"):
+        attach(model, hook)
+    if on == "module":
+        with pytest.raises(ValueError, match="has been destroyed"):
+            attach(model, hooks.allreduce(), process_group=group)
     attach(model, hooks.allreduce())
     model(torch.full((1, 3), float(rank))).sum().backward()
     (weight, _) = model.parameters()
-    return errors, bool((weight.grad == 0.5).all())
-
-
-@pytest.mark.parametrize("on", ["DDP", "module"])
-def test_a_group_that_was_destroyed(two_ranks: RankPool, on: str) -> None:
-    """It is refused, and the model takes another hook afterwards."""
-    for errors, right in two_ranks.run(_attaches_a_destroyed_group, on):
-        assert len(errors) == (1 if on == "DDP" else 2)
-        assert all("has been destroyed" in error for error in errors)
-        assert right
+    assert (weight.grad == 0.5).all()

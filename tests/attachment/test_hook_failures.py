@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_steps import backward_step, equal, small_model
-from rank_pool import RankPool
+from group_doubles import completed
+from on_processes import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
@@ -42,10 +42,13 @@ class Gives(hooks.Hook):
         return self.function(bucket.buffer())
 
 
-def _by_call(model: DDP, hook: hooks.Hook) -> None:
+def _bucket(model: DDP) -> GradBucket:
     parameters = list(model.parameters())
-    bucket = GradBucket(parameters, [torch.ones_like(p) for p in parameters])
-    hook(None, bucket).wait()
+    return GradBucket(parameters, [torch.ones_like(p) for p in parameters])
+
+
+def _by_call(model: DDP, hook: hooks.Hook) -> None:
+    hook(None, _bucket(model)).wait()
 
 
 def _by_attach(model: DDP, hook: hooks.Hook) -> None:
@@ -59,9 +62,7 @@ def _by_register(model: DDP, hook: hooks.Hook) -> None:
 
 
 def _by_run_hook(model: DDP, hook: hooks.Hook) -> None:
-    parameters = list(model.parameters())
-    bucket = GradBucket(parameters, [torch.ones_like(p) for p in parameters])
-    run_hook(hook, None, bucket).wait()
+    run_hook(hook, None, _bucket(model)).wait()
 
 
 each_way = pytest.mark.parametrize("way", [_by_call, _by_attach, _by_register, _by_run_hook])
@@ -171,9 +172,7 @@ def raises_in_callback(state: object, bucket: GradBucket) -> torch.futures.Futur
     def callback(done: torch.futures.Future) -> torch.Tensor:
         raise OwnError("boo")
 
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future.then(callback)
+    return completed(bucket.buffer()).then(callback)
 
 
 FAILURES = [
@@ -196,21 +195,20 @@ FAILURES = [
 @pytest.mark.parametrize(
     ("hook", "error", "message"), FAILURES, ids=lambda f: getattr(f, "__name__", "")
 )
-class TestFailure:
-    def test_it_surfaces_and_the_next_backward_works(
-        self, hook: object, error: type[Exception], message: str, options: dict
-    ) -> None:
-        model = small_model(**options)
-        handle = attach(model, hooks.allreduce())
-        backward_step(model)
-        want = backward_step(model)
-        handle.replace(hook)  # type: ignore[arg-type]
-        for _ in range(2):
-            with pytest.raises(error, match=message):
-                backward_step(model)
-        handle.replace(hooks.allreduce())
-        for _ in range(2):
-            assert equal(backward_step(model), want)
+def test_a_failure_surfaces_and_the_next_backward_works(
+    hook: object, error: type[Exception], message: str, options: dict
+) -> None:
+    model = small_model(**options)
+    handle = attach(model, hooks.allreduce())
+    backward_step(model)
+    want = backward_step(model)
+    handle.replace(hook)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            backward_step(model)
+    handle.replace(hooks.allreduce())
+    for _ in range(2):
+        assert equal(backward_step(model), want)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -336,24 +334,6 @@ def test_later_buckets_issue_no_collectives_after_a_failure() -> None:
     assert called == [*_step_of_one_bucket, 0, 0, 1]
 
 
-def _fail_everywhere_then_train(rank: int) -> None:
-    model = small_model()
-    want = backward_step(model, rank)
-    handle = attach(model, hooks.allreduce())
-    for step in range(6):
-        handle.replace(raises if step % 2 else hooks.allreduce())
-        if step % 2:
-            with pytest.raises(OwnError, match="boo"):
-                backward_step(model, rank)
-        else:
-            assert equal(backward_step(model, rank), want)
-    dist.barrier()
-
-
-def test_all_ranks_fail_and_go_on(two_ranks: RankPool) -> None:
-    two_ranks.run(_fail_everywhere_then_train)
-
-
 EXIT_SCRIPT = """
 import sys, threading, torch, torch.distributed as dist
 import torch_commhook as tc
@@ -380,10 +360,11 @@ def test_the_interpreter_ends_with_a_hook_attached(group: str) -> None:
     assert "Fatal" not in ended.stderr and "rror" not in ended.stderr, ended.stderr
 
 
-def _error_with_others_in_flight(rank: int, options: dict) -> int:
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
+@on_processes
+def test_an_error_leaves_nothing_in_flight(rank: int, options: dict) -> None:
     model = small_model(**options)
     want = backward_step(model, rank)
-    wrong = 0
 
     def bad_first(state: object, bucket: GradBucket) -> torch.futures.Future | torch.Tensor:
         future = collectives.all_reduce(bucket.buffer().div_(2))
@@ -396,10 +377,4 @@ def _error_with_others_in_flight(rank: int, options: dict) -> int:
         with pytest.raises(ValueError, match="on bucket 0 of 4"):
             backward_step(model, rank)
         handle.replace(hooks.allreduce())
-        wrong += not equal(backward_step(model, rank), want)
-    return wrong
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
-def test_an_error_leaves_nothing_in_flight(two_ranks: RankPool, options: dict) -> None:
-    assert two_ranks.run(_error_with_others_in_flight, options) == [0, 0]
+        assert equal(backward_step(model, rank), want)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from group_doubles import completed
 from rank_pool import RankPool
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -137,9 +138,7 @@ def test_2_gradients_have_their_parameters_strides(register: Register) -> None:
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         by_name = zip(bucket.parameters(), bucket.gradients(), strict=True)
         seen.extend(gradient.clone() for parameter, gradient in by_name if parameter is conv.weight)
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return completed(bucket.buffer())
 
     register(model, hook)
     model(torch.randn(2, 3, 5, 5)).square().sum().backward()
@@ -199,9 +198,7 @@ def test_10_the_backward_after_an_exception_works(register: Register) -> None:
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         if fail[0]:
             raise KeyError("boo")
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return completed(bucket.buffer())
 
     register(model, hook)
     with pytest.raises(KeyError, match="boo"):
@@ -211,12 +208,6 @@ def test_10_the_backward_after_an_exception_works(register: Register) -> None:
 
 
 # ---- 11: results are not checked -----------------------------------------------------------------
-
-
-def _completed(value: object) -> torch.futures.Future:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 def _failed(error: Exception) -> torch.futures.Future:
@@ -230,9 +221,9 @@ def _failed(error: Exception) -> torch.futures.Future:
 @pytest.mark.parametrize(
     ("result", "error", "words"),
     [
-        (lambda b: _completed(torch.ones(b.numel() + 5)), ValueError, ["hook", "bucket 0", "15"]),
-        (lambda b: _completed(b.double()), TypeError, ["hook", "bucket 0", "float64"]),
-        (lambda b: _completed(torch.ones(2)), ValueError, ["hook", "bucket 0", "15"]),
+        (lambda b: completed(torch.ones(b.numel() + 5)), ValueError, ["hook", "bucket 0", "15"]),
+        (lambda b: completed(b.double()), TypeError, ["hook", "bucket 0", "float64"]),
+        (lambda b: completed(torch.ones(2)), ValueError, ["hook", "bucket 0", "15"]),
         (lambda b: _failed(ValueError("boo")), ValueError, ["boo"]),
     ],
     ids=["too long", "other dtype", "too short", "set_exception"],
@@ -271,16 +262,16 @@ def test_11_the_future_of_a_work_is_a_result(register: Register) -> None:
 
 
 def _sum_of(state: object, bucket: Any, world: int) -> torch.futures.Future:
-    return _completed(bucket.buffer() / world)
+    return completed(bucket.buffer() / world)
 
 
 class _CallableObject:
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future:
-        return _completed(bucket.buffer())
+        return completed(bucket.buffer())
 
 
 def _other_argument_name(state: object, grads: Any) -> torch.futures.Future:
-    return _completed(grads.buffer())
+    return completed(grads.buffer())
 
 
 @pytest.mark.usefixtures("one_rank")

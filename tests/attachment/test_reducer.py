@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from rank_pool import RankPool
+from modes import compiled_backward
+from on_processes import on_processes
+from on_ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 
 NoSync = Callable[[], AbstractContextManager[Any]]
+Scenario = Callable[[nn.Module, NoSync, int], None]
 
 
 # ---- what is done around a step ------------------------------------------------------------------
 
 
-def plain(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    model(batch(rank)).sum().backward()
+def steps(count: int, set_to_none: bool | None = True, **options: Any) -> Scenario:
+    """So many steps with options of the forward. With None, gradients stay between them."""
+
+    def run(model: nn.Module, no_sync: NoSync, rank: int) -> None:
+        for number in range(count):
+            if set_to_none is not None:
+                model.zero_grad(set_to_none)
+            inputs = batch(rank, number).requires_grad_(options.get("way") == "reentrant")
+            model(inputs, **options).sum().backward()
+
+    return run
 
 
 def three_steps(model: nn.Module, no_sync: NoSync, rank: int) -> None:
@@ -33,12 +46,6 @@ def three_steps(model: nn.Module, no_sync: NoSync, rank: int) -> None:
         optimizer.zero_grad()
         model(batch(rank, number)).sum().backward()
         optimizer.step()
-
-
-def zeroed_in_place(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    for number in range(3):
-        model.zero_grad(set_to_none=False)
-        model(batch(rank, number)).sum().backward()
 
 
 def accumulated(model: nn.Module, no_sync: NoSync, rank: int) -> None:
@@ -78,11 +85,6 @@ def accumulated_without_a_layer(model: nn.Module, no_sync: NoSync, rank: int) ->
     model(batch(rank, 1), skip=(2,)).sum().backward()
 
 
-def no_zero_between_steps(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    for number in range(3):
-        model(batch(rank, number)).sum().backward()
-
-
 def past_the_forward_after_no_sync(model: nn.Module, no_sync: NoSync, rank: int) -> None:
     """What an earlier forward decided does not last."""
     with no_sync():
@@ -98,27 +100,10 @@ def past_the_forward_after_no_sync(model: nn.Module, no_sync: NoSync, rank: int)
         x.sum().backward()
 
 
-def unused_everywhere(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    for number in range(3):
-        model(batch(rank, number), skip=(1, 4)).sum().backward()
-
-
 def unused_somewhere(model: nn.Module, no_sync: NoSync, rank: int) -> None:
     for number in range(4):
         model.zero_grad(set_to_none=number != 2)
         model(batch(rank, number), skip=((number + rank) % 6, 5)).sum().backward()
-
-
-def checkpointed(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    for number in range(2):
-        model.zero_grad()
-        model(batch(rank, number), way="not reentrant").sum().backward()
-
-
-def checkpointed_reentrant(model: nn.Module, no_sync: NoSync, rank: int) -> None:
-    for number in range(2):
-        model.zero_grad()
-        model(batch(rank, number).requires_grad_(), way="reentrant").sum().backward()
 
 
 def autocast(model: nn.Module, no_sync: NoSync, rank: int) -> None:
@@ -148,47 +133,47 @@ def scaled(model: nn.Module, no_sync: NoSync, rank: int) -> None:
     assert scaler.get_scale() == 2.0**9  # all ranks have seen the infinity of one
 
 
-SCENARIOS: dict[str, Callable[[nn.Module, NoSync, int], None]] = {
-    function.__name__: function
-    for function in (
-        plain, three_steps, zeroed_in_place, accumulated, accumulated_afterwards,
-        accumulated_twice, forward_without_sync, backward_without_sync,
-        accumulated_without_a_layer, past_the_forward_after_no_sync, no_zero_between_steps,
-        unused_everywhere, unused_somewhere,
-        checkpointed, checkpointed_reentrant, autocast, in_half_precision, clipped, scaled,
-    )
+SCENARIOS: dict[str, Scenario] = {
+    "plain": steps(1),
+    "zeroed_in_place": steps(3, set_to_none=False),
+    "no_zero_between_steps": steps(3, set_to_none=None),
+    "unused_everywhere": steps(3, set_to_none=None, skip=(1, 4)),
+    "checkpointed": steps(2, way="not reentrant"),
+    "checkpointed_reentrant": steps(2, way="reentrant"),
+    **{
+        function.__name__: function
+        for function in (
+            three_steps, accumulated, accumulated_afterwards, accumulated_twice,
+            forward_without_sync, backward_without_sync, accumulated_without_a_layer,
+            past_the_forward_after_no_sync, unused_somewhere, autocast, in_half_precision,
+            clipped, scaled,
+        )
+    },
 }  # fmt: skip
 UNUSED = ("accumulated_without_a_layer", "unused_everywhere", "unused_somewhere")
 
 
-def _net(scenario: str) -> Net:
+def _net(scenario: str = "plain") -> Net:
     torch.manual_seed(0)
     net = Net()
     return net.bfloat16() if scenario == "in_half_precision" else net
 
 
-def _against_ddp(rank: int, scenario: str, view: bool) -> tuple[list[int], int]:
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@on_ranks(2)
+def test_gradients_of_ddp(rank: int, scenario: str, view: bool) -> None:
     run = SCENARIOS[scenario]
     ddp = DDP(
         _net(scenario), bucket_cap_mb=BUCKET_CAP_MB, find_unused_parameters=scenario in UNUSED
     )
     run(ddp, ddp.no_sync, rank)
     model = _net(scenario)
-    handle = attach(
-        model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=view
-    )
-    run(model, handle.no_sync, rank)
-    buckets = len(handle.stats().buckets)
-    handle.remove()
-    return differing(gradients_of(model), gradients_of(ddp)), buckets
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gradients_of_ddp(two_ranks: RankPool, scenario: str, view: bool) -> None:
-    for wrong, buckets in two_ranks.run(_against_ddp, scenario, view):
-        assert wrong == []
-        assert buckets > 1 or scenario == "forward_without_sync"
+    options = {"bucket_cap_mb": BUCKET_CAP_MB, "gradient_as_bucket_view": view}
+    with attach(model, hooks.allreduce(), **options) as handle:
+        run(model, handle.no_sync, rank)
+    assert differing(gradients_of(model), gradients_of(ddp)) == []
+    assert len(handle.stats().buckets) > 1 or scenario == "forward_without_sync"
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -250,8 +235,10 @@ class Mixed(nn.Module):
 SIZES = {Shared: 16, Images: 256, Words: 6, Mixed: 16}
 
 
-def _model_against_ddp(rank: int, name: str, view: bool) -> tuple[list[int], list[int]]:
-    kind = next(kind for kind in SIZES if kind.__name__ == name)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("kind", SIZES, ids=lambda kind: kind.__name__)
+@on_processes
+def test_models(rank: int, kind: Callable[[], nn.Module], view: bool) -> None:
 
     def run(model: nn.Module, no_sync: NoSync) -> None:
         for number in range(3):
@@ -276,28 +263,11 @@ def _model_against_ddp(rank: int, name: str, view: bool) -> tuple[list[int], lis
         [None if p.grad is None else p.grad.to_dense() for p in m.parameters()]
         for m in (model, ddp)
     ]
-    return differing(*gradients), differing(list(model.buffers()), list(ddp.buffers()))
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("name", [kind.__name__ for kind in SIZES])
-def test_models(two_ranks: RankPool, name: str, view: bool) -> None:
-    assert two_ranks.run(_model_against_ddp, name, view) == [([], [])] * 2
+    assert differing(*gradients) == []
+    assert differing(list(model.buffers()), list(ddp.buffers())) == []
 
 
 # ---- beyond DDP ----------------------------------------------------------------------------------
-
-
-def _mean(rank: int, run: Callable[[nn.Module, int], None]) -> list[Tensor]:
-    """What the ranks' own gradients of a run are on average."""
-    total: list[Tensor] = []
-    for other in range(2):
-        torch.manual_seed(0)
-        model = Net()
-        run(model, other)
-        own = [p.grad / 2 for p in model.parameters()]
-        total = own if not total else [a + b for a, b in zip(total, own, strict=True)]
-    return total
 
 
 def twice_through_one_graph(model: nn.Module, rank: int) -> None:
@@ -325,124 +295,88 @@ def of_a_part(model: nn.Module, rank: int) -> None:
     x.sum().backward()
 
 
-RUNS = {
-    run.__name__: run
-    for run in (
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    "run",
+    [
         twice_through_one_graph,
         two_forwards_two_backwards,
         through_a_functional_call,
         of_a_part,
-    )
-}
+    ],
+)
+@on_ranks(2)
+def test_gradients_are_the_mean(
+    rank: int, run: Callable[[nn.Module, int], None], view: bool
+) -> None:
+    model, alone = _net(), _net()
+    options = {"bucket_cap_mb": BUCKET_CAP_MB, "gradient_as_bucket_view": view}
+    with attach(model, hooks.allreduce(), **options):
+        run(model, rank)
+    for other in range(2):
+        run(alone, other)  # gradients add up
+    for parameter, total in zip(model.parameters(), alone.parameters(), strict=True):
+        want = total.grad / 2
+        assert float((parameter.grad - want).abs().max() / want.abs().max()) < 1e-6
 
 
-def _against_the_mean(rank: int, name: str, view: bool) -> float:
-    torch.manual_seed(0)
-    model = Net()
-    handle = attach(
-        model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=view
-    )
-    RUNS[name](model, rank)
-    handle.remove()
-    return max(
-        float((p.grad - want).abs().max() / want.abs().max())
-        for p, want in zip(model.parameters(), _mean(rank, RUNS[name]), strict=True)
-    )
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("name", RUNS)
-def test_gradients_are_the_mean(two_ranks: RankPool, name: str, view: bool) -> None:
-    assert max(two_ranks.run(_against_the_mean, name, view)) < 1e-6
-
-
-def _join(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_join(rank: int) -> None:
     """Rank 1 has three inputs more."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 24))
     handle = attach(model, hooks.allreduce(), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
     with handle.join():
         for number in range(2 + 3 * rank):
             optimizer.zero_grad()
             model(batch(rank, number)).sum().backward()
             optimizer.step()
-            counts.append(float(model[0].weight.grad.abs().sum()))
-    joined = [p.detach().clone() for p in model.parameters()]
+            assert model[0].weight.grad.any()
+    for first, *others in zip(*of_all_ranks([p.detach() for p in model.parameters()]), strict=True):
+        assert all(torch.equal(first, other) for other in others)
     model.zero_grad()
     model(batch(rank)).sum().backward()  # goes on as ever afterwards
     handle.remove()
-    return [torch.equal(a, b) for a, b in _pairs(joined)] + [min(counts) > 0]
 
 
-def _pairs(own: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    pairs = []
-    for tensor in own:
-        both = [torch.empty_like(tensor) for _ in range(2)]
-        torch.distributed.all_gather(both, tensor)
-        pairs.append((both[0], both[1]))
-    return pairs
+@on_processes
+def test_join_in_compiled_autograd(rank: int) -> None:
+    """Rank 1 has three inputs more."""
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(24, 24)
+        found.append([])
+        with attach(model, hooks.allreduce()) as handle, handle.join():
+            for number in range(1 + 3 * rank):
+                model.zero_grad()
+                with compiled_backward(compiled, fullgraph=True):
+                    model(batch(rank, number)).sum().backward()
+                found[-1] += gradients_of(model)
+    assert differing(*found) == []
 
 
-def test_join(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_join) == [[True] * 7] * 2
-
-
-def _compiling() -> Any:
-    compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    return torch._dynamo.compiled_autograd._enable(compiler)
-
-
-def _joined_gradients(rank: int, compiled: bool) -> list[Tensor]:
-    """Those of each step. Rank 1 has three inputs more."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Linear(24, 24)
-    handle = attach(model, hooks.allreduce())
-    found = []
-    with handle.join():
-        for number in range(1 + 3 * rank):
-            model.zero_grad()
-            with _compiling() if compiled else nullcontext():
-                model(batch(rank, number)).sum().backward()
-            found += [p.grad.clone() for p in model.parameters()]
-    handle.remove()
-    return found
-
-
-def test_join_in_compiled_autograd(two_ranks: RankPool) -> None:
-    eager = two_ranks.run(_joined_gradients, False)
-    compiled = two_ranks.run(_joined_gradients, True)
-    for one, other in zip(eager, compiled, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _compiled_in_join_of_ddp(rank: int) -> str:
+@on_processes
+def test_a_ddp_does_not_give_way_inside_its_join(rank: int) -> None:
     torch._dynamo.reset()
     ddp = DDP(nn.Linear(24, 24))
     attach(ddp, hooks.allreduce())
     loss = ddp(batch(rank)).sum()
     ddp._join_config = ddp._join_config._replace(enable=True)  # as inside its join()
-    with pytest.raises(RuntimeError) as raised, _compiling():
+    message = r"compiled autograd must not run the first backward\(\)"
+    with pytest.raises(RuntimeError, match=message), compiled_backward(fullgraph=True):
         loss.backward()
-    return str(raised.value)
 
 
-def test_a_ddp_does_not_give_way_inside_its_join(two_ranks: RankPool) -> None:
-    assert all(
-        "compiled autograd must not run the first backward()" in said
-        for said in two_ranks.run(_compiled_in_join_of_ddp)
-    )
-
-
-def _order(rank: int) -> tuple[list[list[str]], list[list[str]]]:
-    """The ranks' gradients arrive in different orders."""
-    torch.manual_seed(0)
-    model = Net()
+@on_ranks(2)
+def test_buckets_follow_the_order_of_arrival_on_rank_0(rank: int) -> None:
+    model = _net()
     handle = attach(model, hooks.allreduce(), bucket_cap_mb=0.005)
     reducer = handle._road.reducer
     before = reducer.buckets()
+    assert before[0][0] == "layers.5.bias"
     x = batch(rank)
     layers = list(model.layers) if rank else list(model.layers)[::-1]
     for _ in range(2):
@@ -450,34 +384,9 @@ def _order(rank: int) -> tuple[list[list[str]], list[list[str]]]:
             x = layer(x)
         x.sum().backward()
         x = x.detach()
-    return before, reducer.buckets()
-
-
-def test_buckets_follow_the_order_of_arrival_on_rank_0(two_ranks: RankPool) -> None:
-    (before, first), (_, second) = two_ranks.run(_order)
-    assert before[0][0] == "layers.5.bias"
+    first, second = of_all_ranks(reducer.buckets())
     assert first == second
-    assert [name for bucket in first for name in bucket] != [
-        name for bucket in before for name in bucket
-    ]
     assert first[0][0].startswith("layers.0.")  # which rank 0 used last
-
-
-def _different(rank: int, what: str) -> str:
-    model: nn.Module = nn.Linear(3 + (what == "model") * rank, 4)
-    hook: Any = hooks.cast() if what == "hook" and rank else hooks.allreduce()
-    options: dict[str, Any] = {
-        "capacity": {"bucket_cap_mb": 1 + rank},
-        "buffers": {"broadcast_buffers": bool(rank)},
-        "init": {"init_sync": not rank},
-    }.get(what, {})
-    if what == "ddp":
-        model = DDP(model, bucket_cap_mb=1 + rank)
-    try:
-        attach(model, hook, **options)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 DIFFERENT = {
@@ -491,14 +400,24 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_differ(two_ranks: RankPool, what: str) -> None:
-    for message in two_ranks.run(_different, what):
-        assert DIFFERENT[what] in message
+@on_processes
+def test_ranks_that_differ(rank: int, what: str) -> None:
+    model: nn.Module = nn.Linear(3 + (what == "model") * rank, 4)
+    hook: Any = hooks.cast() if what == "hook" and rank else hooks.allreduce()
+    options: dict[str, Any] = {
+        "capacity": {"bucket_cap_mb": 1 + rank},
+        "buffers": {"broadcast_buffers": bool(rank)},
+        "init": {"init_sync": not rank},
+    }.get(what, {})
+    if what == "ddp":
+        model = DDP(model, bucket_cap_mb=1 + rank)
+    with pytest.raises(RuntimeError, match=re.escape(DIFFERENT[what])):
+        attach(model, hook, **options)
 
 
-def _many_handles(rank: int) -> tuple[int, int]:
+@on_processes
+def test_groups_go_with_their_models(rank: int) -> None:
     """Groups and threads after many models with hooks have gone, with remove() and without."""
-
     gc.collect()  # what earlier tests have left
     gc.freeze()  # what they keep, which takes seconds to look through
 
@@ -518,11 +437,8 @@ def _many_handles(rank: int) -> tuple[int, int]:
         if number == 1:
             before = threads()
     gc.unfreeze()
-    return len(torch.distributed.distributed_c10d._world.pg_map) - groups, threads() - before
-
-
-def test_groups_go_with_their_models(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_many_handles) == [(0, 0), (0, 0)]
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == groups
+    assert threads() == before
 
 
 class Own(hooks.allreduce):
@@ -531,12 +447,8 @@ class Own(hooks.allreduce):
     __repr__ = object.__repr__
 
 
-def _attaches_own(rank: int) -> bool:
+@on_processes
+def test_own_subclasses_of_hook_agree(rank: int) -> None:
     kept = [object() for _ in range(rank)]  # so that addresses differ
-    handle = attach(nn.Linear(2, 2), Own())
-    handle.remove()
-    return len(kept) == rank
-
-
-def test_own_subclasses_of_hook_agree(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_attaches_own) == [True, True]
+    attach(nn.Linear(2, 2), Own()).remove()
+    del kept

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from rank_pool import RankPool
+from on_processes import on_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -38,11 +38,14 @@ def attached(model: nn.Module, use_ddp: bool, hook: Any) -> tuple[nn.Module, Any
 
 # ---- in the midst of a backward ------------------------------------------------------------------
 
-PLACES = ["tensor", "hook", "prehook", "posthook", "post_accumulate"]
+PLACES = ["tensor", "hook", "prehook", "posthook", "post_accumulate_hook"]
 
 
-def _removed_in(rank: int, place: str, use_ddp: bool) -> tuple[list[int], list[int], bool]:
-    """The numbers of the gradients that differ from the mean, and then from those of one rank."""
+@by_model
+@pytest.mark.parametrize("place", PLACES)
+@on_processes
+def test_in_the_midst_of_a_backward(rank: int, place: str, use_ddp: bool) -> None:
+    """The backward goes on to its end, and another hook can be attached after it."""
     model, handle = attached(Net(), use_ddp, hooks.allreduce())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,32 +61,20 @@ def _removed_in(rank: int, place: str, use_ddp: bool) -> tuple[list[int], list[i
         handle.remove()
         return hooks.allreduce().average(bucket)
 
+    x = batch(rank).requires_grad_(place == "tensor")
     if place == "tensor":
-        x = batch(rank).requires_grad_()
         x.register_hook(remove)  # the last to be called
-    else:
-        x = batch(rank)
-    if place == "hook":
+    elif place == "hook":
         handle.replace(removing_hook)
-    elif place != "tensor":
-        getattr(
-            handle,
-            {"post_accumulate": "register_post_accumulate_hook"}.get(place, f"register_{place}"),
-        )(remove)
+    else:
+        getattr(handle, f"register_{place}")(remove)
     model(x).sum().backward()
     averaged = gradients_of(model)
     model.zero_grad()
     again = attach(model, hooks.allreduce())
     model(batch(rank)).sum().backward()
-    return differing(mean, averaged), differing(mean, gradients_of(model)), again.is_attached
-
-
-@by_model
-@pytest.mark.parametrize("place", PLACES)
-def test_in_the_midst_of_a_backward(two_ranks: RankPool, place: str, use_ddp: bool) -> None:
-    """The backward goes on to its end, and another hook can be attached after it."""
-    for in_backward, later, is_attached in two_ranks.run(_removed_in, place, use_ddp):
-        assert (in_backward, later, is_attached) == ([], [], True)
+    assert differing(mean, averaged) == [] and differing(mean, gradients_of(model)) == []
+    assert again.is_attached
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from rank_pool import RankPool
+from group_doubles import completed
+from on_processes import on_processes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -24,16 +25,10 @@ _NUMEL = 64 * 32 + 32
 _FP32 = 4 * _NUMEL  # what each of two ranks sends of all gradients
 
 
-def _done(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def waits(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     dist.all_reduce(buffer)
-    return _done(buffer / 2)
+    return completed(buffer / 2)
 
 
 def returns_at_once(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -44,7 +39,7 @@ def returns_at_once(state: Any, bucket: GradBucket) -> torch.futures.Future[torc
 def gathers(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     rows = [torch.empty_like(bucket.buffer()) for _ in range(2)]
     dist.all_gather(rows, bucket.buffer())
-    return _done(torch.stack(rows).mean(0))
+    return completed(torch.stack(rows).mean(0))
 
 
 def in_shards(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -52,7 +47,7 @@ def in_shards(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     dist.reduce_scatter_tensor(own, bucket.buffer())
     whole = torch.empty_like(bucket.buffer())
     dist.all_gather_into_tensor(whole, own / 2)
-    return _done(whole)
+    return completed(whole)
 
 
 def exchanges(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -62,36 +57,34 @@ def exchanges(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     mean = (got[:half] + got[half:]) / 2
     rows = [torch.empty_like(mean) for _ in range(2)]
     dist.all_gather(rows, mean)
-    return _done(torch.cat(rows))
+    return completed(torch.cat(rows))
 
 
 def functionally(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     total = functional.all_reduce(bucket.buffer(), "sum", dist.group.WORLD)
-    return _done(functional.wait_tensor(total) / 2)
+    return completed(functional.wait_tensor(total) / 2)
 
 
 def over_the_models_group(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     dist.all_reduce(buffer, group=bucket.process_group())
-    return _done(buffer / 2)
+    return completed(buffer / 2)
 
 
-class OfAClass(hooks.Hook):
-    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return returns_at_once(None, bucket)
+class InAClass(hooks.Hook):
+    """A function as a hook of the library's kind."""
 
-    def __repr__(self) -> str:
-        return "OfAClass()"
-
-
-class Inside(hooks.Hook):
     is_lossy = True
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return waits(None, bucket)
+        return self.function(None, bucket)
 
     def __repr__(self) -> str:
-        return "Inside()"
+        return "InAClass()"
 
 
 COUNTED: dict[str, Callable[[], Any]] = {
@@ -102,8 +95,8 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "exchanges": lambda: exchanges,
     "functional": lambda: functionally,
     "the model's group": lambda: over_the_models_group,
-    "of a class": OfAClass,
-    "inside of another": lambda: hooks.clip(1e9, hook=Inside()),
+    "of a class": lambda: InAClass(returns_at_once),
+    "inside of another": lambda: hooks.clip(1e9, hook=InAClass(waits)),
     "PyTorch's": lambda: default_hooks.allreduce_hook,
 }
 
@@ -120,11 +113,6 @@ def late(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return buffer / 2
 
     return dist.all_reduce(buffer[:half], async_op=True).get_future().then(second)
-
-
-def _powersgd() -> tuple[Any, Any]:
-    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-    return powerSGD_hook.powerSGD_hook, state
 
 
 def _train(rank: int, hook: Any, state: Any, in_ddp: bool, steps: int = 3) -> list[Any]:
@@ -147,43 +135,41 @@ def _train(rank: int, hook: Any, state: Any, in_ddp: bool, steps: int = 3) -> li
     return found
 
 
-def _train_named(rank: int, name: str, in_ddp: bool) -> list[Any]:
-    return _train(rank, COUNTED[name](), None, in_ddp)
+in_both = pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
 
 
-@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
+@in_both
 @pytest.mark.parametrize("name", COUNTED)
-def test_what_a_hook_sends_is_counted(name: str, in_ddp: bool, two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_train_named, name, in_ddp):
-        assert found == [(_FP32 * step, _FP32) for step in (1, 2, 3)]
+@on_processes
+def test_what_a_hook_sends_is_counted(rank: int, name: str, in_ddp: bool) -> None:
+    found = _train(rank, COUNTED[name](), None, in_ddp)
+    assert found == [(_FP32 * step, _FP32) for step in (1, 2, 3)]
 
 
-def _train_past(rank: int, kind: str, in_ddp: bool) -> list[Any]:
-    if kind == "late":
-        return _train(rank, late, None, in_ddp)
-    hook, state = _powersgd()
-    return _train(rank, hook, state, in_ddp, steps=4)
-
-
-@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
-def test_bytes_that_a_callback_sends_are_not_made_up(in_ddp: bool, two_ranks: RankPool) -> None:
-    found = two_ranks.run(_train_past, "late", in_ddp)
-    assert found[0] == [(None, None)] * 3
+@in_both
+@on_processes
+def test_bytes_that_a_callback_sends_are_not_made_up(rank: int, in_ddp: bool) -> None:
+    found = _train(rank, late, None, in_ddp)
+    if rank == 0:
+        assert found == [(None, None)] * 3
     # A callback that runs at once, within the hook, is seen.
-    assert all(sent in (None, _FP32 * step) for step, (sent, _) in enumerate(found[1], 1))
+    assert all(sent in (None, _FP32 * step) for step, (sent, _) in enumerate(found, 1))
 
 
-@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "DDP"])
-def test_pytorchs_powersgd_is_known_until_it_compresses(in_ddp: bool, two_ranks: RankPool) -> None:
+@in_both
+@on_processes
+def test_pytorchs_powersgd_is_known_until_it_compresses(rank: int, in_ddp: bool) -> None:
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    found = _train(rank, powerSGD_hook.powerSGD_hook, state, in_ddp, steps=4)
     factors = 4 * (64 + 32 + 32)  # of rank 1, with the bias
-    for found in two_ranks.run(_train_past, "powersgd", in_ddp):
-        assert found[0] == (_FP32, _FP32)
-        # Callbacks that run at once, within the hook, are seen.
-        assert found[-1][0] in (None, 2 * _FP32 + 2 * factors)
-        assert found[-1][1] in (None, factors)
+    assert found[0] == (_FP32, _FP32)
+    # Callbacks that run at once, within the hook, are seen.
+    assert found[-1][0] in (None, 2 * _FP32 + 2 * factors)
+    assert found[-1][1] in (None, factors)
 
 
-def _around_others(rank: int) -> list[Any]:
+@on_processes
+def test_nothing_is_counted_twice(rank: int) -> None:
     """Recording groups, and collectives of the library, count for themselves."""
     wrapper = WrapperProcessGroup(dist.group.WORLD)
     recording = RecordingProcessGroup(dist.group.WORLD)
@@ -191,26 +177,22 @@ def _around_others(rank: int) -> list[Any]:
     def of_a_wrapper(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         wrapper.allreduce([buffer]).wait()
-        return _done(buffer / 2)
+        return completed(buffer / 2)
 
     def of_a_recording(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         recording.allreduce([buffer]).wait()
-        return _done(buffer / 2)
+        return completed(buffer / 2)
 
     def of_the_library(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return collectives.all_reduce(bucket.buffer() / 2)
 
-    hooks_of = (of_a_wrapper, of_a_recording, of_the_library)
-    return [_train(rank, hook, None, False)[-1] for hook in hooks_of]
+    for hook in (of_a_wrapper, of_a_recording, of_the_library):
+        assert _train(rank, hook, None, False)[-1] == (3 * _FP32, _FP32)
 
 
-def test_nothing_is_counted_twice(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_around_others):
-        assert found == [(3 * _FP32, _FP32)] * 3
-
-
-def _in_the_background(rank: int) -> tuple[Any, int]:
+@on_processes
+def test_a_hook_with_compiled_code(rank: int) -> None:
     """No mode of PyTorch's is left on, and a hook's compiled code stays compiled."""
     compiled: list[int] = []
 
@@ -225,18 +207,13 @@ def _in_the_background(rank: int) -> tuple[Any, int]:
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         dist.all_reduce(buffer)
-        return _done(halved(buffer))
+        return completed(halved(buffer))
 
     found = _train(rank, hook, None, False)
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
     assert not is_in_torch_dispatch_mode()
-    return found[-1], len(compiled)
-
-
-def test_a_hook_with_compiled_code(two_ranks: RankPool) -> None:
-    for found, compiled in two_ranks.run(_in_the_background):
-        assert found == (3 * _FP32, _FP32) and compiled == 1
+    assert found[-1] == (3 * _FP32, _FP32) and len(compiled) == 1
 
 
 def test_a_group_that_tells_nothing_any_more() -> None:

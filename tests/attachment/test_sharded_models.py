@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from on_processes import on_processes
+from on_ranks import of_all_ranks, on_ranks
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.replicate import replicate
@@ -20,7 +21,6 @@ from torch_releases import FLATTENED_GOES_ON
 
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.parameters import why_replaced
-from torch_commhook.testing import run_ranks
 
 
 def _net() -> nn.Sequential:
@@ -60,21 +60,19 @@ PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _attach_flattened(rank: int, place: str, strategy: str, use_orig_params: bool) -> str:
-    model = PLACES[place](_flattened(_net(), strategy, use_orig_params))
-    return _message(TypeError, lambda: attach(model, hooks.allreduce()))
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
 @pytest.mark.parametrize("place", PLACES)
-def test_flattened(two_ranks: RankPool, place: str, strategy: str, use_orig_params: bool) -> None:
-    for message in two_ranks.run(_attach_flattened, place, strategy, use_orig_params):
-        assert "flattened by FullyShardedDataParallel" in message
-        assert "whole on each rank" in message
+@on_processes
+def test_flattened(rank: int, place: str, strategy: str, use_orig_params: bool) -> None:
+    model = PLACES[place](_flattened(_net(), strategy, use_orig_params))
+    message = _message(TypeError, lambda: attach(model, hooks.allreduce()))
+    assert "flattened by FullyShardedDataParallel" in message
+    assert "whole on each rank" in message
 
 
-def _attach_gathered(rank: int) -> bool:
+@on_ranks(2)
+def test_attached_between_forward_and_backward(rank: int) -> None:
     model, plain = _net(), _net()
     for each in (model, plain):
         fully_shard(each)
@@ -82,59 +80,49 @@ def _attach_gathered(rank: int) -> bool:
     output = model(torch.full((2, 4), rank + 1.0))  # parameters are whole until backward
     handle = attach(model, hooks.allreduce())
     output.sum().backward()
-    steps = handle.stats().steps
-    same = zip(model.parameters(), plain.parameters(), strict=True)
-    return steps == 1 and all(a.grad.to_local().equal(b.grad.to_local()) for a, b in same)
+    assert handle.stats().steps == 1
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
 
 
-def test_attached_between_forward_and_backward() -> None:
-    assert run_ranks(_attach_gathered, 2) == [True, True]
+def _assert_averaged(gradient: torch.Tensor) -> None:
+    first, second = of_all_ranks(gradient)
+    assert torch.equal(first, second) and first.any()
 
 
-def _attach_to_ignored(rank: int) -> list[float]:
+@on_ranks(2)
+def test_parameters_that_fully_shard_ignores(rank: int) -> None:
     model = _net()
     model[0].requires_grad_(False)
     fully_shard(model, ignored_params=set(model[2].parameters()))
     model(torch.ones(2, 4))
     attach(model, hooks.allreduce())
     _step(model, rank)
-    return model[2].weight.grad.flatten().tolist()
+    _assert_averaged(model[2].weight.grad)
 
 
-def test_parameters_that_fully_shard_ignores() -> None:
-    first, second = run_ranks(_attach_to_ignored, 2)
-    assert first == second and any(first)
-
-
-def _attach_replicated(rank: int, place: str, stepped: bool) -> str:
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("place", ["it", "around it"])
+@on_ranks(2)
+def test_replicate(rank: int, place: str, stepped: bool) -> None:
     model = replicate(_net())
     if stepped:
         _step(model, rank)
     if place == "around it":
         model = nn.Sequential(nn.Linear(4, 4), model)
-    return _message(RuntimeError, lambda: attach(model, hooks.allreduce()))
+    message = _message(RuntimeError, lambda: attach(model, hooks.allreduce()))
+    assert "attach: replicate() was applied to" in message
+    assert "register_comm_hook(None, hook)" in message
+    assert "the newer replicate() of torch.distributed._composable.replicate_with" in message
+    assert "torch.distributed._composable.replicate.DDP" not in message
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("place", ["it", "around it"])
-def test_replicate(place: str, stepped: bool) -> None:
-    for message in run_ranks(_attach_replicated, 2, place, stepped):
-        assert "attach: replicate() was applied to" in message
-        assert "register_comm_hook(None, hook)" in message
-        assert "the newer replicate() of torch.distributed._composable.replicate_with" in message
-        assert "torch.distributed._composable.replicate.DDP" not in message
-
-
-def _hook_of_replicate(rank: int) -> list[float]:
+@on_ranks(2)
+def test_replicate_takes_a_hook_itself(rank: int) -> None:
     model = replicate(_net())
     model.register_comm_hook(None, hooks.allreduce())
     _step(model, rank)
-    return model[0].weight.grad.flatten().tolist()
-
-
-def test_replicate_takes_a_hook_itself() -> None:
-    first, second = run_ranks(_hook_of_replicate, 2)
-    assert first == second and any(first)
+    _assert_averaged(model[0].weight.grad)
 
 
 # ---- applied after attach ------------------------------------------------------------------------
@@ -178,8 +166,10 @@ LATER: dict[str, tuple[Callable[[nn.Module], nn.Module], str, str]] = {
 }
 
 
-def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
-    apply, parameter_name, _ = LATER[name]
+@pytest.mark.parametrize("name", LATER)
+@on_processes
+def test_applied_after_attach(rank: int, name: str) -> None:
+    apply, parameter_name, sharding = LATER[name]
     model = _net()
     parameter = model.get_parameter(parameter_name)
     assert why_replaced(model, parameter_name, parameter) is None
@@ -187,7 +177,9 @@ def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
     outer = apply(model)
     message = _message(RuntimeError, lambda: _step(outer, rank))
     handle.remove()
-    if LATER[name][2].endswith("()"):
+    advice = "attach takes models whose parameters are whole on each rank; remove() the hook"
+    if sharding.endswith("()"):
+        advice = f"remove() the hook, and attach it again after {sharding}"
         handle = attach(outer, hooks.allreduce())
         _step(outer, rank)
         assert handle.stats().steps == 1
@@ -195,56 +187,37 @@ def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
     goes_on = FLATTENED_GOES_ON or name != "FSDP1, NO_SHARD, True"
     if goes_on and name != "parallelize_module":  # the rest of this one wants other shapes
         _step(outer, rank)
-    return message, why_replaced(model, parameter_name, parameter), handle.is_attached
+    assert f"parameter '{parameter_name}'" in message
+    assert message.endswith(f"{sharding} has been applied since the hook was attached; {advice}")
+    why = why_replaced(model, parameter_name, parameter)
+    assert why is not None and why in message
+    assert not handle.is_attached
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_applied_after_attach(two_ranks: RankPool, name: str) -> None:
-    _, parameter, sharding = LATER[name]
-    for message, why, is_attached in two_ranks.run(_applied_later, name):
-        assert f"parameter '{parameter}'" in message
-        advice = "attach takes models whose parameters are whole on each rank; remove() the hook"
-        if sharding.endswith("()"):
-            advice = f"remove() the hook, and attach it again after {sharding}"
-        assert message.endswith(
-            f"{sharding} has been applied since the hook was attached; {advice}"
-        )
-        assert why is not None and why in message
-        assert not is_attached
-
-
-def _applied_to_compiled(rank: int, name: str, compiled_first: bool) -> str:
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("name", ["fully_shard", "fully_shard of a part"])
+@on_processes
+def test_applied_after_attach_compiled(rank: int, name: str, compiled_first: bool) -> None:
     torch._dynamo.reset()
+    apply, parameter, sharding = LATER[name]
     model = _net()
     attach(model, hooks.allreduce())
     compiled = torch.compile(model, backend="aot_eager")
     if compiled_first:
         _step(compiled, rank)
-    LATER[name][0](model)
-    return _message(RuntimeError, lambda: _step(compiled, rank))
-
-
-@pytest.mark.parametrize("compiled_first", [False, True])
-@pytest.mark.parametrize("name", ["fully_shard", "fully_shard of a part"])
-def test_applied_after_attach_compiled(
-    two_ranks: RankPool, name: str, compiled_first: bool
-) -> None:
-    _, parameter, sharding = LATER[name]
-    for message in two_ranks.run(_applied_to_compiled, name, compiled_first):
-        assert f"parameter '{parameter}' was replaced: {sharding} has been applied" in message
-
-
-def _flattened_part_later(rank: int, use_orig_params: bool) -> str:
-    model = _net()
-    attach(model, hooks.allreduce())
-    model[2] = _flattened(model[2], "FULL_SHARD", use_orig_params)
-    return _message(RuntimeError, lambda: _step(model, rank))
+    apply(model)
+    message = _message(RuntimeError, lambda: _step(compiled, rank))
+    assert f"parameter '{parameter}' was replaced: {sharding} has been applied" in message
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_part_flattened_after_attach(two_ranks: RankPool, use_orig_params: bool) -> None:
-    for message in two_ranks.run(_flattened_part_later, use_orig_params):
-        assert "parameter '2.weight' was replaced: FullyShardedDataParallel has been" in message
+@on_processes
+def test_a_part_flattened_after_attach(rank: int, use_orig_params: bool) -> None:
+    model = _net()
+    attach(model, hooks.allreduce())
+    model[2] = _flattened(model[2], "FULL_SHARD", use_orig_params)
+    message = _message(RuntimeError, lambda: _step(model, rank))
+    assert "parameter '2.weight' was replaced: FullyShardedDataParallel has been" in message
 
 
 def test_a_parameter_that_no_sharding_has_replaced() -> None:
@@ -256,22 +229,6 @@ def test_a_parameter_that_no_sharding_has_replaced() -> None:
     assert why_replaced(model, "5.weight", parameter) is None
 
 
-def _averaged_later(rank: int, around: str) -> str:
-    model = _net()
-    if around == "replicate, before":  # its DDP is made in the first forward
-        replicate(model)
-        attach(model[0], hooks.allreduce())
-        return _message(RuntimeError, lambda: _step(model, rank))
-    handle = attach(model, hooks.allreduce())
-    if around == "DDP":
-        model[2] = DDP(model[2])
-    else:
-        replicate(model[2] if around == "replicate, a part" else model)
-    message = _message(RuntimeError, lambda: _step(model, rank))
-    handle.remove()
-    return message
-
-
 @pytest.mark.parametrize(
     ("around", "place"),
     [
@@ -281,7 +238,18 @@ def _averaged_later(rank: int, around: str) -> str:
         ("replicate, before", "weight"),
     ],
 )
-def test_averaged_after_attach(around: str, place: str) -> None:
-    for message in run_ranks(_averaged_later, 2, around):
-        assert f"averages the gradient of parameter '{place}' too" in message
-        assert "remove() the hook" in message
+@on_ranks(2)
+def test_averaged_after_attach(rank: int, around: str, place: str) -> None:
+    model = _net()
+    if around == "replicate, before":  # its DDP is made in the first forward
+        replicate(model)
+        attach(model[0], hooks.allreduce())
+    else:
+        attach(model, hooks.allreduce())
+    if around == "DDP":
+        model[2] = DDP(model[2])
+    elif around != "replicate, before":
+        replicate(model[2] if around == "replicate, a part" else model)
+    message = _message(RuntimeError, lambda: _step(model, rank))
+    assert f"averages the gradient of parameter '{place}' too" in message
+    assert "remove() the hook" in message

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from modes import BUCKET_CAP_MB, Mode
+from on_processes import on_processes
 from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
 from rank_pool import RankPool
 from sharded_models import Mesh, by_layer
@@ -40,19 +42,24 @@ def model_of(kind: str, width: int) -> tuple[Any, dict[str, Any]]:
     return model, {}
 
 
+def stepping(model: nn.Module, width: int = 40, value: float = 1.0) -> Callable[[], None]:
+    """A step, after two of which DDP has formed its buckets anew."""
+
+    def step() -> None:
+        model(torch.full((2, width), value)).square().sum().backward()
+
+    step()
+    step()
+    return step
+
+
 def trained(
     rank: int, kind: str, hook: Any, settings: dict[str, Any], width: int = 40
 ) -> tuple[list[list[Any]], int]:
     """The spans of each step, and how many buckets there are."""
     model, options = model_of(kind, width)
     handle = attach(model, parse_hook(hook) if isinstance(hook, str) else hook, **options)
-
-    def step() -> None:
-        model(torch.full((2, width), rank + 1.0)).square().sum().backward()
-
-    step()
-    step()  # DDP forms its buckets anew after the first
-    found = profiled_steps(step, STEPS, **settings)
+    found = profiled_steps(stepping(model, width, rank + 1.0), STEPS, **settings)
     buckets = len(handle.stats().buckets)
     handle.remove()
     assert buckets > 1
@@ -60,10 +67,16 @@ def trained(
 
 
 def check(
-    pool: RankPool, kind: str, hook: Any, stages: list[str], name: str | None = None, **more: Any
+    pool: RankPool,
+    kind: str,
+    hook: Any,
+    stages: list[str],
+    name: str | None = None,
+    settings: dict[str, Any] | None = None,
+    width: int = 40,
 ) -> None:
     """Each bucket of each step must have these stages, on all ranks."""
-    for steps, buckets in pool.run(trained, kind, hook, more.pop("settings", {}), *more.values()):
+    for steps, buckets in pool.run(trained, kind, hook, settings or {}, width):
         for found in steps:
             by_bucket = stages_by_bucket(found, hook if name is None else name)
             assert by_bucket == dict.fromkeys(range(buckets), stages)
@@ -80,33 +93,31 @@ WHOLE_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "module"])
-@pytest.mark.parametrize("hook", WHOLE_GRADIENTS)
-def test_each_bucket_has_its_stages(two_ranks: RankPool, kind: str, hook: str) -> None:
-    check(two_ranks, kind, hook, WHOLE_GRADIENTS[hook])
+IN_SHARDS = {
+    "allreduce()": ["wire"],
+    "cast(bfloat16)": ONCE,
+    "error_feedback(blockwise(bits=4))": ONCE,
+    "randomk(density=0.1)": ONCE,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "stages"),
+    [
+        *(("ddp", *each) for each in WHOLE_GRADIENTS.items()),
+        *(("module", *each) for each in WHOLE_GRADIENTS.items()),
+        *(("fsdp-2", *each) for each in IN_SHARDS.items()),
+        ("replicate-2", "error_feedback(topk(density=0.1))", ONCE),
+    ],
+)
+def test_each_bucket_has_its_stages(
+    two_ranks: RankPool, kind: str, hook: str, stages: list[str]
+) -> None:
+    check(two_ranks, kind, hook, stages)
 
 
 def test_a_hook_in_cpp_inside_another_has_its_own_name(two_ranks: RankPool) -> None:
     check(two_ranks, "module", "clip(1, cpp('allreduce'))", ["wire"], "cpp('allreduce')")
-
-
-@pytest.mark.parametrize(
-    ("hook", "stages"),
-    [
-        ("allreduce()", ["wire"]),
-        ("cast(bfloat16)", ONCE),
-        ("error_feedback(blockwise(bits=4))", ONCE),
-        ("randomk(density=0.1)", ONCE),
-    ],
-)
-def test_gradients_in_shards_have_their_stages(
-    two_ranks: RankPool, hook: str, stages: list[str]
-) -> None:
-    check(two_ranks, "fsdp-2", hook, stages)
-
-
-def test_gradients_across_replicas_have_their_stages(two_ranks: RankPool) -> None:
-    check(two_ranks, "replicate-2", "error_feedback(topk(density=0.1))", ONCE)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp-2"])
@@ -123,10 +134,6 @@ def test_a_profiler_of_all_threads_sees_each_span_once(two_ranks: RankPool) -> N
     check(two_ranks, "module", "blockwise()", TWICE, settings={"experimental_config": config})
 
 
-def test_a_cast_that_adds_up_in_float32_has_its_stages(two_ranks: RankPool) -> None:
-    two_ranks.run(wide_cast)
-
-
 class wide(hooks.cast):  # noqa: N801
     """Adds up in float32 among any number of ranks."""
 
@@ -134,12 +141,8 @@ class wide(hooks.cast):  # noqa: N801
         return True
 
 
-def wide_cast(rank: int) -> None:
-    steps, buckets = trained(rank, "module", wide(), {})
-    for found in steps:
-        by_bucket = stages_by_bucket(found, f"{__name__}.wide")
-        stages = ["encode", "wire", "encode", "wire"]
-        assert by_bucket == dict.fromkeys(range(buckets), stages)
+def test_a_cast_that_adds_up_in_float32_has_its_stages(two_ranks: RankPool) -> None:
+    check(two_ranks, "module", wide(), ["encode", "wire", "encode", "wire"], f"{__name__}.wide")
 
 
 # ---- hooks that users write ----------------------------------------------------------------------
@@ -156,26 +159,19 @@ def test_functions_have_their_stages(two_ranks: RankPool, kind: str) -> None:
     check(two_ranks, kind, through_the_library, TWICE, f"{__name__}.through_the_library")
 
 
-def registered(rank: int) -> None:
-    """Without ``attach``."""
+@on_processes
+def test_a_hook_that_ddp_calls_itself_has_its_stages(rank: int) -> None:
     model = DDP(network(), bucket_cap_mb=BUCKET_CAP_MB)
     model.register_comm_hook(None, hooks.blockwise())
-
-    def step() -> None:
-        model(torch.ones(2, 40)).sum().backward()
-
-    step()
-    step()
-    for found in profiled_steps(step, STEPS):
+    for found in profiled_steps(stepping(model), STEPS):
         by_bucket = stages_by_bucket(found, "blockwise()")
         assert len(by_bucket) > 1 and all(stages == TWICE for stages in by_bucket.values())
 
 
-def test_a_hook_that_ddp_calls_itself_has_its_stages(two_ranks: RankPool) -> None:
-    two_ranks.run(registered)
-
-
-def sent_past(rank: int) -> None:
+@on_processes
+def test_a_hook_that_sends_by_itself_is_on_the_wire_until_its_future_is_complete(
+    rank: int,
+) -> None:
     result: torch.futures.Future[Tensor] = torch.futures.Future()
     model = network()
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -190,46 +186,29 @@ def sent_past(rank: int) -> None:
     assert span.end - span.begin > 1e5
 
 
-def test_a_hook_that_sends_by_itself_is_on_the_wire_until_its_future_is_complete(
-    two_ranks: RankPool,
-) -> None:
-    two_ranks.run(sent_past)
-
-
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def gathered(rank: int) -> None:
+@on_processes
+def test_weights_have_their_stages(rank: int) -> None:
     model = network()
     by_layer(model, Mesh.of("fsdp-2"))
     handle = attach(model, hooks.allreduce(), weights=codecs.fp8())
-
-    def step() -> None:
-        model(torch.ones(2, 40)).sum().backward()
-
-    step()
-    (found,) = profiled_steps(step, 1)
+    (found,) = profiled_steps(stepping(model), 1)
     handle.remove()
     stages = [span.stage for span in found if span.hook.startswith("weights, fp8(")]
     assert sorted(set(stages)) == ["decode", "encode", "wire"]
     assert stages.count("encode") == stages.count("wire") == stages.count("decode")
 
 
-def test_weights_have_their_stages(two_ranks: RankPool) -> None:
-    two_ranks.run(gathered)
-
-
 # ---- what else is in the trace -------------------------------------------------------------------
 
 
-def seen(rank: int) -> None:
+@on_processes
+def test_operators_of_other_threads_are_in_the_trace(rank: int) -> None:
     model, options = model_of("module", 40)
     handle = attach(model, hooks.blockwise(bits=4), **options)
-
-    def step() -> None:
-        model(torch.ones(2, 40)).sum().backward()
-
-    step()
+    step = stepping(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     handle.remove()
@@ -247,10 +226,6 @@ def seen(rank: int) -> None:
     names = {event.key for event in profiler.key_averages()}
     for stage in ONCE:
         assert f"commhook::{stage} (bucket 0, blockwise(bits=4))" in names
-
-
-def test_operators_of_other_threads_are_in_the_trace(two_ranks: RankPool) -> None:
-    two_ranks.run(seen)
 
 
 # ---- no profiler, or none any more ---------------------------------------------------------------
@@ -297,7 +272,10 @@ def test_a_collective_that_cannot_be_issued_ends_its_span() -> None:
     assert (span.stage, span.bucket, span.hook) == ("wire", 0, "failing")
 
 
-def compiled(rank: int, mode: Mode) -> None:
+@pytest.mark.parametrize("runner", ["compile", "context"])
+@on_processes
+def test_compiled_code_is_the_same_under_a_profiler(rank: int, runner: str) -> None:
+    mode = Mode("module", runner, backend="aot_eager")
     gradients = []
     for profiles in (False, True):
         torch._dynamo.reset()
@@ -318,21 +296,6 @@ def compiled(rank: int, mode: Mode) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("runner", ["compile", "context"])
-def test_compiled_code_is_the_same_under_a_profiler(two_ranks: RankPool, runner: str) -> None:
-    two_ranks.run(compiled, Mode("module", runner, backend="aot_eager"))
-
-
-def _names(rank: int, kind: str, hook: str) -> set[str]:
-    """The names of all events of a profiled step."""
-    model, options = model_of(kind, 40)
-    handle = attach(model, parse_hook(hook), **options)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(torch.full((2, 40), rank + 1.0)).square().sum().backward()
-    handle.remove()
-    return {event["name"] for event in complete_events(profiler)}
-
-
 @pytest.mark.parametrize(
     ("kind", "hook"),
     [
@@ -346,11 +309,17 @@ def _names(rank: int, kind: str, hook: str) -> set[str]:
         ("replicate-2", "allreduce()"),
     ],
 )
-def test_works_of_gloo_have_no_spans(two_ranks: RankPool, kind: str, hook: str) -> None:
+@on_processes
+def test_works_of_gloo_have_no_spans(rank: int, kind: str, hook: str) -> None:
     """The Future of a Work completes before its span ends, and then the profile may be over.
 
     PyTorch writes the end of such a span to freed memory.
     """
-    for names in two_ranks.run(_names, kind, hook):
-        assert kind == "replicate-2" or any(name.startswith("commhook::wire") for name in names)
-        assert not [name for name in names if name.startswith("gloo:")]
+    model, options = model_of(kind, 40)
+    handle = attach(model, parse_hook(hook), **options)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(torch.full((2, 40), rank + 1.0)).square().sum().backward()
+    handle.remove()
+    names = {event["name"] for event in complete_events(profiler)}
+    assert kind == "replicate-2" or any(name.startswith("commhook::wire") for name in names)
+    assert not [name for name in names if name.startswith("gloo:")]

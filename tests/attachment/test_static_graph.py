@@ -7,20 +7,17 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from mode_cases import OwnError
+from on_processes import on_processes
+from on_ranks import of_all_ranks, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import PeerError, attach, hooks
-from torch_commhook.testing import run_ranks
 
 LOST = (
     "an exception ended the first backward.. of this DistributedDataParallel with static_graph=True"
 )
-
-
-class OwnError(Exception):
-    """Raised by a hook of autograd."""
 
 
 def _net() -> nn.Sequential:
@@ -46,13 +43,11 @@ def _fail(rank: int, model: nn.Module, parameter: torch.Tensor) -> None:
     handle.remove()
 
 
-def _all_same(values: torch.Tensor) -> bool:
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values)
-    return all(torch.equal(values, other) for other in every)
-
-
-def _fails_everywhere(rank: int, number: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["attached", "attached later", "taken off"])
+@pytest.mark.parametrize("number", [0, 3], ids=["last", "first"])
+@on_ranks(2)
+def test_all_ranks_fail(rank: int, number: int, way: str) -> None:
+    """DDP itself would let the ranks' gradients differ from here on."""
     net = _net()
     model = _static(net)
     handle = None if way == "attached later" else attach(model, hooks.allreduce())
@@ -73,17 +68,12 @@ def _fails_everywhere(rank: int, number: int, way: str) -> None:
     for _ in range(3):
         net.zero_grad()
         _loss(rank, anew).backward()
-        assert _all_same(torch.cat([p.grad.flatten() for p in net.parameters()]))  # type: ignore[union-attr]
+        own = torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
+        assert torch.equal(*of_all_ranks(own))
 
 
-@pytest.mark.parametrize("way", ["attached", "attached later", "taken off"])
-@pytest.mark.parametrize("number", [0, 3], ids=["last", "first"])
-def test_all_ranks_fail(number: int, way: str) -> None:
-    """DDP itself would let the ranks' gradients differ from here on."""
-    run_ranks(_fails_everywhere, 2, number, way)
-
-
-def _uses_no_parameter(rank: int) -> None:
+@on_ranks(2)
+def test_the_first_backward_is_of_the_input_alone(rank: int) -> None:
     net = _net()
     model = _static(net)
     attach(model, hooks.allreduce())
@@ -93,11 +83,9 @@ def _uses_no_parameter(rank: int) -> None:
         _loss(rank, model)
 
 
-def test_the_first_backward_is_of_the_input_alone() -> None:
-    run_ranks(_uses_no_parameter, 2)
-
-
-def _fails_on_one(rank: int) -> None:
+@on_processes
+def test_one_rank_fails(rank: int) -> None:
+    """The other does not wait for it until the timeout."""
     group = dist.new_group(timeout=timedelta(hours=1))  # far more than the test has
     net = _net()
     model = _static(net, group)
@@ -109,8 +97,3 @@ def _fails_on_one(rank: int) -> None:
     else:
         with pytest.raises(PeerError, match=f"on rank 1: RuntimeError: torch_commhook: {LOST}"):
             _loss(rank, model).backward()
-
-
-def test_one_rank_fails(two_ranks: RankPool) -> None:
-    """The other does not wait for it until the timeout."""
-    two_ranks.run(_fails_on_one)

@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from group_doubles import completed
+from on_processes import on_processes
 from rank_pool import RankPool
 
 from torch_commhook.step import step_end
@@ -41,8 +43,11 @@ def test_the_maximum(
     assert three_ranks.run(_agree, used, most_at_once) == [want] * 3
 
 
-def _counted(rank: int, used: list[int]) -> int:
-    """How often this rank exchanges maps of used parameters."""
+@pytest.mark.parametrize(("used", "count"), [([1, 1], 0), ([1, 0], 1)])
+@on_processes
+def test_maps_travel_only_where_each_rank_left_some_unused(
+    rank: int, used: list[int], count: int
+) -> None:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
         exchanges = []
@@ -50,19 +55,12 @@ def _counted(rank: int, used: list[int]) -> int:
         agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)
-    return len(exchanges)
+    assert len(exchanges) == count
 
 
 def _done(*args: object) -> torch.futures.Future[object]:
-    future: torch.futures.Future[object] = torch.futures.Future()
     args[2].zero_()  # type: ignore[attr-defined]
-    future.set_result(args[2])
-    return future
-
-
-def test_maps_travel_only_where_each_rank_left_some_unused(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_counted, [1, 1]) == [0, 0]
-    assert two_ranks.run(_counted, [1, 0]) == [1, 1]
+    return completed(args[2])
 
 
 @pytest.mark.parametrize("size", range(2, 70))
@@ -79,7 +77,8 @@ def test_each_rank_hears_of_all(size: int) -> None:
     )
 
 
-def _ends_while_another_thread_gives_up(rank: int) -> bool:
+@on_processes
+def test_a_rank_that_is_given_up_meanwhile_still_ends_the_step(rank: int) -> None:
     group = StepGroup(dist.group.WORLD)
     group.begin()
     thread = None
@@ -101,8 +100,3 @@ def _ends_while_another_thread_gives_up(rank: int) -> bool:
     if thread is not None:
         thread.join()
     group.close()
-    return True
-
-
-def test_a_rank_that_is_given_up_meanwhile_still_ends_the_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_ends_while_another_thread_gives_up, timeout=30) == [True, True]

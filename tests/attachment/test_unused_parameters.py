@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from modes import TRACED_MODES, Mode
+from mode_cases import OwnError
+from modes import TRACED_MODES, Mode, compiled_backward
+from on_processes import on_processes
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -120,8 +124,23 @@ ACCUMULATED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
-def _accumulated(rank: int, mode: Mode, views: bool, eager_steps: int) -> tuple[bool, list[Tensor]]:
-    """Whether a gradient of an earlier step stays, and the other gradients."""
+@pytest.mark.parametrize(
+    ("mode", "views", "eager_steps"),
+    [
+        *((Mode(model, "eager"), views, 0) for model in ("module", "ddp") for views in (0, 1)),
+        (Mode("python_reducer", "eager"), False, 0),
+        (Mode("module", "context", fullgraph=True, backend="aot_eager"), False, 0),
+        (Mode("ddp", "context", backend="aot_eager"), True, 0),
+        # Our reducer takes over from DDP's in the middle of a step.
+        (Mode("ddp", "context", backend="aot_eager"), False, 2),
+    ],
+    ids=str,
+)
+@on_processes
+def test_what_no_micro_batch_has_used_is_left_alone(
+    rank: int, mode: Mode, views: bool, eager_steps: int
+) -> None:
+    """And nothing else is: a parameter that a rank used under ``no_sync()`` gets the mean."""
     torch._dynamo.reset()
     inner = Skipping()
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
@@ -142,59 +161,36 @@ def _accumulated(rank: int, mode: Mode, views: bool, eager_steps: int) -> tuple[
                     step(batch(rank, number))
             if number == 0:
                 before = last.grad.clone()
-    found = [parameter.grad.clone() for parameter in inner.parameters()]
     handle.remove()
-    return torch.equal(last.grad, before), found[:4]
-
-
-@pytest.mark.parametrize(
-    ("mode", "views", "eager_steps"),
-    [
-        *((Mode(model, "eager"), views, 0) for model in ("module", "ddp") for views in (0, 1)),
-        (Mode("python_reducer", "eager"), False, 0),
-        (Mode("module", "context", fullgraph=True, backend="aot_eager"), False, 0),
-        (Mode("ddp", "context", backend="aot_eager"), True, 0),
-        # Our reducer takes over from DDP's in the middle of a step.
-        (Mode("ddp", "context", backend="aot_eager"), False, 2),
-    ],
-    ids=str,
-)
-def test_what_no_micro_batch_has_used_is_left_alone(
-    two_ranks: RankPool, mode: Mode, views: bool, eager_steps: int
-) -> None:
-    """And nothing else is: a parameter that a rank used under ``no_sync()`` gets the mean."""
-    (stays, first), (also, second) = two_ranks.run(_accumulated, mode, views, eager_steps)
-    assert stays and also
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(last.grad, before)
+    for layer in inner.layers[:4]:
+        assert torch.equal(*of_all_ranks(layer.weight.grad))
 
 
 # ---- gradients of a rank's own, and a step after them in which no rank uses the parameter -------
-
-
-class OwnError(Exception):
-    """What hooks raise here."""
 
 
 def _raises(*_: object) -> None:
     raise OwnError("boo")
 
 
-def _compiled() -> contextlib.AbstractContextManager[object]:
-    return torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+@contextlib.contextmanager
+def _fails_on_rank_0(handle: HookHandle, rank: int, stage: str) -> Iterator[None]:
+    """A hook of a stage raises on rank 0, and all ranks get an error."""
+    raising = getattr(handle, f"register_{stage}")(_raises) if rank == 0 else None
+    with pytest.raises(OwnError if rank == 0 else PeerError):
+        yield
+    if raising is not None:
+        raising.remove()
 
 
 def _failed_step(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
     """A step after the micro-batch fails on rank 0."""
     with handle.no_sync():
         model(batch(rank, 0)).square().sum().backward()
-    if rank == 0:
-        raising = handle.register_buffer_prehook(_raises)
     getattr(model, "module", model).skip = (4,)
-    with pytest.raises(OwnError if rank == 0 else PeerError):
+    with _fails_on_rank_0(handle, rank, "buffer_prehook"):
         model(batch(rank, 0)).square().sum().backward()
-    if rank == 0:
-        raising.remove()
     return handle
 
 
@@ -202,12 +198,8 @@ def _failed_in_its_end(
     model: Skipping, handle: HookHandle, rank: int, stage: str = "buffer_prehook"
 ) -> HookHandle:
     """The step that has given the gradients fails on rank 0."""
-    if rank == 0:
-        raising = getattr(handle, f"register_{stage}")(_raises)
-    with pytest.raises(OwnError if rank == 0 else PeerError):
+    with _fails_on_rank_0(handle, rank, stage):
         model(batch(rank, 0)).square().sum().backward()
-    if rank == 0:
-        raising.remove()
     return handle
 
 
@@ -246,7 +238,7 @@ def _compiled_left(model: Skipping, handle: HookHandle, rank: int) -> HookHandle
     raising = model.layers[1].weight.register_hook(_raises)
     with handle.no_sync():
         loss = model(batch(rank, 0)).square().sum()
-        with _compiled(), pytest.raises(OwnError):
+        with compiled_backward(backend="eager"), pytest.raises(OwnError):
             loss.backward()
     raising.remove()
     return handle
@@ -283,48 +275,20 @@ OWN_GRADIENTS = {
 }
 
 
-def _then_unused(rank: int, case: str) -> tuple[Tensor, Tensor]:
-    """The gradient of the last layer, before and after a step that does not use it."""
+@pytest.mark.parametrize("case", OWN_GRADIENTS)
+@on_processes
+def test_a_gradient_of_a_ranks_own_is_averaged_by_the_next_step(rank: int, case: str) -> None:
     torch._dynamo.reset()
     model = Skipping()
     handle = OWN_GRADIENTS[case](model, attach(model, hooks.allreduce()), rank)
     last = model.layers[4].weight
-    before = last.grad.clone()
+    own, other = of_all_ranks(last.grad)
+    assert not torch.equal(own, other)
     model.skip = (4,)
     model(batch(rank, 2)).square().sum().backward()
     handle.remove()
-    return before, last.grad
-
-
-@pytest.mark.parametrize("case", OWN_GRADIENTS)
-def test_a_gradient_of_a_ranks_own_is_averaged_by_the_next_step(
-    two_ranks: RankPool, case: str
-) -> None:
-    (own, first), (other, second) = two_ranks.run(_then_unused, case)
-    assert not torch.equal(own, other)
-    mean = (own + other) / 2
-    torch.testing.assert_close(first, mean)
-    assert torch.equal(first, second)
-
-
-def _then_unused_in_ddp(rank: int, case: str, views: bool, compiled: bool) -> list[Tensor]:
-    """:func:`_then_unused` over DDP's C++ reducer, and the gradient after one more such step."""
-    torch._dynamo.reset()
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
-    inner = Skipping()
-    model = Mode("ddp", "eager").wrap(inner, **options)
-    handle = attach(model, hooks.allreduce())
-    OWN_GRADIENTS[case](model, handle, rank)
-    last = inner.layers[4].weight
-    found = [last.grad.clone()]
-    inner.skip = (4,)
-    for number in range(2):
-        loss = model(batch(rank, 2 + number)).square().sum()
-        with _compiled() if compiled else nullcontext():
-            loss.backward()
-        found.append(last.grad.clone())
-    handle.remove()
-    return found
+    torch.testing.assert_close(last.grad, (own + other) / 2)
+    assert torch.equal(*of_all_ranks(last.grad))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -337,18 +301,34 @@ def _then_unused_in_ddp(rank: int, case: str, views: bool, compiled: bool) -> li
         "a step that fails after its collectives",
     ],
 )
+@on_processes
 def test_so_it_is_over_the_reducer_of_ddp(
-    two_ranks: RankPool, case: str, views: bool, compiled: bool
+    rank: int, case: str, views: bool, compiled: bool
 ) -> None:
-    first, second = two_ranks.run(_then_unused_in_ddp, case, views, compiled)
-    assert views or not torch.equal(first[0], second[0])
-    torch.testing.assert_close(first[1], (first[0] + second[0]) / 2)
-    assert torch.equal(first[1], second[1])
-    # The second step leaves the gradients alone.
-    assert torch.equal(first[2], first[1]) and torch.equal(second[2], second[1])
+    torch._dynamo.reset()
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    inner = Skipping()
+    model = Mode("ddp", "eager").wrap(inner, **options)
+    handle = attach(model, hooks.allreduce())
+    OWN_GRADIENTS[case](model, handle, rank)
+    last = inner.layers[4].weight
+    own, other = of_all_ranks(last.grad)
+    assert views or not torch.equal(own, other)
+    inner.skip = (4,)
+    found = []
+    for number in range(2):
+        loss = model(batch(rank, 2 + number)).square().sum()
+        with compiled_backward(compiled, "eager"):
+            loss.backward()
+        found.append(last.grad.clone())
+    handle.remove()
+    torch.testing.assert_close(found[0], (own + other) / 2)
+    assert torch.equal(*of_all_ranks(found[0]))
+    assert torch.equal(found[1], found[0])  # the second step leaves the gradients alone
 
 
-def _other_layers_after_it_was_left(rank: int) -> list[Tensor]:
+@on_processes
+def test_a_step_after_a_compiled_backward_that_was_left(rank: int) -> None:
     """A compiled micro-batch is left in the middle; the step after it uses other layers."""
     torch._dynamo.reset()
     model = Skipping()
@@ -357,21 +337,16 @@ def _other_layers_after_it_was_left(rank: int) -> list[Tensor]:
     raising = model.layers[2].weight.register_hook(_raises)
     with handle.no_sync():
         loss = model(batch(rank, 0)).square().sum()
-        with _compiled(), pytest.raises(OwnError):
+        with compiled_backward(backend="eager"), pytest.raises(OwnError):
             loss.backward()
     raising.remove()
     model.skip = (3, 4)
     loss = model(batch(rank, 1)).square().sum()
-    with _compiled():
+    with compiled_backward(backend="eager"):
         loss.backward()
     handle.remove()
-    return [layer.weight.grad for layer in model.layers[:3]]
-
-
-def test_a_step_after_a_compiled_backward_that_was_left(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_other_layers_after_it_was_left)
-    for one, another in zip(first, second, strict=True):
-        assert torch.equal(one, another)
+    for layer in model.layers[:3]:
+        assert torch.equal(*of_all_ranks(layer.weight.grad))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -398,7 +373,8 @@ def test_uneven_inputs_over_a_simulated_group(two_ranks: RankPool) -> None:
     assert run_ranks(_joined, 2) == two_ranks.run(_joined)
 
 
-def _over_a_wrapper(rank: int) -> None:
+@on_ranks(2)
+def test_a_group_over_which_ranks_do_not_tell(rank: int) -> None:
     model = Skipping()
     attach(model, hooks.allreduce(), process_group=WrapperProcessGroup(dist.group.WORLD))
     model.skip = (4,)
@@ -406,15 +382,11 @@ def _over_a_wrapper(rank: int) -> None:
         model(batch(rank, 0)).square().sum().backward()
 
 
-def test_a_group_over_which_ranks_do_not_tell() -> None:
-    run_ranks(_over_a_wrapper, 2)
-
-
-def _rotating(rank: int) -> list[str]:
+@on_processes
+def test_other_layers_in_each_step(rank: int) -> None:
     """Other layers in each step and on each rank, over as many steps as Dynamo compiles anew."""
     torch._dynamo.reset()
     counters.clear()
-    wrong = []
     model = Skipping()
     attach(model, hooks.allreduce(), bucket_cap_mb=0.004)
     for number in range(7):
@@ -422,22 +394,18 @@ def _rotating(rank: int) -> list[str]:
         skips = [((number + other) % 5, 4) for other in range(2)]
         model.skip = skips[rank]
         loss = model(batch(rank, number)).square().sum()
-        compiler = torch.compile(backend="aot_eager", fullgraph=True)
-        with torch._dynamo.compiled_autograd._enable(compiler):
+        with compiled_backward(fullgraph=True):
             loss.backward()
         for layer, parameter in enumerate(model.parameters()):
             used = any(layer not in skip for skip in skips)
-            if used != (parameter.grad is not None and bool(parameter.grad.any())):
-                wrong.append(f"step {number}, layer {layer}")
-    return wrong + list(counters["graph_break"])
+            has_gradient = parameter.grad is not None and bool(parameter.grad.any())
+            assert has_gradient == used, (number, layer)
+    assert not counters["graph_break"]
 
 
-def test_other_layers_in_each_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_rotating) == [[], []]
-
-
-def _graphs_of_a_last_backward(rank: int) -> int:
-    """How many graphs a step takes whose micro-batch has used other layers each time."""
+@on_processes
+def test_what_micro_batches_have_used_needs_no_other_graph(rank: int) -> None:
+    """The micro-batch before the last backward uses other layers each time."""
     torch._dynamo.reset()
     graphs = 0
 
@@ -457,14 +425,10 @@ def _graphs_of_a_last_backward(rank: int) -> int:
             model(batch(rank, number)).square().sum().backward()
         model.skip = (2, 3, 4)
         loss = model(batch(rank, number)).square().sum()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=compiler)):
+        with compiled_backward(backend=compiler):
             loss.backward()
     handle.remove()
-    return graphs
-
-
-def test_what_micro_batches_have_used_needs_no_other_graph(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_graphs_of_a_last_backward) == [1, 1]
+    assert graphs == 1
 
 
 def _post_accumulate(rank: int, mode: Mode) -> list[float]:
@@ -505,19 +469,15 @@ class Complex(nn.Module):
         return sum((x * weight).abs().sum() for weight in self.weights[: self.used])
 
 
-def _complex(rank: int, hook: hooks.Hook, compiled: bool) -> list[bool]:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("hook", [hooks.allreduce(), hooks.clip(0.1)], ids=str)
+@on_processes
+def test_complex_parameters(rank: int, hook: hooks.Hook, compiled: bool) -> None:
     torch._dynamo.reset()
     model = Complex()
     attach(model, hook)
     model.used = 2 - rank
     loss = model(torch.ones(3))
-    compiler = torch.compile(backend="aot_eager")
-    with torch._dynamo.compiled_autograd._enable(compiler) if compiled else nullcontext():
+    with compiled_backward(compiled):
         loss.backward()
-    return [bool(weight.grad.real.gt(0).all()) for weight in model.weights]
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("hook", [hooks.allreduce(), hooks.clip(0.1)], ids=str)
-def test_complex_parameters(two_ranks: RankPool, hook: hooks.Hook, compiled: bool) -> None:
-    assert two_ranks.run(_complex, hook, compiled) == [[True, True]] * 2
+    assert all(weight.grad.real.gt(0).all() for weight in model.weights)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
-from rank_pool import RankPool
+from mode_cases import outcome
+from modes import compiled_backward
+from on_processes import on_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import PeerError, attach, hooks
+from torch_commhook import attach, hooks
 
 
 class Net(nn.Module):
@@ -72,8 +73,7 @@ def _step(model: nn.Module, inner: Net, run: str) -> None:
     through_forward, compiled = RUNS[run]
     x = torch.ones(2, 4, dtype=inner.layers[0].weight.dtype)
     loss = (model if through_forward else inner.layers)(x).sum()
-    compiler = torch.compile(backend="aot_eager")
-    with torch._dynamo.compiled_autograd._enable(compiler) if compiled else nullcontext():
+    with compiled_backward(compiled):
         loss.backward()
 
 
@@ -108,16 +108,24 @@ def test_a_module(change: Callable[[Net], None], run: str) -> None:
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [(change, False) for change in CHANGES]
+    + [(change, True) for change in CHANGES if change is not all_replaced],
+)
 @pytest.mark.usefixtures("one_rank")
-def test_a_ddp(change: Callable[[Net], None]) -> None:
+def test_a_ddp(change: Callable[[Net], None], compiled: bool) -> None:
+    torch._dynamo.reset()
     model = Net()
     ddp = DDP(model, find_unused_parameters=True)
     attach(ddp, hooks.allreduce())
-    _step(ddp, model, "eager")
+    forward = torch.compile(ddp, backend="eager") if compiled else ddp
+    _step(forward, model, "eager")
     change(model)
     with pytest.raises(RuntimeError) as raised:
-        _step(ddp, model, "eager")
+        for _ in range(1 + compiled):
+            ddp.zero_grad()
+            _step(forward, model, "eager")
     assert CHANGES[change].format("module.") in str(raised.value)
 
 
@@ -142,25 +150,6 @@ def test_a_compiled_forward(compiled: bool) -> None:
     replaced(model)
     with pytest.raises(RuntimeError, match=r"'layers.2.weight' was added to the model"):
         _step(forward, model, "compiled backward" if compiled else "eager")
-
-
-@pytest.mark.parametrize(
-    "change", [c for c in CHANGES if c is not all_replaced], ids=lambda change: change.__name__
-)
-@pytest.mark.usefixtures("one_rank")
-def test_a_compiled_ddp(change: Callable[[Net], None]) -> None:
-    torch._dynamo.reset()
-    model = Net()
-    ddp = DDP(model, find_unused_parameters=True)
-    attach(ddp, hooks.allreduce())
-    forward = torch.compile(ddp, backend="eager")
-    _step(forward, model, "eager")
-    change(model)
-    with pytest.raises(RuntimeError) as raised:
-        for _ in range(2):
-            ddp.zero_grad()
-            _step(forward, model, "eager")
-    assert CHANGES[change].format("module.") in str(raised.value)
 
 
 @pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "ddp"])
@@ -205,22 +194,14 @@ def test_what_is_no_change() -> None:
     _step(model, model, "eager")
 
 
-def _on_one_rank(rank: int) -> str:
+@on_processes
+def test_the_other_ranks_are_told(rank: int) -> None:
     model = Net()
     attach(model, hooks.allreduce())
     _step(model, model, "eager")
     if rank == 0:
         replaced(model)
-    try:
-        _step(model, model, "eager")
-    except PeerError as error:
-        return f"peer: {error}"
-    except RuntimeError as error:
-        return f"own: {error}"
-    return "none"
-
-
-def test_the_other_ranks_are_told(two_ranks: RankPool) -> None:
-    own, peer = two_ranks.run(_on_one_rank)
-    assert own.startswith("own: torch_commhook: parameter 'layers.2.weight' was added to the model")
-    assert peer.startswith("peer: torch_commhook: this step failed on rank 0: RuntimeError")
+    said = outcome(lambda: _step(model, model, "eager"))
+    own = "RuntimeError: torch_commhook: parameter 'layers.2.weight' was added to the model"
+    peer = "PeerError: torch_commhook: this step failed on rank 0: RuntimeError"
+    assert said.startswith(peer if rank else own)

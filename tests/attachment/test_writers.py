@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from mode_cases import batch, module
-from rank_pool import RankPool
+from on_processes import on_processes
 
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.writers import write
 
 
-class _Board:
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def add_scalar(self, name: str, value: float, step: int | None) -> None:
-        self.written.append((name, value, step))
-
-
-class _Metrics:
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def log_metrics(self, values: dict[str, float], step: int | None) -> None:
-        self.written.append((values, step))
-
-
-class _Log:
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def log(self, values: dict[str, float], **step: int) -> None:
-        self.written.append((values, step))
-
-
 def test_writers_of_all_kinds() -> None:
     values = {"a": 1.0, "b": 2.0}
-    board, metrics, log, plain = _Board(), _Metrics(), _Log(), []
+    board, metrics, log = (Mock(spec=[name]) for name in ("add_scalar", "log_metrics", "log"))
+    plain: list[dict[str, float]] = []
     write(board, values, 7)
     write(metrics, values, None)
     write(log, values, 7)
     write(log, values, None)
     write(plain.append, values, 7)
-    assert board.written == [("a", 1.0, 7), ("b", 2.0, 7)]
-    assert metrics.written == [(values, None)]
-    assert log.written == [(values, {"step": 7}), (values, {})]
+    assert board.add_scalar.mock_calls == [call("a", 1.0, 7), call("b", 2.0, 7)]
+    assert metrics.log_metrics.mock_calls == [call(values, step=None)]
+    assert log.log.mock_calls == [call(values, step=7), call(values)]
     assert plain == [values]
 
 
@@ -55,7 +32,8 @@ def test_something_that_writes_nothing() -> None:
         write(object(), {}, None)
 
 
-def _logged(rank: int) -> list[dict[str, float]]:
+@on_processes
+def test_what_a_log_gets(rank: int) -> None:
     model = module()
     handle = attach(model, hooks.blockwise())
     found: list[dict[str, float]] = []
@@ -69,17 +47,13 @@ def _logged(rank: int) -> list[dict[str, float]]:
         with pytest.raises(TypeError, match="log_to: step must be an int or None, got"):
             handle.log_to(found.append, step)
     handle.remove()
-    return found
-
-
-def test_what_a_log_gets(two_ranks: RankPool) -> None:
-    for before, first, last in two_ranks.run(_logged):
-        assert before == {
-            f"commhook/{name}": 0
-            for name in ("steps", "bytes_sent", "bytes_sent_last_step", "bytes_received_last_step")
-        }
-        assert [first["steps"], last["steps"]] == [1, 3]
-        assert last["bytes_sent"] == 3 * first["bytes_sent"] == 3 * last["bytes_sent_last_step"] > 0
-        assert last["compression_ratio"] > 3
-        assert 0 < last["relative_error"] < 0.1
-        assert all(last[f"{stage}_seconds"] > 0 for stage in ("encode", "wire", "decode"))
+    before, first, last = found
+    assert before == {
+        f"commhook/{name}": 0
+        for name in ("steps", "bytes_sent", "bytes_sent_last_step", "bytes_received_last_step")
+    }
+    assert [first["steps"], last["steps"]] == [1, 3]
+    assert last["bytes_sent"] == 3 * first["bytes_sent"] == 3 * last["bytes_sent_last_step"] > 0
+    assert last["compression_ratio"] > 3
+    assert 0 < last["relative_error"] < 0.1
+    assert all(last[f"{stage}_seconds"] > 0 for stage in ("encode", "wire", "decode"))

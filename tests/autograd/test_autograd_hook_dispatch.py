@@ -4,14 +4,15 @@ Where PyTorch checks nothing, which is under compiled autograd, only ours is ask
 
 =====================================  ============================================================
 the hooks are snapshotted              ``test_removed_runs_and_added_does_not``
-what leaves values as they are         ``test_unchanged``, ``test_unchanged_parameter``
-each works on what the last one made   ``test_each_hook_works_on_what_the_last_one_made``
+what leaves values as they are, and    ``test_each_hook_works_on_what_the_last_one_made``,
+each works on what the last one made   ``test_unchanged_parameter``
 a None in a tuple drops the gradient   ``test_a_none_drops_a_gradient``
 messages                               ``test_errors_of_*`` (``test_autograd_hooks.py``),
                                        ``test_a_none_is_not_replaced``
-a post-accumulate hook returns None    ``test_post_accumulate_hooks_return_none`` (there)
-the name in a message                  ``test_names``
-order                                  ``test_order_on_one_tensor`` (there)
+a post-accumulate hook returns None    ``test_a_hook_that_returns_a_tensor``
+                                       (``test_autograd_suite_post_accumulate.py``)
+the name in a message                  ``test_errors_name_hook_and_value`` (there)
+order                                  ``test_order_in_a_module`` (``test_autograd_suite_node.py``)
 an exception comes out as it is        ``test_exceptions_keep_their_type``
 all of it without the engine           ``test_*_without_the_engine``
 =====================================  ============================================================
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import PyTorchs, backward, both, in_modes, leaf, note
+from autograd_apis import PyTorchs, backward, both_in_modes, leaf, note
 from autograd_errors import NODE_ERRORS, TENSOR_ERRORS, checked
 from torch import Tensor
 
@@ -43,8 +44,10 @@ class Target:
     def __init__(self, api: Any, kind: str) -> None:
         self.x = leaf()
         self.y = self.x * 1
-        on = {"hook": self.y, "post_accumulate": self.x}.get(kind, self.y.grad_fn)
-        self.register = functools.partial(getattr(api, kind), on)
+        on = {"hook": self.y, "prehook": self.y.grad_fn, "posthook": self.y.grad_fn}.get(
+            kind, self.x
+        )
+        self.register = functools.partial(getattr(api, kind.removeprefix("leaf ")), on)
 
     def backward(self, mode: str) -> None:
         backward(self.y.sum(), mode, retain_graph=True)
@@ -53,8 +56,7 @@ class Target:
 # ---- which run -----------------------------------------------------------------------------------
 
 
-@both
-@in_modes
+@both_in_modes
 @in_kinds
 def test_removed_runs_and_added_does_not(api: Any, mode: str, kind: str) -> None:
     calls: list[str] = []
@@ -76,22 +78,24 @@ def test_removed_runs_and_added_does_not(api: Any, mode: str, kind: str) -> None
     assert calls == ["changes", "added"]
 
 
-@both
-@in_modes
+@both_in_modes
 @in_kinds
 def test_exceptions_keep_their_type(api: Any, mode: str, kind: str) -> None:
     class BooError(Exception):
         pass
 
+    boo = BooError("boo")
+
     def raises(*values: object) -> None:
-        raise BooError("boo")
+        raise boo
 
     calls: list[str] = []
     target = Target(api, kind)
     handle = target.register(raises)
     target.register(note(calls, "next"))
-    with pytest.raises(BooError, match="boo"):
+    with pytest.raises(BooError, match="boo") as raised:
         target.backward(mode)
+    assert mode == "compiled" or raised.value is boo
     assert calls == []
     handle.remove()
     target.x.grad = None
@@ -115,37 +119,13 @@ def same_in_another_tuple(values: tuple[Any, ...], *others: object) -> tuple[Any
     return (*values,)
 
 
-def _counted(hook: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    def counted(*values: Any) -> Any:
-        calls.append(hook.__name__)
-        return hook(*values)
-
-    return counted
-
-
-@both
-@in_modes
-@pytest.mark.parametrize("kind", ["hook", "prehook", "posthook"])
-def test_unchanged(api: Any, mode: str, kind: str) -> None:
-    calls: list[str] = []
-    target = Target(api, kind)
-    hooks = [same, nothing, same] if kind == "hook" else [same, same_in_another_tuple, nothing]
-    for hook in hooks:
-        target.register(_counted(hook, calls))
-    target.backward(mode)
-    assert calls == [hook.__name__ for hook in hooks]
-    assert target.x.grad.tolist() == [1, 1]
-
-
 @checked
 @pytest.mark.parametrize("hook", [nothing, same])
 def test_unchanged_parameter(api: Any, mode: str, hook: Callable[..., Any]) -> None:
     """Compiled, PyTorch refuses the parameter itself."""
-    calls: list[str] = []
     target = Target(api, "post_accumulate")
-    target.register(_counted(hook, calls))
+    target.register(hook)
     target.backward(mode)
-    assert calls == [hook.__name__]
     assert target.x.grad.tolist() == [1, 1]
 
 
@@ -156,44 +136,24 @@ def _change(kind: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]
     def node_hook(values: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
         return (change(values[0]), *values[1:])
 
-    return tensor_hook if kind == "hook" else node_hook
+    return node_hook if kind in ("prehook", "posthook") else tensor_hook
 
 
-@both
-@in_modes
-@pytest.mark.parametrize("kind", ["hook", "prehook", "posthook"])
+@both_in_modes
+@pytest.mark.parametrize("kind", ["hook", "leaf hook", "prehook", "posthook"])
 def test_each_hook_works_on_what_the_last_one_made(api: Any, mode: str, kind: str) -> None:
     target = Target(api, kind)
     target.register(_change(kind, lambda grad: grad + 1))
     target.register(nothing)
     target.register(_change(kind, lambda grad: grad * 10))
-    target.register(same)
+    target.register(same_in_another_tuple if kind in ("prehook", "posthook") else same)
     target.register(_change(kind, lambda grad: grad - 3))
+    target.register(same)
     target.backward(mode)
     assert target.x.grad.tolist() == [17, 17]
 
 
-@both
-@in_modes
-def test_posthooks_get_what_went_into_the_node(api: Any, mode: str) -> None:
-    """Whatever an earlier one has made of what came out."""
-    seen: list[Tensor] = []
-
-    def hook(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(outputs[0] * 1)
-        return (inputs[0] * 2,)
-
-    x = leaf()
-    y = x.exp()
-    for _ in range(2):
-        api.posthook(y.grad_fn, hook)
-    backward(y.sum() * 3, mode)
-    assert [grad.tolist() for grad in seen] == [[3, 3], [3, 3]]
-    assert torch.allclose(x.grad, 12 * y)
-
-
-@both
-@in_modes
+@both_in_modes
 @in_node_kinds
 def test_a_none_drops_a_gradient(api: Any, mode: str, kind: str) -> None:
     """And the next hook finds None there."""
@@ -214,8 +174,7 @@ def test_a_none_drops_a_gradient(api: Any, mode: str, kind: str) -> None:
         assert y.grad is None
 
 
-@both
-@in_modes
+@both_in_modes
 @in_node_kinds
 def test_the_only_gradient_may_be_dropped(api: Any, mode: str, kind: str) -> None:
     x = leaf()
@@ -236,33 +195,6 @@ def test_a_none_is_not_replaced(api: Any, mode: str, kind: str) -> None:
     getattr(api, kind)(node, lambda values, *others: (values[0], made))
     with pytest.raises(RuntimeError, match="can't replace a None gradient with a non-None value"):
         backward(first if kind == "prehook" else product.sum(), mode)
-
-
-# ---- messages ------------------------------------------------------------------------------------
-
-
-class Halving:
-    def __call__(self, grad: Tensor) -> Tensor:
-        return grad.half()
-
-
-def halving(grad: Tensor) -> Tensor:
-    return grad.half()
-
-
-@checked
-def test_names(api: Any, mode: str) -> None:
-    """PyTorch calls what has no name unknown; ours says what it is."""
-    nameless = "<unknown>" if api is PyTorchs else "Halving object"
-    for hook, name in (
-        (halving, "halving"),
-        (Halving(), nameless),
-        (functools.partial(Halving()), nameless),
-    ):
-        x = leaf()
-        api.hook(x, hook)
-        with pytest.raises(RuntimeError, match=f"hook '.*{name}' has changed the type of value"):
-            backward(x.sum(), mode)
 
 
 # ---- without the engine --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import APIS, Ours, PyTorchs, accumulator, backward, leaf
+from autograd_apis import Ours, PyTorchs, accumulator, backward, both, leaf
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from whole_graph import WholeGraph
@@ -44,7 +44,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "posthook": mixed,
     "post_accumulate": scaled,
 }
-EACH_KIND = [pytest.param(api, kind, id=f"{api.name}-{kind}") for api in APIS for kind in KINDS]
 
 
 def _gradients(api: Any, kind: str, run: Callable[[Tensor], None]) -> list[Tensor]:
@@ -57,7 +56,8 @@ def _gradients(api: Any, kind: str, run: Callable[[Tensor], None]) -> list[Tenso
     return [linear.weight.grad, linear.bias.grad]
 
 
-@pytest.mark.parametrize(("api", "kind"), EACH_KIND)
+@pytest.mark.parametrize("kind", KINDS)
+@both
 def test_captured_and_compiled_once(api: Any, kind: str) -> None:
     """For three models, each with a hook that is registered anew."""
     whole = WholeGraph()
@@ -93,48 +93,45 @@ def _changes_gradient(weight: Tensor, change: Callable[[Tensor], object]) -> Cal
     return hook
 
 
-def all_kinds(api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
+def _puts_gradient(weight: Tensor, change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def hook(inputs: object, outputs: object) -> None:
+        weight.grad = change(weight.grad)
+
+    return hook
+
+
+#: The hooks of a weight and of its node, by kind.
+ON_WEIGHTS: dict[str, Callable[[Tensor], list[tuple[str, Callable[..., Any]]]]] = {
+    "all_kinds": lambda weight: [
+        ("hook", lambda grad: grad - 2),
+        ("post_accumulate", scaled),
+        ("prehook", lambda grads: (grads[0] / 5,)),
+        ("posthook", _changes_gradient(weight, lambda grad: grad.add_(7))),
+    ],
+    "two_tensor_hooks": lambda _: [
+        ("hook", lambda grad: grad - 2),
+        ("hook", lambda grad: grad / 2),
+    ],
+    "two_prehooks": lambda _: [
+        ("prehook", lambda grads: (grads[0] / 5,)),
+        ("prehook", lambda grads: (grads[0] - 3,)),
+    ],
+    "two_posthooks": lambda weight: [
+        ("posthook", _changes_gradient(weight, lambda grad: grad.mul_(4))),
+        ("posthook", _changes_gradient(weight, lambda grad: grad.sub_(3))),
+    ],
+    "posthooks_that_put_gradients": lambda weight: [
+        ("posthook", _puts_gradient(weight, lambda grad: grad / 4)),
+    ],
+}
+
+
+def on_weights(name: str, api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
     model = TwoLayers()
     for weight, node in zip(model.weights, model.nodes, strict=True):
-        api.hook(weight, lambda grad: grad - 2)
-        api.post_accumulate(weight, scaled)
-        api.prehook(node, lambda grads: (grads[0] / 5,))
-        api.posthook(node, _changes_gradient(weight, lambda grad: grad.add_(7)))
-    return model.gradients(run)
-
-
-def two_tensor_hooks(api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
-    model = TwoLayers()
-    for weight in model.weights:
-        api.hook(weight, lambda grad: grad - 2)
-        api.hook(weight, lambda grad: grad / 2)
-    return model.gradients(run)
-
-
-def two_prehooks(api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
-    model = TwoLayers()
-    for node in model.nodes:
-        api.prehook(node, lambda grads: (grads[0] / 5,))
-        api.prehook(node, lambda grads: (grads[0] - 3,))
-    return model.gradients(run)
-
-
-def two_posthooks(api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
-    model = TwoLayers()
-    for weight, node in zip(model.weights, model.nodes, strict=True):
-        api.posthook(node, _changes_gradient(weight, lambda grad: grad.mul_(4)))
-        api.posthook(node, _changes_gradient(weight, lambda grad: grad.sub_(3)))
-    return model.gradients(run)
-
-
-def posthooks_that_put_gradients(api: Any, run: Callable[[Tensor], None]) -> list[Tensor]:
-    model = TwoLayers()
-    for weight, node in zip(model.weights, model.nodes, strict=True):
-
-        def hook(inputs: object, outputs: object, weight: Tensor = weight) -> None:
-            weight.grad = weight.grad / 4
-
-        api.posthook(node, hook)
+        for kind, hook in ON_WEIGHTS[name](weight):
+            on_node = kind in ("prehook", "posthook")
+            getattr(api, kind)(node if on_node else weight, hook)
     return model.gradients(run)
 
 
@@ -156,29 +153,24 @@ def posthook_beside_a_none(api: Any, run: Callable[[Tensor], None]) -> list[Tens
     return [model.weights[0].grad]
 
 
-SCENARIOS = [
-    all_kinds, two_tensor_hooks, two_prehooks, two_posthooks, posthooks_that_put_gradients,
-    posthooks_along_a_chain, posthook_beside_a_none,
-]  # fmt: skip
-WITH_TUPLES = [all_kinds, two_prehooks, posthooks_along_a_chain, posthook_beside_a_none]
+SCENARIOS: dict[str, Callable[..., list[Tensor]]] = {
+    **{name: functools.partial(on_weights, name) for name in ON_WEIGHTS},
+    "posthooks_along_a_chain": posthooks_along_a_chain,
+    "posthook_beside_a_none": posthook_beside_a_none,
+}
+WITH_TUPLES = ["all_kinds", "two_prehooks", "posthooks_along_a_chain", "posthook_beside_a_none"]
 
 
-@pytest.mark.parametrize("scenario", WITH_TUPLES, ids=lambda scenario: scenario.__name__)
-def test_as_in_eager_with_graph_breaks(scenario: Callable[..., list[Tensor]]) -> None:
-    expected = scenario(PyTorchs, Tensor.backward)
-    got = scenario(Ours, functools.partial(backward, mode="compiled"))
+@pytest.mark.parametrize("scenario", WITH_TUPLES)
+def test_as_in_eager_with_graph_breaks(scenario: str) -> None:
+    expected = SCENARIOS[scenario](PyTorchs, Tensor.backward)
+    got = SCENARIOS[scenario](Ours, functools.partial(backward, mode="compiled"))
     assert all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("api", "scenario"),
-    [
-        pytest.param(api, scenario, id=f"{api.name}-{scenario.__name__}")
-        for api in APIS
-        for scenario in SCENARIOS
-    ],
-)
-def test_as_in_eager_in_one_graph(api: Any, scenario: Callable[..., list[Tensor]]) -> None:
-    expected = scenario(PyTorchs, Tensor.backward)
-    got = scenario(api, WholeGraph().backward)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@both
+def test_as_in_eager_in_one_graph(api: Any, scenario: str) -> None:
+    expected = SCENARIOS[scenario](PyTorchs, Tensor.backward)
+    got = SCENARIOS[scenario](api, WholeGraph().backward)
     assert all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, in_modes, leaf, note
+from autograd_apis import backward, both, both_in_modes, leaf, note
+from threads import in_threads
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook
@@ -106,8 +107,7 @@ def test_order_where_a_function_gives_none(api: Any) -> None:
     assert order == ["weight", "x"]
 
 
-@both
-@in_modes
+@both_in_modes
 def test_hooks_come_before_saved_tensors_are_unpacked(api: Any, mode: str) -> None:
     unpacked: list[int] = []
     at_hook: list[int] = []
@@ -147,44 +147,25 @@ def test_beside_hooks_on_several_gradients(api: Any) -> None:
 
 @both
 def test_one_graph_in_several_threads(api: Any) -> None:
-    lock = threading.Lock()
     calls: list[str] = []
-    failures: list[BaseException] = []
-
-    def counted(name: str) -> Callable[..., None]:
-        def hook(*values: object) -> None:
-            with lock:
-                calls.append(name)
-
-        return hook
-
     x = leaf()
     y = x * 2
-    api.hook(y, counted("tensor"))
+    api.hook(y, note(calls, "tensor"))
     api.hook(y, lambda grad: grad * 5)
-    api.prehook(y.grad_fn, counted("pre"))
-    api.posthook(y.grad_fn, counted("post"))
+    api.prehook(y.grad_fn, note(calls, "pre"))
+    api.posthook(y.grad_fn, note(calls, "post"))
 
     def run() -> None:
-        try:
-            for _ in range(10):
-                (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-                assert grad.tolist() == [10, 10]
-        except BaseException as failure:
-            failures.append(failure)
+        for _ in range(10):
+            (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert grad.tolist() == [10, 10]
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
-    assert {name: calls.count(name) for name in calls} == {"tensor": 40, "pre": 40, "post": 40}
+    assert in_threads([run] * 4) == []
+    assert Counter(calls) == {"tensor": 40, "pre": 40, "post": 40}
 
 
 @both
 def test_an_error_in_one_thread_alone(api: Any) -> None:
-    raised: list[str] = []
     barrier = threading.Barrier(3)
 
     def run(fails: bool) -> None:
@@ -198,15 +179,8 @@ def test_an_error_in_one_thread_alone(api: Any) -> None:
             return grad * 3
 
         api.hook(y, hook)
-        try:
-            y.sum().backward()
-            assert x.grad.tolist() == [6, 6]
-        except BaseException as error:
-            raised.append(type(error).__name__)
+        y.sum().backward()
+        assert x.grad.tolist() == [6, 6]
 
-    threads = [threading.Thread(target=functools.partial(run, number == 1)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert raised == ["KeyError"]
+    raised = in_threads([functools.partial(run, number == 1) for number in range(3)])
+    assert [type(error) for error in raised] == [KeyError]

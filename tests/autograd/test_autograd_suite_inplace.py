@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, in_modes, leaf, note
+from autograd_apis import backward, both, both_in_modes, leaf, note
 from torch import Tensor
 from torch.autograd import Function, gradcheck
 from torch.autograd.gradcheck import GradcheckError
@@ -39,8 +39,7 @@ two_outputs = pytest.mark.parametrize("kind", TWO_OUTPUTS)
 # ---- in place ------------------------------------------------------------------------------------
 
 
-@both
-@in_modes
+@both_in_modes
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_hook_stays_with_the_version_it_was_registered_for(
     api: Any, mode: str, times: int
@@ -67,8 +66,7 @@ def test_a_hook_stays_with_the_version_it_was_registered_for(
     assert x.grad.tolist() == [before + 10] * 2
 
 
-@both
-@in_modes
+@both_in_modes
 @two_outputs
 def test_versions_of_one_of_two_outputs(api: Any, mode: str, kind: str) -> None:
     seen: dict[str, Tensor] = {}
@@ -90,8 +88,7 @@ def test_versions_of_one_of_two_outputs(api: Any, mode: str, kind: str) -> None:
     }  # fmt: skip
 
 
-@both
-@in_modes
+@both_in_modes
 def test_changing_a_view_gives_other_views_new_versions(api: Any, mode: str) -> None:
     calls: list[str] = []
     base = leaf(1.0).clone()

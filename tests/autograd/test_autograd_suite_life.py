@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import accumulator, both, leaf, ours_differs
+from autograd_apis import Ours, accumulator, both, leaf
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -99,20 +99,27 @@ def run(tensor: Tensor, backward: str) -> None:
 # ---- without the garbage collector ---------------------------------------------------------------
 
 
+def hooked_node(
+    api: Any, kind: str, operation: str, backward: str, *, holds_node: bool
+) -> tuple[weakref.ref[Marker], Any]:
+    """What the hook of a node that is gone holds, and the hook's handle."""
+    marker = Marker()
+    y = OPERATIONS[operation](leaf())
+    held = (marker, y.grad_fn) if holds_node else (marker,)
+    handle = register(api, kind, y, holding(*held))
+    run(y, backward)
+    return weakref.ref(marker), handle
+
+
 @both
 @in_kinds
 @with_operations
 @backwards
 def test_a_hook_goes_with_its_node(api: Any, kind: str, operation: str, backward: str) -> None:
-    def scope() -> weakref.ref[Marker]:
-        marker = Marker()
-        y = OPERATIONS[operation](leaf())
-        register(api, kind, y, holding(marker))
-        run(y, backward)
-        return weakref.ref(marker)
-
     with no_collection():
-        assert scope()() is None
+        gone, handle = hooked_node(api, kind, operation, backward, holds_node=False)
+        assert gone() is None
+    handle.remove()
 
 
 @both
@@ -181,16 +188,10 @@ def test_a_hook_on_an_accumulator_goes_with_it(api: Any) -> None:
 @with_operations
 @backwards
 def test_a_hook_that_holds_its_node(api: Any, kind: str, operation: str, backward: str) -> None:
-    def scope() -> weakref.ref[Marker]:
-        marker = Marker()
-        y = OPERATIONS[operation](leaf())
-        register(api, kind, y, holding(marker, y.grad_fn))
-        run(y, backward)
-        return weakref.ref(marker)
-
-    gone = scope()
+    gone, handle = hooked_node(api, kind, operation, backward, holds_node=True)
     gc.collect()
     assert gone() is None
+    handle.remove()
 
 
 @both
@@ -252,8 +253,12 @@ def test_copies_have_no_hooks(
     assert len(calls) == 1
 
 
-@ours_differs("pickling says nothing of ours, which it leaves out")
-def test_pickling_warns_of_hooks_left_out(api: Any) -> None:
+@both
+def test_pickling_warns_of_hooks_left_out(api: Any, request: pytest.FixtureRequest) -> None:
+    if api is Ours:
+        reason = "pickling says nothing of ours, which it leaves out"
+        fails = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason=reason)
+        request.applymarker(fails)
     x = leaf()
     api.hook(x, print)
     with pytest.warns(UserWarning, match="will not be serialized"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import Ours, PyTorchs, backward, both, in_modes, leaf
+from autograd_apis import Ours, PyTorchs, backward, both, both_in_modes, in_modes, leaf
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
 from torch._dynamo.exc import Unsupported
@@ -52,8 +52,7 @@ def test_a_gradient_that_a_hook_only_looked_at_is_not_copied(api: Any, sparse: b
     assert _storage(x.grad) == storages[0]
 
 
-@both
-@in_modes
+@both_in_modes
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_gradient_that_a_hook_keeps_is_copied(api: Any, mode: str, contiguous: bool) -> None:
     kept: list[Tensor] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from autograd_apis import backward, in_modes, leaf
 from cpp_libraries import library
+from threads import in_threads
 
 from torch_commhook import autograd, load_cpp_hooks
 
@@ -125,12 +125,7 @@ def test_several_threads() -> None:
         for _ in range(100):
             torch.autograd.grad(y.sum(), x, retain_graph=True)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    assert in_threads([run] * 4) == []
 
 
 @pytest.mark.usefixtures("gil_counter")

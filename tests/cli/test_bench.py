@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_errors import forbid_launch
 from train_processes import TrainProcess
 
 from torch_commhook.cli.bench import hooks as bench_hooks
@@ -43,17 +44,9 @@ def frozen():
 """
 
 
-@pytest.fixture
-def _no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fail if anything is started; run in a folder with a module of models."""
-    from torch_commhook.cli import launcher
-
-    def launch(*arguments: object) -> int:
-        raise AssertionError("a wrong command line must not start ranks")
-
-    monkeypatch.setattr(launcher, "launch", launch)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "COMMHOOK_LAUNCHER_PID"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forbid_launch(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "bench_models", raising=False)
@@ -61,7 +54,6 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
 
 
-@pytest.mark.usefixtures("_no_launch")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,7 +101,6 @@ def test_wrong_options(
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_a_picture_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,27 +110,23 @@ def test_a_picture_needs_matplotlib(
     assert "argument --plot: matplotlib is missing (pip install" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_the_gradients_of_a_model() -> None:
     options = parse_options(["--model", "bench_models:make"])
     assert options.shapes == ((4, 8), (4,), (2, 4))
     assert options.description == "44 elements of bench_models:make"
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_other_gradients_are_mostly_square_matrices() -> None:
     options = parse_options(["--elements", "4801"])
     assert options.shapes == (*[(10, 10)] * 48, (1,))
     assert options.description == "4.801 k elements"
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_the_baseline_is_the_first_hook() -> None:
     options = parse_options(["--hooks", "cast()", BASELINE, "cast()"])
     assert options.hooks == (BASELINE, "cast()")
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_parts_share_the_time() -> None:
     options = parse_options(["--ranks", "2", "--parts", "hooks,link", "--seconds", "50"])
     assert options.parts == ("link", "hooks")
@@ -147,7 +134,6 @@ def test_parts_share_the_time() -> None:
     assert set(PARTS) == {"link", "collectives", "codecs", "hooks"}
 
 
-@pytest.mark.usefixtures("_no_launch")
 def test_the_world_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     place = Place(rank=0, size=4, local_rank=0, local_size=2)
     assert parse_options([], place).ranks == 4

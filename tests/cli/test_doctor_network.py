@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from doctor_reports import finding, report
+from launched_ranks import free_port
 from repository import ROOT
+from train_processes import finished
 
 from benchmarks.netlab.lab import Lab, why_impossible
 from torch_commhook.cli.doctor import connections
@@ -134,71 +135,43 @@ def test_ranks_that_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_nobody_reaches(
     fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # a port without a listener
-        port = closed.getsockname()[1]
-        number = threading.local()
+    port = free_port()  # nobody listens there
+    number = threading.local()
 
-        class Faulty(connections.Listener):
-            def __init__(self, address: str) -> None:
-                if number.rank == 1 and fault == "address":
-                    raise OSError("no address")
-                super().__init__(address)
-                if number.rank == 1:
-                    self.place |= {"port": port} if fault == "port" else {"token": "00"}
+    class Faulty(connections.Listener):
+        def __init__(self, address: str) -> None:
+            if number.rank == 1 and fault == "address":
+                raise OSError("no address")
+            super().__init__(address)
+            if number.rank == 1:
+                self.place |= {"port": port} if fault == "port" else {"token": "00"}
 
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        monkeypatch.setattr(connections, "Listener", Faulty)
-        failed = _of_threads(3, lambda rank: setattr(number, "rank", rank))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(connections, "Listener", Faulty)
+    failed = _of_threads(3, lambda rank: setattr(number, "rank", rank))
     assert [set(each) for each in failed] == [{1}, set(), {1}]
     assert all(reason.format(port=port) in failed[rank][1] for rank in (0, 2))
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def _start(rank: int, size: int, port: int, *options: str) -> subprocess.Popen[str]:
+def _alone(rank: int, port: int) -> dict[str, Any]:
+    """What doctor reports on one of two ranks, where the other one is missing."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch_commhook", "doctor", "--only", "ranks", "--json"]
-    return subprocess.Popen(
-        [*command, *options],
-        cwd=ROOT,
-        env=_environment(rank, size, port),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    done = finished(*command, "--timeout", "1", code=1, environment={**os.environ, **place})
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_a_rank_that_does_not_come() -> None:
-    process = _start(0, 2, _free_port(), "--timeout", "1")
-    output, error = process.communicate(timeout=SECONDS)
-    found = json.loads(output)
-    assert process.returncode == 1, error
-    (one,) = found["findings"]
+    (one,) = _alone(0, free_port())["findings"]
     assert (one["name"], one["value"]) == ("rank 1", "it has not come within 1 s")
     assert "MASTER_ADDR" in one["advice"]
 
 
 def test_a_store_that_is_not_there() -> None:
-    port = _free_port()
-    process = _start(1, 2, port, "--timeout", "1")
-    output, error = process.communicate(timeout=SECONDS)
-    found = json.loads(output)
-    assert process.returncode == 1, error
-    one = finding(found, "this rank")
+    port = free_port()
+    one = finding(_alone(1, port), "this rank")
     assert f"rank 1 cannot reach the store at 127.0.0.1:{port}: " in one["value"]
     assert one["advice"].startswith("Start rank 0, and let this host connect to port")
 
@@ -241,16 +214,9 @@ def test_torchrun() -> None:
         f'[ $RANK = 1 ] && export CXX=none; exec {sys.executable} -m torch_commhook doctor "$@"'
     )
     program = ["sh", "-c", script, "doctor", "--json", "--only", checks]
-    done = subprocess.run(
-        [*torchrun, "--no-python", "--nproc-per-node", "3", *program],
-        cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = ("--no-python", "--nproc-per-node", "3")
+    found = json.loads(finished(*torchrun, *ranks, *program, environment=environment).stdout)
     assert finding(found, "connections")["value"] == "all 3 pairs of ranks connect"
     assert finding(found, "all-reduce over Gloo")["value"] == "works"
     assert "ranks agree on each step over gloo" in finding(found, "init_process_group()")["value"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train_processes import LIMIT_SECONDS, TINY, TrainProcess, read_metrics, start_train
+from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train, wait_for
 
 from torch_commhook.cli import launcher, rank_process
 from torch_commhook.cli.launcher import launch
@@ -43,32 +41,30 @@ def linger():
 """
 
 
-def _command(tmp_path: Path, body: str) -> list[str]:
-    script = tmp_path / "child.py"
+def _command(body: str) -> list[str]:
+    script = Path("child.py").absolute()
     script.write_text(_CHILD + body)
     return [sys.executable, str(script)]
 
 
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+def _launch(body: str, ranks: int, **more: float) -> int:
+    """The exit code of the launcher whose ranks run the code of a body."""
+    return launch(_command(body), ranks, Path("out").absolute(), 1, **more)
 
 
-def _pids(tmp_path: Path, ranks: int) -> list[int]:
+def _pids(ranks: int) -> list[int]:
     """The process ids of all ranks, once all run."""
-    files = [tmp_path / f"pid-{rank}" for rank in range(ranks)]
-    _wait_for(lambda: all(file.exists() for file in files), "the ranks did not start")
+    files = [Path(f"pid-{rank}") for rank in range(ranks)]
+    wait_for(lambda: all(file.exists() for file in files), "the ranks did not start")
     return [int(file.read_text()) for file in files]
 
 
-def _assert_were_ended(tmp_path: Path, ranks: int) -> None:
+def _assert_were_ended(ranks: int) -> None:
     """Fail if a rank still runs, or has ended by itself in ``linger``."""
-    for pid in _pids(tmp_path, ranks):
+    for pid in _pids(ranks):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert list(tmp_path.glob("lingered-*")) == []
+    assert list(Path().glob("lingered-*")) == []
 
 
 @pytest.fixture(autouse=True)
@@ -76,37 +72,30 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _when_running(
-    tmp_path: Path, ranks: int, action: Callable[[list[int]], None]
-) -> threading.Thread:
+def _when_running(ranks: int, action: Callable[[list[int]], None]) -> threading.Thread:
     """Call ``action(pids)`` in a thread once all ranks run."""
 
-    def act() -> None:
-        action(_pids(tmp_path, ranks))
-
-    thread = threading.Thread(target=act)
+    thread = threading.Thread(target=lambda: action(_pids(ranks)))
     thread.start()
     return thread
 
 
-def test_ranks_that_end_well_are_a_success(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_end_well_are_a_success(capfd: pytest.CaptureFixture[str]) -> None:
     # One write each: the ranks share a file, and print may write piece by piece.
     body = "os.write(1, f'rank {rank} of {size} {os.environ[\"LOCAL_RANK\"]}\\n'.encode())"
-    assert launch(_command(tmp_path, body), 3, tmp_path / "out", 1) == 0
+    assert _launch(body, 3) == 0
     output = capfd.readouterr()
     assert sorted(output.out.splitlines()) == [f"rank {rank} of 3 {rank}" for rank in range(3)]
     assert output.err == ""
-    assert not (tmp_path / "out").exists()
+    assert not Path("out").exists()
 
 
-def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
     body = "rank == 1 and print('careful', file=sys.stderr)"
-    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 0
-    assert (tmp_path / "out" / "rank1.log").read_text() == "careful\n"
+    assert _launch(body, 2) == 0
+    assert Path("out/rank1.log").read_text() == "careful\n"
     assert "rank1.log" in capfd.readouterr().err
-    assert not (tmp_path / "out" / "rank0.log").exists()
+    assert not Path("out/rank0.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -143,17 +132,17 @@ def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_one_failing_rank_ends_all_with_its_message(
-    body: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    body: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(_command(tmp_path, body), 3, tmp_path / "out", 1) == 1
-    _assert_were_ended(tmp_path, 3)
+    assert _launch(body, 3) == 1
+    _assert_were_ended(3)
     error = capfd.readouterr().err
     assert error.startswith(f"commhook train: {message}")
     assert error.count("commhook train:") == 1
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.5)
     body = (
@@ -162,21 +151,21 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
         "while not pathlib.Path('ready').exists(): time.sleep(0.02)\n"
         "rank == 1 and sys.exit(3)\nlinger()"
     )
-    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 1
-    assert (tmp_path / "asked").exists()  # it had the time to take SIGTERM
-    _assert_were_ended(tmp_path, 2)
+    assert _launch(body, 2) == 1
+    assert Path("asked").exists()  # it had the time to take SIGTERM
+    _assert_were_ended(2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all(
-    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
-    thread = _when_running(tmp_path, 2, lambda pids: os.kill(os.getpid(), number))
-    code = launch(_command(tmp_path, "linger()"), 2, tmp_path / "out", 1)
+    thread = _when_running(2, lambda pids: os.kill(os.getpid(), number))
+    code = _launch("linger()", 2)
     thread.join()
     assert code == 128 + number
-    _assert_were_ended(tmp_path, 2)
+    _assert_were_ended(2)
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "all 2 ranks ended" in error
@@ -185,20 +174,20 @@ def test_a_signal_to_the_launcher_ends_all(
 
 @pytest.mark.parametrize("steps", [False, True])
 def test_only_the_steps_of_this_run_are_claimed(
-    steps: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    steps: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out, told = tmp_path / "out", tmp_path / "told"
+    out, told = Path("out").absolute(), Path("told")
     out.mkdir()
     (out / "metrics.jsonl").write_text('{"step": 1}\n')  # of an earlier run
     tell = "rank == 0 and rank_process.tell_first_step()\n" if steps else ""
 
     def interrupt(pids: list[int]) -> None:
-        _wait_for(told.exists, "rank 0 did not come so far")
+        wait_for(told.exists, "rank 0 did not come so far")
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = _when_running(tmp_path, 2, interrupt)
+    thread = _when_running(2, interrupt)
     body = f"{tell}rank == 0 and pathlib.Path('told').touch()\nlinger()"
-    assert launch(_command(tmp_path, body), 2, out, 1, timeout=0.2) == 130
+    assert _launch(body, 2, timeout=0.2) == 130
     thread.join()
     assert (f"; the steps so far are in {out}" in capfd.readouterr().err) == steps
 
@@ -210,58 +199,53 @@ _TOLD = (
 )
 
 
-def _launch_and_signal(tmp_path: Path, body: str, number: signal.Signals, timeout: float) -> int:
+def _launch_and_signal(body: str, number: signal.Signals, timeout: float) -> int:
     """The exit code after a signal that comes when both ranks are ready."""
 
     def send(pids: list[int]) -> None:
-        _wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks are not ready")
+        wait_for(lambda: len(list(Path().glob("ready-*"))) == 2, "the ranks are not ready")
         os.kill(os.getpid(), number)
 
-    thread = _when_running(tmp_path, 2, send)
-    code = launch(_command(tmp_path, _TOLD + body), 2, tmp_path / "out", 1, timeout=timeout)
+    thread = _when_running(2, send)
+    code = _launch(_TOLD + body, 2, timeout=timeout)
     thread.join()
     return code
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_ranks_end_their_step(
-    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = (
         "while not rank_process.is_asked_to_stop(): time.sleep(0.01)\n"
         "pathlib.Path(f'saved-{rank}').touch()"
     )
-    assert _launch_and_signal(tmp_path, body, number, LIMIT_SECONDS) == 128 + number
-    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
-    assert capfd.readouterr().err.endswith(f"the steps so far are in {tmp_path / 'out'}\n")
+    assert _launch_and_signal(body, number, LIMIT_SECONDS) == 128 + number
+    assert Path("saved-0").exists() and Path("saved-1").exists()
+    assert capfd.readouterr().err.endswith(f"the steps so far are in {Path('out').absolute()}\n")
 
 
-def test_a_rank_that_does_not_stop_is_not_waited_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_does_not_stop_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
     body = "rank == 1 and linger()"
-    assert _launch_and_signal(tmp_path, body, signal.SIGINT, 0.5) == 130
-    _assert_were_ended(tmp_path, 2)
+    assert _launch_and_signal(body, signal.SIGINT, 0.5) == 130
+    _assert_were_ended(2)
     assert capfd.readouterr().err.endswith(", without checkpoint and summary of the last one\n")
 
 
-def test_a_rank_that_fails_while_it_stops_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_fails_while_it_stops_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     body = (
         "while not rank_process.is_asked_to_stop(): time.sleep(0.01)\n"
         "rank == 0 and rank_process.fail(OSError('no space'), rank)\nlinger()"
     )
-    assert _launch_and_signal(tmp_path, body, signal.SIGINT, LIMIT_SECONDS) == 130
-    _assert_were_ended(tmp_path, 2)
+    assert _launch_and_signal(body, signal.SIGINT, LIMIT_SECONDS) == 130
+    _assert_were_ended(2)
     assert capfd.readouterr().err.endswith("; rank 0 failed: OSError: no space\n")
-    assert "no space" in (tmp_path / "out" / "rank0.log").read_text()
+    assert "no space" in Path("out/rank0.log").read_text()
 
 
 def test_a_machine_without_room_for_a_rank_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = _command(tmp_path, "linger()")
     start = subprocess.Popen
 
     def popen(*arguments: object, env: dict[str, str], **more: object) -> object:
@@ -270,14 +254,14 @@ def test_a_machine_without_room_for_a_rank_is_one_message(
         return start(*arguments, env=env, **more)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    assert launch(command, 3, tmp_path / "out", 1) == 1
-    assert list(tmp_path.glob("lingered-*")) == []
+    assert _launch("linger()", 3) == 1
+    assert list(Path().glob("lingered-*")) == []
     error = capfd.readouterr().err
     assert error.startswith("commhook train: rank 2 of 3 can't be started: ")
     assert error.count("\n") == 1
 
 
-def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_the_ranks_themselves() -> None:
     body = (
         "while not pathlib.Path('interrupted').exists(): time.sleep(0.01)\n"
         "pathlib.Path(f'done-{rank}').touch()"
@@ -286,29 +270,28 @@ def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
     def interrupt(pids: list[int]) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGINT)
-        (tmp_path / "interrupted").touch()
+        Path("interrupted").touch()
 
-    thread = _when_running(tmp_path, 2, interrupt)
-    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 0
+    thread = _when_running(2, interrupt)
+    assert _launch(body, 2) == 0
     thread.join()
-    assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
+    assert Path("done-0").exists() and Path("done-1").exists()
 
 
-def _assert_ranks_follow_a_killed_launcher(tmp_path: Path, ranks: int, launcher: str) -> None:
+def _assert_ranks_follow_a_killed_launcher(ranks: int, launcher: str) -> None:
     """Run the Python code ``launcher``, kill it when its ranks run, and check that they end."""
-    script = tmp_path / "driver.py"
+    script = Path("driver.py").absolute()
     script.write_text(launcher)
-    with TrainProcess(script, folder=tmp_path) as driver:
-        _pids(tmp_path, ranks)
+    with TrainProcess(script, folder=Path.cwd()) as driver:
+        _pids(ranks)
         os.kill(driver.process.pid, signal.SIGKILL)
         driver.wait()
         driver.assert_all_end()
 
 
-def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    command = _command(tmp_path, "linger()")
+def test_the_ranks_end_when_their_launcher_is_killed() -> None:
+    command = _command("linger()")
     _assert_ranks_follow_a_killed_launcher(
-        tmp_path,
         2,
         "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
         f"launch({command!r}, 2, pathlib.Path('out'), 1)\n",
@@ -323,7 +306,6 @@ def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
         + "linger()"
     )
     _assert_ranks_follow_a_killed_launcher(
-        tmp_path,
         1,
         "import subprocess, sys, os, time\n"
         "os.environ.update(RANK='0', WORLD_SIZE='1', COMMHOOK_LAUNCHER_PID='0')\n"
@@ -337,7 +319,7 @@ def test_a_late_rank_notices_that_its_launcher_is_gone_already(tmp_path: Path) -
     environment = {"RANK": "0", "WORLD_SIZE": "1", "COMMHOOK_LAUNCHER_PID": "1"}
     code = os.spawnve(os.P_WAIT, sys.executable, [sys.executable, str(script)], environment)
     assert code == 1
-    assert not (tmp_path / "pid-0").exists()
+    assert not Path("pid-0").exists()
 
 
 # ---- the whole command ---------------------------------------------------------------------------
@@ -351,7 +333,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(start: str, tmp_path: Path) 
     script.write_text("from torch_commhook.cli.main import main\nmain()\n")
     arguments = ("-m", "torch_commhook") if start == "-m" else (script,)
     with TrainProcess(*arguments, "train", folder=tmp_path) as run:
-        _wait_for((tmp_path / "importing").exists, "torch is not imported")
+        wait_for((tmp_path / "importing").exists, "torch is not imported")
         while run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGINT)
             time.sleep(0.02)
@@ -378,7 +360,7 @@ def test_more_than_one_ctrl_c_is_one_line_and_exit_code_130(when: str, tmp_path:
         body = f"pathlib.Path({str(ready)!r}).touch()\n    time.sleep(60)"
         message = "commhook: interrupted (Ctrl-C)\n"
     else:
-        command = _command(tmp_path, "linger()")
+        command = _command("linger()")
         body = f"return launch({command!r}, 1, pathlib.Path('out'), 1)"
         ready = tmp_path / "pid-0"
         message = "commhook train: interrupted (Ctrl-C), the rank ended\n"
@@ -393,7 +375,7 @@ def test_more_than_one_ctrl_c_is_one_line_and_exit_code_130(when: str, tmp_path:
         "sys.exit(main())\n"
     )
     with TrainProcess(script, "train", folder=tmp_path) as run:
-        _wait_for(ready.exists, "it did not start")
+        wait_for(ready.exists, "it did not start")
         while run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGINT)
             time.sleep(0.02)
@@ -405,34 +387,12 @@ def test_more_than_one_ctrl_c_is_one_line_and_exit_code_130(when: str, tmp_path:
 _LONG = ("--hook", "none", "--steps", "1000000", "--log-every", "1000000")
 
 
-def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
-    with start_train(*_LONG, folder=tmp_path) as run:
-        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
-        os.killpg(run.process.pid, signal.SIGINT)  # to all of them, as a terminal does
-        assert run.wait() == 130
-        run.assert_all_end()
-        asked, ended = run.stderr.splitlines()
-        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks finish their step")
-        out = tmp_path / "out"
-        assert ended == (
-            "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
-            f"{out}"
-        )
-        steps = len(read_metrics(out / "metrics.jsonl"))
-        assert f"interrupted at step {steps} of 1000000\n" in run.stdout
-        (row,) = json.loads((out / "summary.json").read_text())["runs"]
-        assert (row["steps"], row["is_interrupted"]) == (steps, True)
-        assert (row["held_out_loss"], row["checkpoint"]) == (None, None)
-        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-        assert (out / "loss.png").exists() == has_matplotlib
-
-
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) -> None:
     with start_train(*_LONG, "--save", "c.pt", folder=tmp_path) as run:
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
         os.kill(run.rank_pid(1), signal.SIGSTOP)
         os.kill(run.process.pid, signal.SIGINT)
-        _wait_for(lambda: "a second signal ends them" in run.stderr, "the first one was not taken")
+        wait_for(lambda: "a second signal ends them" in run.stderr, "the first one was not taken")
         assert run.process.poll() is None
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 130

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+from train_processes import finished
 
 from torch_commhook.cli import plan_sharded
 from torch_commhook.cli.main import main
@@ -59,30 +59,6 @@ def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("100 k parameters, 1000 ranks on 125 nodes, 1 Gbit/s each way")
     for name in ("out of a node", "messages", "connections", "round trips"):
         assert name in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--delay", "1e30"], "must be a number of milliseconds from 0 to 3600000, got '1e30'"),
-        (["--delay", "-1"], "must be a number of milliseconds from 0 to 3600000, got '-1'"),
-        (["--compute-ms", "1e30"], "must be a number of milliseconds from 0 to 1000000000"),
-        (["--connections", "17"], "must be at most 16, got 17"),
-        (["--world", "10", "--nodes", "3"], "--nodes: must divide the 10 ranks, got 3"),
-        (["--nodes", "0"], "argument --nodes: must be at least 1, got 0"),
-        (["--parallel", "fsdp", "--nodes", "2"], "--nodes: is for --parallel ddp alone"),
-        (["--parallel", "fsdp", "--connections", "2"], "--connections: is for --parallel ddp"),
-    ],
-)
-def test_what_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    try:
-        status = main(["plan", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    assert status == 2
-    assert message in capsys.readouterr().err
 
 
 # ---- models in shards ----------------------------------------------------------------------------
@@ -222,6 +198,14 @@ def test_the_command_lists_hooks_for_shards(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--delay", "1e30"], "must be a number of milliseconds from 0 to 3600000, got '1e30'"),
+        (["--delay", "-1"], "must be a number of milliseconds from 0 to 3600000, got '-1'"),
+        (["--compute-ms", "1e30"], "must be a number of milliseconds from 0 to 1000000000"),
+        (["--connections", "17"], "must be at most 16, got 17"),
+        (["--world", "10", "--nodes", "3"], "--nodes: must divide the 10 ranks, got 3"),
+        (["--nodes", "0"], "argument --nodes: must be at least 1, got 0"),
+        (["--parallel", "fsdp", "--nodes", "2"], "--nodes: is for --parallel ddp alone"),
+        (["--parallel", "fsdp", "--connections", "2"], "--connections: is for --parallel ddp"),
         (["--model-size", "many"], "must be a number such as 124M"),
         (["--model-size", "7B"], "argument --compute-ms: how long does a step take without"),
         (["--model-size", "7B", "--model", "a:b"], "not allowed with argument --model-size"),
@@ -232,7 +216,6 @@ def test_the_command_lists_hooks_for_shards(
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
         (["--link", "1bit"], "must be a rate such as 200mbit"),
         (["--link", ""], "must be a rate such as 200mbit"),
-        (["--link", "."], "must be a rate such as 200mbit"),
         (["--world", "1025"], "argument --world: must be at most 1024, got 1025"),
         (["--bucket-cap-mb", "0"], "must be a number of MiB from 0.001 to 100000, got '0'"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
@@ -279,7 +262,7 @@ def test_wrong_arguments(
 def test_a_warning_of_a_command_is_one_line() -> None:
     command = [sys.executable, "-m", "torch_commhook", "plan", "--model-size", "1"]
     command += ["--compute-ms", "0", "--hooks", "topk(0.01)"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = finished(*command)
     said = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
     assert len(said) == 1 and said[0].startswith("commhook: warning: topk")
     assert "compressed.py" not in done.stderr

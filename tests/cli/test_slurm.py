@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from launched_ranks import free_port
 from repository import ROOT
-from train_processes import LIMIT_SECONDS, TINY, read_metrics
+from train_processes import TINY, finished, read_metrics
 
 from torch_commhook.cli.place import PlaceError, read_place
 from torch_commhook.cli.slurm import first_host, slurm_variables
@@ -136,7 +135,7 @@ wait -n && wait -n
 
 
 @pytest.fixture
-def slurm_host(tmp_path: Path) -> Iterator[dict[str, str]]:
+def slurm_host(tmp_path: Path) -> dict[str, str]:
     """The environment of a batch script on a host with ``srun``."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -144,7 +143,7 @@ def slurm_host(tmp_path: Path) -> Iterator[dict[str, str]]:
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name not in PLACE}
-    environment |= {
+    return environment | {
         "PATH": f"{folder}:{environment['PATH']}",
         "PYTHONPATH": str(ROOT),
         "SLURM_JOB_ID": str(_job_of_a_free_port()),
@@ -152,42 +151,24 @@ def slurm_host(tmp_path: Path) -> Iterator[dict[str, str]]:
         "SLURM_PROCID": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    yield environment
 
 
 def _job_of_a_free_port() -> int:
     for _ in range(100):
         job = random.randrange(10000)
-        with socket.socket() as asked:
-            try:
-                asked.bind(("127.0.0.1", 15000 + job))
-            except OSError:
-                continue
-            return job
+        with suppress(OSError):
+            return free_port(15000 + job) - 15000
     raise AssertionError("no port is free")
-
-
-def _run(*command: str | Path, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_example_trains_as_on_one_host(tmp_path: Path, slurm_host: dict[str, str]) -> None:
     arguments = (*TINY, "--steps", "4")
     script = ROOT / "examples" / "slurm_training.sbatch"
-    printed = _run("bash", script, *arguments, folder=tmp_path, environment=slurm_host)
-    assert "2 ranks (gloo on cpu" in printed
+    printed = finished("bash", script, *arguments, folder=tmp_path, environment=slurm_host)
+    assert "2 ranks (gloo on cpu" in printed.stdout
     hook = ("--hook", "error_feedback(blockwise(bits=4))", "--out", "alone")
     train = (sys.executable, "-m", "torch_commhook", "train")
-    _run(*train, *hook, *arguments, "--ranks", "2", folder=tmp_path, environment=slurm_host)
+    finished(*train, *hook, *arguments, "--ranks", "2", folder=tmp_path, environment=slurm_host)
     of_slurm, alone = (
         [
             {name: line[name] for name in ("loss", "bytes_sent")}
@@ -201,13 +182,10 @@ def test_the_example_trains_as_on_one_host(tmp_path: Path, slurm_host: dict[str,
 def test_train_says_what_is_missing(tmp_path: Path, slurm_host: dict[str, str]) -> None:
     task = {**slurm_host, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     del task["SLURM_NODELIST"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_commhook", "train"],
-        cwd=tmp_path,
-        env=task,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
+    done = finished(
+        *(sys.executable, "-m", "torch_commhook", "train"),
+        folder=tmp_path,
+        environment=task,
+        code=2,
     )
-    assert done.returncode == 2
     assert "SLURM_STEP_NODELIST or SLURM_NODELIST or SLURM_JOB_NODELIST is missing" in done.stderr

@@ -13,12 +13,12 @@ import pytest
 import torch
 from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
-from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train
+from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train, trained
 
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint
 from torch_commhook.cli.transformer import ByteTransformer
 
-processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 _INT4 = "error_feedback(blockwise(bits=4))"
 _WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
@@ -26,13 +26,10 @@ _WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
 _FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=2, delay=3)"
 
 
-@processes
 def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     arguments = ("--steps", "5", "--log-every", "2", "--bucket-cap-mb", "0.02")
     arguments += ("--hook", "cast(bfloat16)", "--compare", "blockwise(bits=4)")
-    with start_train(*arguments, folder=tmp_path) as run:
-        assert run.wait() == 0, run.stderr
-        run.assert_all_end()
+    run = trained(*arguments, folder=tmp_path)
     out = tmp_path / "out"
     assert run.stderr == ""
     numel = ByteTransformer(1, 32, 2).parameter_count()
@@ -73,12 +70,9 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@processes
 def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
     hook = "auto(max_error=0.05)"
-    with start_train("--steps", "8", "--hook", hook, folder=tmp_path) as run:
-        assert run.wait() == 0, run.stderr
-        run.assert_all_end()
+    run = trained("--steps", "8", "--hook", hook, folder=tmp_path)
     assert run.stderr == ""
     (line,) = [
         line for line in run.stdout.splitlines() if line.startswith(f"{hook} averaged with ")
@@ -91,11 +85,8 @@ def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
     assert "over a link of " in reason
 
 
-@processes
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    for folder in (straight, resumed):
-        folder.mkdir()
     # This hook's result depends on the buckets, which must be the same in both runs.
     hooks = hooks_file(
         tmp_path,
@@ -110,11 +101,9 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     )
     arguments = ("--steps", "6", "--save-every", "3", "--bucket-cap-mb", "0.02", "--seed", "7")
     hook = ("--hook", f"{hooks}:coarse", "--save", "step-{step}.pt")
-    with start_train(*arguments, *hook, folder=straight) as run:
-        assert run.wait() == 0, run.stderr
+    trained(*arguments, *hook, folder=straight)
     arguments = ("--resume", straight / "step-3.pt", "--save", "last.pt")
-    with start_train(*arguments, folder=resumed) as run:
-        assert run.wait() == 0, run.stderr
+    trained(*arguments, folder=resumed)
     middle = read_checkpoint(straight / "step-3.pt")
     expected, got = read_checkpoint(straight / "step-6.pt"), read_checkpoint(resumed / "last.pt")
     assert (middle.step, expected.step, got.step) == (3, 6, 6)
@@ -132,7 +121,6 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert [line["bytes_sent"] for line in again] == [line["bytes_sent"] for line in lines[3:]]
 
 
-@processes
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """``make kill-and-resume`` does so for each hook."""
     row = killed_and_resumed(_INT4, 1, tmp_path, steps=60)
@@ -145,17 +133,12 @@ def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
     assert different_paths(expected.optimizer["state"], got.optimizer["state"]) == []
 
 
-@processes
 @pytest.mark.parametrize("hook", [_WHOLE, _FRAGMENTS], ids=["whole", "fragments"])
 def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    for folder in (straight, resumed):
-        folder.mkdir()
     arguments = ("--steps", "10", "--save-every", "5", "--bucket-cap-mb", "0.02", "--lr", "0.01")
-    with start_train(*arguments, "--hook", hook, "--save", "s-{step}.pt", folder=straight) as run:
-        assert run.wait() == 0, run.stderr
-    with start_train("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed) as run:
-        assert run.wait() == 0, run.stderr
+    trained(*arguments, "--hook", hook, "--save", "s-{step}.pt", folder=straight)
+    run = trained("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed)
     # If ranks are apart at the end, the hook warns when it is removed.
     said = run.stderr + "".join(log.read_text() for log in (resumed / "out").glob("rank*.log"))
     assert "the ranks' last exchange" not in said
@@ -180,7 +163,6 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
     assert lines[7]["fp32_bytes"] > 20 * sent[7]
 
 
-@processes
 @pytest.mark.parametrize(
     ("hook", "to_all"),
     [
@@ -192,8 +174,6 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     hook: str, to_all: bool, tmp_path: Path
 ) -> None:
     folders = [tmp_path / name for name in ("interrupted", "resumed", "straight")]
-    for folder in folders:
-        folder.mkdir()
     own = ("--steps", "100000", "--log-every", "100000", "--bucket-cap-mb", "0.02", "--hook", hook)
     with start_train(*own, "--save", "c-{step}.pt", folder=folders[0]) as run:
         run.wait_for_steps(folders[0] / "out" / "metrics.jsonl", 3)
@@ -203,20 +183,25 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
             os.kill(run.process.pid, signal.SIGINT)
         assert run.wait() == 130
         run.assert_all_end()
-        assert "Traceback" not in run.stderr
-    lines = read_metrics(folders[0] / "out" / "metrics.jsonl")
+    out = folders[0] / "out"
+    asked, ended = run.stderr.splitlines()
+    assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks finish their step")
+    assert ended == (
+        f"commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in {out}"
+    )
+    lines = read_metrics(out / "metrics.jsonl")
     step = int(lines[-1]["step"])
     assert step == len(lines) < 100000
     (saved,) = folders[0].glob("c-*.pt")
     assert saved.name == f"c-{step}.pt"
     assert f"interrupted at step {step} of 100000\ncheckpoint: {saved.name}\n" in run.stdout
-    (row,) = json.loads((folders[0] / "out" / "summary.json").read_text())["runs"]
+    (row,) = json.loads((out / "summary.json").read_text())["runs"]
     assert (row["steps"], row["is_interrupted"], row["checkpoint"]) == (step, True, saved.name)
+    assert row["held_out_loss"] is None
+    assert (out / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
     until = ("--stop-after", str(step + 6), "--save", "last.pt")
-    with start_train("--resume", saved, *until, folder=folders[1]) as run:
-        assert run.wait() == 0, run.stderr
-    with start_train(*own, *until, folder=folders[2]) as run:
-        assert run.wait() == 0, run.stderr
+    trained("--resume", saved, *until, folder=folders[1])
+    trained(*own, *until, folder=folders[2])
     got, expected = (read_checkpoint(folder / "last.pt") for folder in folders[1:])
     _assert_same_weights(expected, got)
     again = read_metrics(folders[1] / "out" / "metrics.jsonl")
@@ -225,7 +210,6 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     assert losses == [line["loss"] for line in straight]
 
 
-@processes
 def test_under_torchrun_it_joins_the_world_with_a_hook_of_a_file(tmp_path: Path) -> None:
     hooks = hooks_file(
         tmp_path,
@@ -252,7 +236,6 @@ def test_under_torchrun_it_joins_the_world_with_a_hook_of_a_file(tmp_path: Path)
     assert run.stdout.count("final loss") == 1 + run.stdout.count("hook  ")
 
 
-@processes
 def test_a_failing_hook_is_one_message_with_its_rank(tmp_path: Path) -> None:
     hooks = hooks_file(
         tmp_path,

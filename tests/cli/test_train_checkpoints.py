@@ -223,6 +223,60 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+def _without(*keys: Any) -> Callable[[dict[str, Any]], object]:
+    """A function that removes ``content[keys[0]][keys[1]]...``."""
+
+    def change(content: dict[str, Any]) -> None:
+        inner: Any = content
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+
+    return change
+
+
+DAMAGED = [
+    (_set("step", to="four"), "its step can't be read"),
+    (_set("step", to=-1), "its step can't be read"),
+    (_set("config", to=[1]), "its config can't be read"),
+    (_set("model", to={"a": 1}), "its model can't be read"),
+    (_set("optimizer", to={}), "its optimizer can't be read"),
+    (_set("rank_states", to=[1]), "its rank_states can't be read"),
+    (_set("rank_states", 0, "rng", to=torch.zeros(3).byte()), "its rank_states can't be read"),
+    (_set("bytes_sent", to="many"), "its bytes_sent can't be read"),
+    (_set("seconds", to=float("nan")), "its seconds can't be read"),
+    (_set("config", "dim", to="wide"), "its dim can't be 'wide'"),
+    (_set("config", "layers", to=0), "its layers can't be 0"),
+    (_set("config", "lr", to=float("inf")), "its lr can't be inf"),
+    (_set("config", "data", to=[3]), "its data can't be [3]"),
+    (_set("config", "data_cap_mb", to=1e13), "its data_cap_mb can't be 1000"),
+    (_set("config", "bucket_cap_mb", to=1e300), "its bucket_cap_mb can't be 1e"),
+    (_set("config", "heads", to=3), "ByteTransformer: dim must be a multiple of"),
+    (_set("config", "layers", to=10**4), "it has no weights for 10000 layers"),
+    (_set("config", "dim", to=10**6), "it has no embedding of dim 1000000"),
+    (_set("config", "dim", to=10**9), "its dim can't be 1000000000"),
+    (_without("model", "norm.weight"), "its model: norm.weight must be float32 [32], got missing"),
+    (_set("model", "more", to=torch.zeros(3)), "its model: more must be missing, got float32 [3]"),
+    (
+        _set("model", "head.weight", to=torch.zeros(32, 256)),
+        "its model: head.weight must be float32 [256, 32], got float32 [32, 256]",
+    ),
+    (
+        _set("model", "norm.bias", to=torch.zeros(32, dtype=torch.int64)),
+        "its model: norm.bias must be float32 [32], got int64 [32]",
+    ),
+    (_without("optimizer", "state", 0), "its optimizer must have the state of 12 parameters, got"),
+    (
+        _without("optimizer", "state", 2, "exp_avg"),
+        "its optimizer, parameter 2: exp_avg must be float32 [32, 32], got missing",
+    ),
+    (
+        _set("optimizer", "state", 0, "exp_avg_sq", to=torch.zeros(3)),
+        "its optimizer, parameter 0: exp_avg_sq must be float32 [256, 32], got",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -232,56 +286,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
         (_set("version", to=torch.ones(2)), "is a checkpoint of version"),
         (_set("version", to=2), "is a checkpoint of version 2, this is for 1"),
         (lambda content: (content.pop("step"), content.pop("model")), "lacks step, model"),
-        (_set("step", to="four"), "is damaged: its step can't be read"),
-        (_set("step", to=-1), "is damaged: its step can't be read"),
-        (_set("config", to=[1]), "is damaged: its config can't be read"),
-        (_set("model", to={"a": 1}), "is damaged: its model can't be read"),
-        (_set("optimizer", to={}), "is damaged: its optimizer can't be read"),
-        (_set("rank_states", to=[1]), "is damaged: its rank_states can't be read"),
-        (
-            _set("rank_states", 0, "rng", to=torch.zeros(3, dtype=torch.uint8)),
-            "is damaged: its rank_states can't be read",
-        ),
-        (_set("bytes_sent", to="many"), "is damaged: its bytes_sent can't be read"),
-        (_set("seconds", to=float("nan")), "is damaged: its seconds can't be read"),
-        (_set("config", "dim", to="wide"), "is damaged: its dim can't be 'wide'"),
-        (_set("config", "layers", to=0), "is damaged: its layers can't be 0"),
-        (_set("config", "lr", to=float("inf")), "is damaged: its lr can't be inf"),
-        (_set("config", "data", to=[3]), "is damaged: its data can't be [3]"),
-        (_set("config", "data_cap_mb", to=1e13), "is damaged: its data_cap_mb can't be 1000"),
-        (_set("config", "bucket_cap_mb", to=1e300), "is damaged: its bucket_cap_mb can't be 1e"),
-        (_set("config", "heads", to=3), "is damaged: ByteTransformer: dim must be a multiple of"),
-        (_set("config", "layers", to=10**4), "is damaged: it has no weights for 10000 layers"),
-        (_set("config", "dim", to=10**6), "is damaged: it has no embedding of dim 1000000"),
-        (_set("config", "dim", to=10**9), "is damaged: its dim can't be 1000000000"),
-        (
-            lambda content: content["model"].pop("norm.weight"),
-            "is damaged: its model: norm.weight must be float32 [32], got missing",
-        ),
-        (
-            _set("model", "more", to=torch.zeros(3)),
-            "is damaged: its model: more must be missing, got float32 [3]",
-        ),
-        (
-            _set("model", "head.weight", to=torch.zeros(32, 256)),
-            "is damaged: its model: head.weight must be float32 [256, 32], got float32 [32, 256]",
-        ),
-        (
-            _set("model", "norm.bias", to=torch.zeros(32, dtype=torch.int64)),
-            "is damaged: its model: norm.bias must be float32 [32], got int64 [32]",
-        ),
-        (
-            lambda content: content["optimizer"]["state"].pop(0),
-            "is damaged: its optimizer must have the state of 12 parameters, got 11",
-        ),
-        (
-            lambda content: content["optimizer"]["state"][2].pop("exp_avg"),
-            "is damaged: its optimizer, parameter 2: exp_avg must be float32 [32, 32], got missing",
-        ),
-        (
-            _set("optimizer", "state", 0, "exp_avg_sq", to=torch.zeros(3)),
-            "is damaged: its optimizer, parameter 0: exp_avg_sq must be float32 [256, 32], got",
-        ),
+        *((change, f"is damaged: {message}") for change, message in DAMAGED),
     ],
 )
 def test_a_checkpoint_with_other_content_is_refused(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_errors import train_error
+from train_errors import forbid_launch, train_error
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import step_log, train
@@ -23,28 +23,17 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux'
 _WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-@pytest.fixture
-def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if anything is started, or this process becomes a rank."""
-    from torch_commhook.cli import launcher, rank_process
-
-    def launch(*arguments: object) -> int:
-        raise AssertionError("a wrong command line must not start ranks")
-
-    monkeypatch.setattr(launcher, "launch", launch)
-    for name in ("tie_to_launcher", "end_on_signals"):
-        monkeypatch.setattr(rank_process, name, launch)
-    for name in (*_WORLD, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COMMHOOK_LAUNCHER_PID"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launch(monkeypatch)
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("_no_launch")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--steps -3", "argument --steps: must be at least 1, got -3"),
         ("--steps 99999999999999999999", "argument --steps: must be at most 1000000000, got"),
-        ("--batch 99999999999999999999", "argument --batch: must be at most 1000000, got"),
         ("--out=", "argument --out: must be a path, got ''"),
         ("--steps 2.5", "argument --steps: must be a whole number, got '2.5'"),
         ("--lr 0", "argument --lr: must be more than 0"),
@@ -56,7 +45,6 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--bucket-cap-mb 1e300", "argument --bucket-cap-mb: must be at most 1000000, got 1e300"),
         ("--threads 1000000000000", "argument --threads: must be at most 1024, got 1000000000000"),
         ("--data-cap-mb 1e13", "argument --data-cap-mb: must be at most 1000000, got 1e13"),
-        ("--data-cap-mb 1e308", "argument --data-cap-mb: must be at most 1000000, got 1e308"),
         (
             "--data-cap-mb 1e-9",
             "argument --data-cap-mb: must be more than a sequence (128 bytes), got 1e-09 (0 bytes)",
@@ -129,11 +117,8 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_option_is_one_line_and_exit_code_2(
     arguments: str,
     message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     Path("ten.txt").write_bytes(b"0123456789")
     Path("taken", "metrics.jsonl").mkdir(parents=True)
@@ -153,10 +138,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     assert sorted(Path().iterdir()) == before
 
 
-def test_places_that_can_be_written_are_left_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_places_that_can_be_written_are_left_as_they_are() -> None:
     Path("old.pt").write_text("old")
     for save in (
         "new/folder/{step}.pt",
@@ -175,19 +157,14 @@ def test_places_that_can_be_written_are_left_as_they_are(
     assert Path("old.pt").read_text() == "old"
 
 
-@pytest.mark.usefixtures("_no_launch")
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_log_needs_its_package(
-    package: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(step_log, "_is_installed", lambda name: False)
     error = train_error(["--log", "jsonl", package], capsys)
     assert f"argument --log: {package} needs the package {package}: pip install {package}" in error
-    assert list(tmp_path.iterdir()) == []
+    assert list(Path().iterdir()) == []
     monkeypatch.setattr(step_log, "_is_installed", lambda name: True)
     assert parse_options(["--log", package, package]).logs == (package,)
     if package == "tensorboard":
@@ -229,7 +206,6 @@ def test_the_step_in_a_checkpoints_path() -> None:
     assert checkpoint_path(Path("a/c.pt"), 12) == Path("a/c.pt")
 
 
-@pytest.mark.usefixtures("_no_launch")
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -12,8 +12,8 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,6 +163,13 @@ def test_bytes_as_text(count: int | None, text: str) -> None:
     assert report.format_bytes(count) == text
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (0.2, "0:01"), (187, "3:07"), (3723, "1:02:03")]
+)
+def test_durations_as_text(seconds: float, text: str) -> None:
+    assert report.format_duration(seconds) == text
+
+
 def test_ratios_to_fp32() -> None:
     assert report.fp32_bytes_per_step(1000, 1) == 0
     assert report.fp32_bytes_per_step(1000, 2) == 4000
@@ -201,17 +208,22 @@ def test_metrics_of_a_resumed_run_go_on_in_the_same_file(tmp_path: Path) -> None
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-def test_a_terminal_gets_a_line_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
     pytest.importorskip("rich")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
+    stdout = Terminal()
+    monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return stdout
+
+
+def test_a_terminal_gets_a_line_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _on_a_terminal(monkeypatch, 120)
     line = report.make_live_line("cast(bfloat16)", 0, 4, 1)
     assert isinstance(line, report.RichLine)
     line.update(_record(4), 2.5)
@@ -224,16 +236,7 @@ def test_a_terminal_gets_a_line_in_place(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
 def test_the_bar_of_a_terminal_stays(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = _on_a_terminal(monkeypatch, columns)
     hook = "local_sgd(10, delay=8, mix=0.5, hook=error_feedback(blockwise(bits=4))), weights=fp8()"
     line = report.RichLine(hook, 0, 1000)
     line.update(report.StepRecord(500, 12.3456, 0.1, 100.0, 21_600_000, 43_200_000, 1), 4.7)
@@ -256,13 +259,6 @@ def test_the_bar_of_a_terminal_stays(columns: int, monkeypatch: pytest.MonkeyPat
 def test_the_time_of_a_step_as_text(speed: float, text: str) -> None:
     assert report.format_step_time(speed) == text
     assert report.format_step_time(0.0) == "? s/step"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (0.2, "0:01"), (187, "3:07"), (3723, "1:02:03")]
-)
-def test_durations_as_text(seconds: float, text: str) -> None:
-    assert report.format_duration(seconds) == text
 
 
 def test_without_matplotlib_there_is_no_picture(
@@ -388,49 +384,35 @@ def _report_two_steps(tmp_path: Path, logs: list[step_log.StepLog]) -> None:
 
 
 def test_steps_go_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int | None) -> None:
-            said.append((folder, purge_step))
-
-        def add_text(self, tag: str, text: str) -> None:
-            said.append((tag, text))
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            said.append((tag, value, step))
-
-        def close(self) -> None:
-            said.append("closed")
-
-    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    module = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     logs = step_log.open_logs(["jsonl", "tensorboard"], tmp_path, "metrics-2", "cast()", {}, 4)
     _report_two_steps(tmp_path, logs)
-    assert said[:2] == [(str(tmp_path / "tensorboard" / "metrics-2"), 5), ("hook", "cast()")]
-    assert ("train/loss", 1.0, 1) in said and ("train/bytes_sent", 20, 2) in said
-    assert ("train/fp32_ratio", 2.0, 2) in said and ("train/seconds_per_step", 1.0, 2) in said
-    assert said[-1] == "closed"
+    folder = str(tmp_path / "tensorboard" / "metrics-2")
+    module.SummaryWriter.assert_called_once_with(folder, purge_step=5)
+    text, *_, last = module.SummaryWriter().method_calls
+    assert (text, last) == (mock.call.add_text("hook", "cast()"), mock.call.close())
+    for name, value, step in (
+        ("loss", 1.0, 1),
+        ("bytes_sent", 20, 2),
+        ("fp32_ratio", 2.0, 2),
+        ("seconds_per_step", 1.0, 2),
+    ):
+        module.SummaryWriter().add_scalar.assert_any_call(f"train/{name}", value, step)
 
 
 def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-
-    def init(**settings: Any) -> Any:
-        said.append(settings)
-        return SimpleNamespace(
-            log=lambda values, step: said.append((step, values)),
-            finish=lambda: said.append("finished"),
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    module = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", module)
     config = TrainConfig().to_plain()
     logs = step_log.open_logs(["wandb"], tmp_path, "metrics", "cast()", config, 0)
     _report_two_steps(tmp_path, logs)
-    assert said[0]["name"] == "cast()" and said[0]["config"]["dim"] == 384
-    assert said[0]["dir"] == said[0]["group"] == str(tmp_path)
-    (first, values), (second, _), finished = said[1:]
-    assert (first, second, finished) == (1, 2, "finished")
+    settings = module.init.call_args.kwargs
+    assert settings["name"] == "cast()" and settings["config"]["dim"] == 384
+    assert settings["dir"] == settings["group"] == str(tmp_path)
+    first, second, finished = module.init().method_calls
+    assert (first.kwargs["step"], second.kwargs["step"], finished) == (1, 2, mock.call.finish())
+    values = first.args[0]
     assert (values["loss"], values["lr"], values["bytes_sent"]) == (1.0, 0.1, 10)
 
 

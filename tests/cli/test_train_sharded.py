@@ -13,8 +13,8 @@ import torch
 from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
-from train_errors import train_error
-from train_processes import hooks_file, read_metrics, start_train
+from train_errors import forbid_launch, train_error
+from train_processes import hooks_file, read_metrics, start_train, trained
 
 from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -145,9 +145,7 @@ def _assert_resumed_alike(straight: Path, resumed: Path) -> None:
 @processes
 def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
     arguments = ("--parallel", "fsdp", "--hook", "blockwise(bits=4)", "--weights", "blockwise()")
-    with start_train(*arguments, "--steps", "3", "--compare", folder=tmp_path) as run:
-        assert run.wait() == 0, run.stderr
-        run.assert_all_end()
+    run = trained(*arguments, "--steps", "3", "--compare", folder=tmp_path)
     assert run.stderr == ""
     plain = _plain_traffic()
     lines = read_metrics(tmp_path / "out" / "metrics-none.jsonl")
@@ -180,29 +178,21 @@ def _plain_traffic() -> parallel.Traffic:
     [
         ("--parallel", "fsdp", "--hook", "error_feedback(blockwise(bits=4))"),
         (
-            *("--parallel", "hsdp", "--ranks", "4", "--hook", "error_feedback(powersgd(rank=2))"),
-            *("--shard-hook", "error_feedback(blockwise(bits=4))", "--threads", "1"),
-        ),
-        (
             *("--parallel", "hsdp", "--ranks", "4", "--threads", "1"),
             *("--hook", "local_sgd(3, hook=error_feedback(blockwise(bits=4)))"),
         ),
     ],
-    ids=["fsdp", "hsdp", "replicas apart"],
+    ids=["fsdp", "replicas apart"],
 )
 def test_a_resumed_run_in_shards_ends_with_the_same_bits(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    for folder in (straight, resumed):
-        folder.mkdir()
     options = (*options, "--weights", "blockwise()", "--steps", "4", "--save-every", "2")
-    with start_train(*options, "--save", "{step}.pt", folder=straight) as run:
-        assert run.wait() == 0, run.stderr
+    trained(*options, "--save", "{step}.pt", folder=straight)
     (straight / "4.pt").rename(straight / "last.pt")
     arguments = ("--resume", straight / "2.pt", "--save", "last.pt", "--compare")
-    with start_train(*arguments, "--threads", "1", folder=resumed) as again:
-        assert again.wait() == 0, again.stderr
+    trained(*arguments, "--threads", "1", folder=resumed)
     _assert_resumed_alike(straight, resumed)
     first, second = json.loads((resumed / "out" / "summary.json").read_text())["runs"]
     (line,) = read_metrics(straight / "out" / "metrics.jsonl")[3:]
@@ -215,18 +205,21 @@ def test_a_resumed_run_in_shards_ends_with_the_same_bits(
 
 @processes
 @pytest.mark.long
-def test_a_killed_run_in_shards_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    how = ("--parallel", "fsdp", "--weights", "fp8()")
-    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path, steps=60, how=how)
-    assert row["different"] == []
-    assert 0 < row["resumed_from"] < row["steps"]
-
-
-@processes
-@pytest.mark.long
-def test_a_killed_run_with_replicas_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    how = ("--parallel", "hsdp", "--ranks", "4", "--shard-hook", "error_feedback(sign())")
-    row = killed_and_resumed("error_feedback(powersgd(rank=2))", 1, tmp_path, steps=60, how=how)
+@pytest.mark.parametrize(
+    ("hook", "how"),
+    [
+        ("error_feedback(blockwise(bits=4))", "--parallel fsdp --weights fp8()"),
+        (
+            "error_feedback(powersgd(rank=2))",
+            "--parallel hsdp --ranks 4 --shard-hook error_feedback(sign())",
+        ),
+    ],
+    ids=["fsdp", "hsdp"],
+)
+def test_a_killed_run_in_shards_goes_on_as_if_it_had_not_been(
+    hook: str, how: str, tmp_path: Path
+) -> None:
+    row = killed_and_resumed(hook, 1, tmp_path, steps=60, how=how.split())
     assert row["different"] == []
     assert 0 < row["resumed_from"] < row["steps"]
 
@@ -308,12 +301,7 @@ def test_a_wrong_option_is_one_line_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from torch_commhook.cli import launcher
-
-    def launch(*arguments: object) -> int:
-        raise AssertionError("a wrong command line must not start ranks")
-
-    monkeypatch.setattr(launcher, "launch", launch)
+    forbid_launch(monkeypatch)
     assert message in train_error(arguments.split(), capsys)
 
 

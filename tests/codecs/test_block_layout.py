@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from codec_examples import rounding_for
+from codec_examples import encode, encode_chunks, rounding_for
 from cpp_compiler import NoCompilerError, build_once, cpp_compiler
 from repository import ROOT
 from torch import Tensor
@@ -65,12 +66,12 @@ def numels(size: int) -> list[int]:
     return sorted(edges | {7919, 100_003})
 
 
-def forms() -> list[BlockForm]:
-    return [
-        BlockForm(*each)
-        for each in itertools.product(BLOCK_SIZES, BITS, [1, 2])
-        if each[0] * each[1] % 32 == 0  # of which a block has whole words of codes
-    ]
+def layouts(size: int) -> Iterator[tuple[BlockForm, int, int]]:
+    """Forms with blocks of this size, numbers of values, and of shards."""
+    for bits, parameters in itertools.product(BITS, [1, 2]):
+        if size * bits % 32 == 0:  # a block has whole words of codes
+            for numel, shards in itertools.product(numels(size), SHARDS):
+                yield BlockForm(size, bits, parameters), numel, shards
 
 
 @pytest.fixture(scope="module")
@@ -101,28 +102,28 @@ def of_kernels(kernels: Any, form: BlockForm, numel: int, shards: int) -> tuple[
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_the_places_of_the_kernels(kernels: Any, size: int) -> None:
-    for form in forms():
-        if form.block_size != size:
-            continue
-        for numel, shards in itertools.product(numels(size), SHARDS):
-            right = regions(form, numel, shards)
-            got, nbytes = of_kernels(kernels, form, numel, shards)
-            assert got == right, (form, numel, shards)
-            assert nbytes == sum(each.nbytes for each in right), (form, numel, shards)
+    """Loads of 16 bytes are aligned: in shards, in messages behind each other, and in chunks."""
+    for form, numel, shards in layouts(size):
+        right = regions(form, numel, shards)
+        got, nbytes = of_kernels(kernels, form, numel, shards)
+        assert got == right, (form, numel, shards)
+        assert nbytes == sum(each.nbytes for each in right), (form, numel, shards)
+        for each in got:
+            assert each.offset % 16 == each.parameters % 16 == each.nbytes % 16 == 0
+            count = each.end - each.first_element
+            alone = of_kernels(kernels, form, count, 1)[1]
+            assert alone == each.nbytes  # each shard is a message
+            unused = each.parameters_begin - each.codes_end + each.shard_end - each.parameters_end
+            assert 0 <= unused <= (27 if count else 0)
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_the_bytes_in_python(size: int) -> None:
-    for form in forms():
-        if form.block_size != size:
-            continue
-        for numel, shards in itertools.product(numels(size), SHARDS):
-            right = [
-                (each.end - each.first_element, each.nbytes)
-                for each in regions(form, numel, shards)
-            ]
-            assert form.shards("op", numel, shards) == right, (form, numel, shards)
-            assert form.nbytes(numel, shards) == sum(nbytes for _, nbytes in right)
+    for form, numel, shards in layouts(size):
+        found = regions(form, numel, shards)
+        right = [(each.end - each.first_element, each.nbytes) for each in found]
+        assert form.shards("op", numel, shards) == right, (form, numel, shards)
+        assert form.nbytes(numel, shards) == sum(nbytes for _, nbytes in right)
 
 
 def test_the_shard_of_a_block(kernels: Any) -> None:
@@ -131,33 +132,6 @@ def test_the_shard_of_a_block(kernels: Any) -> None:
             for block in range(region.first_block, -(-region.end // 64)):
                 arguments = [ctypes.c_int64(each) for each in (64, numel, shards, block)]
                 assert kernels.shard_of_block(*arguments) == shard, (numel, shards, block)
-
-
-def test_loads_of_16_bytes_are_aligned_everywhere(kernels: Any) -> None:
-    """In shards, in messages of one shard behind each other, and in chunks."""
-    for form in forms():
-        for numel, shards in itertools.product(numels(form.block_size), SHARDS):
-            found, nbytes = of_kernels(kernels, form, numel, shards)
-            assert nbytes % 16 == 0
-            places = [
-                place for each in found for place in (each.offset, each.offset + each.parameters)
-            ]
-            assert all(place % 16 == 0 for place in places), (form, numel, shards)
-            alone = [
-                of_kernels(kernels, form, each.end - each.first_element, 1)[1] for each in found
-            ]
-            assert alone == [each.nbytes for each in found]  # each shard is a message
-
-
-def test_a_message_grows_by_little(kernels: Any) -> None:
-    """At most 15 bytes after codes and 12 after parameters, which fill up 4 already."""
-    for form in forms():
-        for numel, shards in itertools.product(numels(form.block_size), SHARDS):
-            for each in of_kernels(kernels, form, numel, shards)[0]:
-                unused = (each.parameters_begin - each.codes_end) + (
-                    each.shard_end - each.parameters_end
-                )
-                assert 0 <= unused <= (27 if each.end > each.first_element else 0)
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -216,11 +190,9 @@ def test_a_message_is_as_the_rules_say(codec: BlockCodec, fill: int) -> None:
     """Decoding gives what the bytes at these places mean, and bytes without use are zeros."""
     size = codec._form.block_size
     for numel, shards in itertools.product([0, 1, size - 1, size, 7919, 25_000], [1, 2, 3, 8, 17]):
-        x = torch.randn(numel)
         message = torch.full((codec.nbytes(numel, shards),), fill, dtype=torch.uint8)
-        codec.encode([x], message, shards=shards, rounding=rounding_for(codec))
-        right = read_message(codec, message, numel, shards)
-        out = torch.empty_like(x)
+        codec.encode([torch.randn(numel)], message, shards=shards, rounding=rounding_for(codec))
+        right, out = read_message(codec, message, numel, shards), torch.empty(numel)
         codec.decode(message, [out], shards=shards)
         assert torch.equal(out, right), (numel, shards)
 
@@ -230,24 +202,21 @@ def test_sums_and_chunks_are_filled_with_zeros(codec: BlockCodec) -> None:
     rounding = rounding_for(codec)
     for numel in (1, codec._form.block_size + 5, 7919):
         x = torch.randn(numel)
-        message = torch.full((codec.nbytes(numel),), 0x55, dtype=torch.uint8)
-        codec.encode([x], message, rounding=rounding)
+        message = encode(codec, [x])
         total = torch.full_like(message, 0xAA)
         codec.reduce(torch.stack([message, message]), total, numel, rounding=rounding)
         read_message(codec, total, numel, 1)
         sizes = [numel, 0, 1, numel - 1]
         nbytes = [part.nbytes for part in codec.chunks(sizes)]
-        chunks = torch.full((sum(nbytes),), 0x55, dtype=torch.uint8)
-        codec.encode_chunks([torch.cat([x, x])], chunks, sizes, rounding=rounding)
+        chunks = encode_chunks(codec, [torch.cat([x, x])], sizes)
         for own, part in zip(sizes, chunks.split(nbytes), strict=True):
             read_message(codec, part, own, 1)
 
 
 def test_bytes_without_use_are_not_read() -> None:
     codec = codecs.CODECS["blockwise"](bits=4)
-    x, out, again = torch.randn(2000), torch.empty(2000), torch.empty(2000)
-    message = torch.empty(codec.nbytes(2000, 3), dtype=torch.uint8)
-    codec.encode([x], message, shards=3)
+    out, again = torch.empty(2000), torch.empty(2000)
+    message = encode(codec, [torch.randn(2000)], shards=3)
     codec.decode(message, [out], shards=3)
     for region in regions(codec._form, 2000, 3):
         message[region.codes_end : region.parameters_begin] = 0xFF

@@ -1,4 +1,4 @@
-"""Block quantisation: bounds and exact values."""
+"""Block quantisation: bounds and exact values. Exact sums, errors and shards: test_codecs.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from blockwise_messages import codec_for, encode, restore, steps_of
+from blockwise_messages import encode, restore, steps_of
 from ops_reference import LEVELS as KERNELS
 from ops_reference import cpu_level
-from torch import Tensor
-
-from torch_commhook.codecs.blockwise import blockwise
 
 FORMATS = [(bits, symmetric) for bits in (8, 4, 2) for symmetric in (True, False)]
 
@@ -62,12 +59,10 @@ def test_stochastic_rounding_is_unbiased(bits: int, symmetric: bool) -> None:
     assert off.abs().max() < 6 * 0.5 / draws**0.5  # a draw's deviation is at most half a step
 
 
-@of_each_format
-def test_zeros_and_constants_are_exact(bits: int, symmetric: bool) -> None:
-    assert torch.equal(restore(torch.zeros(600), bits=bits, symmetric=symmetric), torch.zeros(600))
-    if not symmetric:
-        x = torch.full((600,), -1.7)
-        assert torch.equal(restore(x, bits=bits, symmetric=False), x)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_constants_are_exact_between_least_and_largest(bits: int) -> None:
+    x = torch.full((600,), -1.7)
+    assert torch.equal(restore(x, bits=bits, symmetric=False), x)
 
 
 @of_each_format
@@ -168,66 +163,3 @@ def test_blocks_that_need_care_among_others(
 def test_denormals() -> None:
     x = torch.randn(256).mul(1e-40)
     assert (restore(x) - x).abs().max() <= x.abs().max() / 254 + 127 * 2.0**-149
-
-
-@of_each_format
-@pytest.mark.parametrize("rounding", [None, torch.tensor([5, 6])])
-def test_the_error_is_what_is_lost(bits: int, symmetric: bool, rounding: Tensor | None) -> None:
-    x, error = torch.randn(1000), torch.randn(1000) * 0.01
-    sent = x * 0.5 + error
-    options: dict[str, Any] = {"bits": bits, "symmetric": symmetric, "rounding": rounding}
-    got = restore(x, scale=0.5, error=error, **options)
-    assert torch.equal(error, sent - got)
-    assert torch.equal(got, restore(sent, **options))
-
-
-@pytest.mark.parametrize("numel", [0, 1, 7, 255, 256, 257, 5000])
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-@of_each_format
-def test_shards_are_messages(numel: int, shards: int, bits: int, symmetric: bool) -> None:
-    x = torch.randn(numel)
-    options: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
-    message = encode([x], shards=shards, **options)
-    parts = blockwise(**options).shards(numel, shards)
-    assert sum(part.numel for part in parts) == numel
-    assert sum(part.nbytes for part in parts) == message.numel()
-    pieces = []
-    for part, own in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
-        pieces.append(torch.empty(part.numel))
-        blockwise(**options).decode(own.clone(), [pieces[-1]])
-    assert torch.equal(torch.cat(pieces), restore(x, shards=shards, **options))
-
-
-def test_bytes() -> None:
-    assert blockwise().nbytes(1 << 20) == (1 << 20) * (1 + 4 / 256)
-    assert blockwise(bits=4).nbytes(1 << 20) == (1 << 20) * (0.5 + 4 / 256)
-    assert blockwise(bits=2).nbytes(1 << 20) == (1 << 20) * (0.25 + 4 / 256)
-    assert blockwise(symmetric=False).nbytes(1 << 20) == (1 << 20) * (1 + 8 / 256)
-    assert blockwise(bits=2, symmetric=False).nbytes(1 << 20) == (1 << 20) * (0.25 + 8 / 256)
-    assert [part.numel for part in blockwise().shards(1000, 3)] == [256, 256, 488]
-
-
-@of_each_format
-@pytest.mark.parametrize("messages", [1, 3])
-def test_reduce(bits: int, symmetric: bool, messages: int) -> None:
-    options: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
-    sources = [torch.randn(1000) for _ in range(messages)]
-    stacked = torch.stack([encode([x], **options) for x in sources])
-    total = restore(sources[0], **options)
-    for x in sources[1:]:
-        total = total + restore(x, **options)
-    error, rounding = torch.randn(1000) * 0.01, torch.tensor([1, 2])
-    own_error = error.clone()
-    got = torch.empty_like(stacked[0])
-    codec = codec_for(rounding, **options)
-    codec.reduce(stacked, got, 1000, scale=1 / 3, error=error, rounding=rounding)
-    right = encode([total], scale=1 / 3, error=own_error, rounding=rounding, **options)
-    assert torch.equal(got, right)
-    assert torch.equal(error, own_error)
-
-
-def test_random_numbers_follow_from_seed_and_step() -> None:
-    x = torch.randn(1000)
-    draws = [encode([x], rounding=torch.tensor([seed, step])) for seed in (1, 2) for step in (1, 2)]
-    assert torch.equal(draws[0], encode([x], rounding=torch.tensor([1, 1])))
-    assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])

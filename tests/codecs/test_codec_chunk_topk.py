@@ -1,4 +1,4 @@
-"""The largest values of each chunk in few bits: a NumPy reference, bounds, operators, errors."""
+"""The largest values of each chunk in few bits: a NumPy reference, bounds, errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sparse_codecs
 import torch
+from codec_examples import encode, restore
 from ops_reference import limited_cpu
 from settings import threads
 from sparse_codecs import each_level  # noqa: F401
 from torch import Tensor
 
-from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.chunk_topk import chunk_topk
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 commhook = torch.ops.commhook
 INFINITY = 0x7F800000
@@ -123,22 +123,13 @@ def reference(p: np.ndarray, codec: chunk_topk) -> tuple[bytes, np.ndarray, np.n
 # ---- the bits ------------------------------------------------------------------------------------
 
 INPUTS: dict[str, Callable[[int], Tensor]] = {
-    "gaussian": torch.randn,
-    "heavy tail": lambda d: torch.randn(d) / torch.rand(d).add(1e-9) ** 3,
-    "one magnitude": lambda d: torch.randn(d).sign() * 0.3,
-    "few magnitudes": lambda d: torch.randint(-3, 4, (d,)).float(),
+    **sparse_codecs.INPUTS,
     "two far magnitudes": lambda d: torch.where(torch.rand(d) < 0.5, 1e-20, torch.randn(d)),
-    "zeros": torch.zeros,
     "few that are not zero": lambda d: torch.randn(d) * (torch.rand(d) < 0.003),
     "in one group": lambda d: torch.randn(d) * (1.0 + 1000 * (torch.arange(d) % 256 == 7)),
-    "ascending": lambda d: torch.arange(d).float(),
-    "descending": lambda d: -torch.arange(d, 0, -1).float(),
-    "denormal": lambda d: torch.randn(d) * 1e-41,
     "least": lambda d: torch.randn(d).sign() * 2.0**-149,
-    "huge": lambda d: torch.randn(d) * 1e38,
     "largest": lambda d: torch.randn(d).sign() * torch.finfo(torch.float32).max,
     "a NaN": lambda d: torch.randn(d).index_fill(0, torch.tensor([d // 2]), torch.nan),
-    "much that is not finite": lambda d: torch.randn(d).log() / (torch.rand(d) < 0.9),
 }
 FORMS = [(64, 4096, 2), (100, 4096, 4), (1, 4096, 2), (4096, 4096, 8), (20, 64, 4), (7, 256, 2)]
 FORMS += [(64, 64, 2), (33, 1024, 8), (600, 2048, 2)]
@@ -156,8 +147,7 @@ def test_message_error_and_values(name: str, form: tuple[int, int, int]) -> None
         scale = 1.0 if error is None else 0.5
         p = x * scale if error is None else x * scale + before
         message, restored, lost = reference(p.numpy().copy(), codec)
-        got = torch.full((codec.nbytes(d),), 77, dtype=torch.uint8)
-        codec.encode([x], got, scale=scale, error=error)
+        got = encode(codec, [x], scale=scale, error=error)
         assert got.numpy().tobytes() == message
         out = torch.full((d,), 9.0)
         codec.decode(got, [out])
@@ -172,9 +162,7 @@ def test_ends(d: int) -> None:
     """The last chunk has as many entries as it has values, if these are fewer than k."""
     for form in ((64, 4096, 2), (64, 64, 8)):
         codec, x = chunk_topk(*form), torch.randn(d)
-        got = torch.empty(codec.nbytes(d), dtype=torch.uint8)
-        codec.encode([x], got)
-        assert got.numpy().tobytes() == reference(x.numpy(), codec)[0]
+        assert encode(codec, [x]).numpy().tobytes() == reference(x.numpy(), codec)[0]
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -182,9 +170,9 @@ def test_threads_do_not_matter(name: str) -> None:
     codec, x, found = chunk_topk(), INPUTS[name](300_001), []
     for count in (1, 2, 3, 7):
         error = torch.where(x.isfinite(), x, 0).roll(1)
-        message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
+        out = torch.empty_like(x)
         with threads(count):
-            codec.encode([x], message, error=error)
+            message = encode(codec, [x], error=error)
             codec.decode(message, [out])
         found.append((message, error, out.view(torch.int32)))
     assert all(map(torch.equal, found[0], each) for each in found[1:])
@@ -193,11 +181,7 @@ def test_threads_do_not_matter(name: str) -> None:
 def test_chunks_cross_the_borders_of_tensors() -> None:
     codec = chunk_topk(8, 64)
     pieces = [torch.randn(n) for n in (1, 0, 100, 3, 64, 200)]
-    messages = []
-    for tensors in (pieces, [torch.cat(pieces)]):
-        messages.append(torch.empty(codec.nbytes(368), dtype=torch.uint8))
-        codec.encode(tensors, messages[-1])
-    assert torch.equal(*messages)
+    assert torch.equal(encode(codec, pieces), encode(codec, [torch.cat(pieces)]))
 
 
 # ---- wire bytes and bounds -----------------------------------------------------------------------
@@ -217,14 +201,11 @@ def test_bytes() -> None:
 
 def lost_of(codec: chunk_topk, x: Tensor) -> tuple[float, float]:
     """The squares of what is lost, and of what the largest values of each chunk leave."""
-    message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
-    codec.encode([x], message)
-    codec.decode(message, [out])
     left = 0.0
     for chunk in x.double().split(codec._settings["chunk"]):
         largest = chunk.abs().topk(min(codec._settings["k"], len(chunk))).values
         left += float(chunk.square().sum() - largest.square().sum())
-    return float((x - out).double().square().sum()), left
+    return float((x - restore(codec, x)).double().square().sum()), left
 
 
 def student(d: int) -> Tensor:
@@ -277,97 +258,27 @@ def test_zeros_are_not_sent() -> None:
     x = torch.zeros(8192)
     x[[5, 100, 5000]] = torch.tensor([1.0, -2.0, 3.0])
     for bits in (2, 4, 8):
-        codec = chunk_topk(bits=bits)
-        message, out = torch.empty(codec.nbytes(8192), dtype=torch.uint8), torch.empty(8192)
-        codec.encode([x], message)
-        codec.decode(message, [out])
-        assert torch.equal(out, x)
+        assert torch.equal(restore(chunk_topk(bits=bits), x), x)
 
 
 def test_finite_values_beside_one_that_is_not_stay_in_the_error() -> None:
-    codec = chunk_topk(8, 64)
     x, error = torch.randn(128), torch.randn(128)
     right = (x + error).index_fill(0, torch.tensor([70]), 0.0)
     x[70] = torch.inf
-    message, out = torch.empty(codec.nbytes(128), dtype=torch.uint8), torch.empty(128)
-    codec.encode([x], message, error=error)
-    codec.decode(message, [out])
+    out = restore(chunk_topk(8, 64), x, error=error)
     assert out[64:].isnan().sum() == 8
     assert out[70].isnan()
     assert out[:64].isfinite().all()
     assert torch.equal(error[64:], right[64:])
 
 
-# ---- sums ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("each_level")
-@pytest.mark.parametrize("form", [(64, 4096, 2), (20, 64, 4)], ids=str)
-def test_a_sum_of_messages(form: tuple[int, int, int]) -> None:
-    """In float32, in their order."""
-    codec, d = chunk_topk(*form), 9000
-    xs = [torch.randn(d) for _ in range(5)]
-    messages = torch.empty(5, codec.nbytes(d), dtype=torch.uint8)
-    right = np.zeros(d, dtype=np.float32)
-    for x, message in zip(xs, messages, strict=True):
-        codec.encode([x], message)
-        right += reference(x.numpy(), codec)[1]
-    out = torch.full((d,), 9.0)
-    codec.decode_sum(messages, [out], scale=1 / 3)
-    np.testing.assert_array_equal(out.numpy(), right * np.float32(1 / 3))
-
-
-# ---- operators -----------------------------------------------------------------------------------
+# ---- errors; more in test_codec_operators.py -----------------------------------------------------
 
 FORM: dict[str, Any] = {"k": 5, "chunk": 64, "bits": 2}
 
 
 def message_of(numel: int) -> Tensor:
     return torch.zeros(chunk_topk(**FORM).nbytes(numel), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
-def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
-    message = message_of(220)
-    commhook.chunk_topk_encode(tensors, message, **FORM)
-    torch.library.opcheck(commhook.chunk_topk_encode.default, (tensors, message), FORM)
-    torch.library.opcheck(commhook.chunk_topk_decode.default, (message, tensors), FORM)
-
-
-@pytest.mark.parametrize("name", ["error", "empty", "one", "sum"])
-def test_opcheck(name: str) -> None:
-    x, message = [torch.randn(220)], message_of(220)
-    commhook.chunk_topk_encode(x, message, **FORM)
-    encode, add = commhook.chunk_topk_encode.default, commhook.chunk_topk_decode_sum.default
-    op, arguments, keywords = {
-        "error": (encode, (x, message), {"error": torch.zeros(220)}),
-        "empty": (encode, ([torch.zeros(0)], message_of(0)), {}),
-        "one": (encode, ([torch.ones(())], message_of(1)), {}),
-        "sum": (add, (torch.stack([message, message]), x), {"scale": 0.5}),
-    }[name]
-    torch.library.opcheck(op, arguments, {**FORM, **keywords})
-
-
-def test_versions_move() -> None:
-    x, message, error = torch.randn(64), message_of(64), torch.zeros(64)
-    commhook.chunk_topk_encode([x], message, **FORM, error=error)
-    assert (x._version, message._version, error._version) == (0, 1, 1)
-    commhook.chunk_topk_decode(message, [x], **FORM)
-    assert x._version == 1
-
-
-def test_memory_must_be_apart() -> None:
-    memory = torch.zeros(100)
-    shared = memory.view(torch.uint8)[: len(message_of(64))]
-    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
-        commhook.chunk_topk_encode([memory[2:66]], shared, **FORM)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
-        commhook.chunk_topk_decode(shared, [memory[2:66]], **FORM)
-    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
-        commhook.chunk_topk_encode([memory[:64]], message_of(64), **FORM, error=memory[36:])
-    with pytest.raises(ValueError, match="must reach each of its elements once"):
-        commhook.chunk_topk_decode(message_of(64), [torch.ones(1).expand(64)], **FORM)
 
 
 def with_places(places: list[int]) -> Tensor:
@@ -401,8 +312,7 @@ def test_any_message_of_good_places_is_decoded() -> None:
     for bits in (2, 4, 8):
         codec = chunk_topk(64, 64, bits)
         x = torch.randn(64 * 50, generator=generator)
-        message = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
-        codec.encode([x], message)
+        message = encode(codec, [x])
         rows = message.view(50, -1)
         rows[:, :4] = torch.randint(256, (50, 4), generator=generator)
         rows[:, 4 + 48 :] = torch.randint(256, rows[:, 52:].shape, generator=generator)
@@ -434,13 +344,6 @@ def test_settings(settings: dict[str, int], message: str) -> None:
         commhook.chunk_topk_encode([torch.ones(64)], torch.zeros(64, dtype=torch.uint8), **form)
 
 
-def test_it_prints_as_it_is_written() -> None:
-    assert repr(CODECS["chunk_topk"]()) == "chunk_topk()"
-    assert repr(CODECS["chunk_topk"](8, 64, 4)) == "chunk_topk(k=8, chunk=64, bits=4)"
-    with pytest.raises(TypeError, match=r"chunk_topk: bits must be an int, got 2\.0"):
-        chunk_topk(bits=2.0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("numel", [-1, 1 << 31])
 def test_other_numbers_of_values_are_refused(numel: int) -> None:
     for method in (chunk_topk().nbytes, chunk_topk().entries, chunk_topk().shards):
@@ -451,5 +354,3 @@ def test_other_numbers_of_values_are_refused(numel: int) -> None:
 def test_other_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"message must hold 12 bytes for 64 values, got 116 byt"):
         commhook.chunk_topk_encode([torch.ones(64)], torch.zeros(116, dtype=torch.uint8), **FORM)
-    with pytest.raises(ValueError, match="messages must have two dimensions"):
-        commhook.chunk_topk_decode_sum(message_of(64), [torch.ones(64)], **FORM)

@@ -1,4 +1,4 @@
-"""Values at places that all ranks draw alike: exact values, statistics, operators, errors."""
+"""Values at places that all ranks draw alike: exact values, statistics, errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from codec_examples import restore
 from hypothesis import HealthCheck, given, settings
 from ops_reference import limited_cpu
-from settings import threads
 from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 
-from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.randomk import randomk
 
 commhook = torch.ops.commhook
@@ -137,44 +136,28 @@ def test_any_tensors(case: SparseCase) -> None:
     drawn.check_decoded(out, indices, right)
 
 
-def test_threads_do_not_matter() -> None:
-    tensors = [torch.randn(200_001), torch.randn(300, 400).t()]
-    codec, rounding, found = randomk(0.1), torch.tensor([3, 4]), []
-    for count in (1, 2, 3, 7):
-        error = torch.full((320_001,), 0.01)
-        out = [torch.empty_like(x) for x in tensors]
-        with threads(count):
-            plain = encode(tensors, 32_001, rounding)
-            message = encode(tensors, 32_001, rounding, scale=0.5, error=error)
-            codec.decode(message.view(torch.uint8), out, rounding=rounding)
-        found.append((plain, message, error, *out))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-
-
-def restore(codec: randomk, x: Tensor, step: int, **options: Any) -> Tensor:
-    rounding = torch.tensor([11, step])
-    message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
-    codec.encode([x], message, rounding=rounding, **options)
-    codec.decode(message, [out], rounding=rounding)
-    return out
-
-
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
 def test_what_is_lost_on_average(density: float) -> None:
     """``(1 - k / d) |x|^2``, and ``(d / k - 1) |x|^2`` of what is not biased."""
+
+    def rounding(step: int) -> Tensor:
+        return torch.tensor([11, step])
+
     x, draws = torch.randn(1000), 3000
     square = x.double().square().sum()
     codec = randomk(density)
     lost = torch.stack(
-        [(x - restore(codec, x, step)).double().square().sum() for step in range(draws)]
+        [
+            (x - restore(codec, x, rounding=rounding(step))).double().square().sum()
+            for step in range(draws)
+        ]
     )
     expected = (1 - codec.entries(1000) / 1000) * square
     assert abs(lost.mean() - expected) < 5 * lost.std() / draws**0.5
     codec = randomk(density, unbiased=True)
     total, lost = torch.zeros(1000, dtype=torch.float64), torch.zeros(draws, dtype=torch.float64)
     for step in range(draws):
-        got = restore(codec, x, step + draws).double()
+        got = restore(codec, x, rounding=rounding(step + draws)).double()
         total += got
         lost[step] = (x - got).square().sum()
     expected = (1000 / codec.entries(1000) - 1) * square
@@ -184,18 +167,12 @@ def test_what_is_lost_on_average(density: float) -> None:
 
 
 def test_messages_add_up() -> None:
-    codec, rounding = randomk(0.1), torch.tensor([1, 2])
+    codec, rounding, out = randomk(0.1), torch.tensor([1, 2]), torch.empty(3000)
     xs = [torch.randn(3000) for _ in range(3)]
-    messages = torch.empty(3, codec.nbytes(3000), dtype=torch.uint8)
-    for x, message in zip(xs, messages, strict=True):
-        codec.encode([x], message, rounding=rounding)
-    total = messages.view(torch.float32)
-    total = (total[0] + total[1] + total[2]).view(torch.uint8)
-    out, one = torch.empty(3000), torch.empty(3000)
-    codec.decode(total, [out], rounding=rounding)
-    codec.encode([xs[0] + xs[1] + xs[2]], message, rounding=rounding)
-    codec.decode(message, [one], rounding=rounding)
-    assert torch.equal(out, one)
+    total = sum(encode([x], codec.entries(3000), rounding) for x in xs)
+    assert isinstance(total, Tensor)
+    codec.decode(total.view(torch.uint8), [out], rounding=rounding)
+    assert torch.equal(out, restore(codec, xs[0] + xs[1] + xs[2], rounding=rounding))
 
 
 @pytest.mark.usefixtures("each_level")
@@ -215,55 +192,13 @@ def test_what_is_not_finite_is_told_wherever_it_is(value: float) -> None:
     assert encode([huge], 3, rounding, scale=2.0).isnan().all()
 
 
-# ---- operators; more in test_sparse_operators.py -------------------------------------------------
-
-ROUNDING = torch.tensor([1, 2])
-MESSAGE = torch.zeros(8, dtype=torch.uint8)
-X = torch.ones(64)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "error", "match"),
-    [
-        (([], MESSAGE, ROUNDING), {}, ValueError, "tensors must hold at least one tensor"),
-        (([X.long()], MESSAGE, ROUNDING), {}, TypeError, r"tensors\[0\] must be of dtype"),
-        (([X], MESSAGE[:6], ROUNDING), {}, ValueError, "message must hold 4 bytes .* got 6 bytes"),
-        (([X], MESSAGE[:0], ROUNDING), {}, ValueError, "must hold 4 bytes for each of 1 to"),
-        (([X[:1]], MESSAGE, ROUNDING), {}, ValueError, "1 to 1 entries, got 8 bytes"),
-        (([X], MESSAGE.float(), ROUNDING), {}, TypeError, "message must be of dtype uint8"),
-        (([X], MESSAGE, ROUNDING.float()), {}, TypeError, "rounding must be a dense tensor of"),
-        (([X], MESSAGE, ROUNDING[:1]), {}, ValueError, "rounding must hold two numbers"),
-        (([X], MESSAGE, ROUNDING), {"error": torch.ones(63)}, ValueError, "error must be contig"),
-        (([X], MESSAGE, ROUNDING), {"error": X.half()}, TypeError, "error must be of dtype float"),
-        (
-            ([X], MESSAGE, ROUNDING),
-            {"error": torch.ones(64), "unbiased": True},
-            ValueError,
-            "error must be None if unbiased is True",
-        ),
-        (([X.expand(1 << 26, 64)], MESSAGE, ROUNDING), {}, ValueError, r"less than 2\^31 elements"),
-        (
-            ([torch.ones(64, requires_grad=True)], MESSAGE, ROUNDING),
-            {},
-            RuntimeError,
-            r"tensors\[0\] must not require grad",
-        ),
-    ],
-)
-def test_encode_refuses(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=rf"randomk_encode: .*{match}"):
-        commhook.randomk_encode(*arguments, **keywords)
+# ---- errors; more in test_codec_operators.py -----------------------------------------------------
 
 
 def test_settings() -> None:
-    assert repr(CODECS["randomk"](0.25, unbiased=True)) == "randomk(density=0.25, unbiased=True)"
     assert randomk().nbytes(1 << 20) == 4 * 10486
     assert randomk().takes_error and not randomk(unbiased=True).takes_error
-    with pytest.raises(ValueError, match="randomk: density must be more than 0 and at most 1"):
-        randomk(2.0)
     with pytest.raises(ValueError, match=r"randomk\(unbiased=True\)\.encode: error must be None"):
-        restore(randomk(unbiased=True), torch.ones(64), 1, error=torch.zeros(64))
+        restore(randomk(unbiased=True), torch.ones(64), error=torch.zeros(64))
     with pytest.raises(ValueError, match=r"randomk\(\)\.decode: rounding must be given"):
         randomk().decode(torch.zeros(4, dtype=torch.uint8), [torch.ones(64)])

@@ -1,4 +1,4 @@
-"""The values of largest magnitude: exact values against NumPy, bounds, operators, errors."""
+"""The values of largest magnitude: exact values against NumPy, bounds, errors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sparse_codecs
 import torch
+from codec_examples import restore
 from hypothesis import HealthCheck, given, settings
 from ops_reference import limited_cpu
 from settings import threads
 from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 
-from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.topk import topk
 
 commhook = torch.ops.commhook
@@ -54,11 +55,6 @@ def check(x: Tensor, count: int, scale: float = 1.0, error: Tensor | None = None
 D = 50_000  # from a little less on, the kernels guess before they look
 
 
-def embedding(d: int) -> Tensor:
-    """Fewer that are not zero than are sent."""
-    return torch.randn(d) * (torch.rand(d) < 0.001)
-
-
 def concentrated(d: int) -> Tensor:
     """All that is sent comes from one place, which a sample sees little of."""
     x = torch.randn(d) * 1e-6
@@ -67,19 +63,11 @@ def concentrated(d: int) -> Tensor:
 
 
 INPUTS: dict[str, Callable[[int], Tensor]] = {
-    "gaussian": torch.randn,
+    **sparse_codecs.INPUTS,
     "uniform": lambda d: torch.rand(d) - 0.5,
-    "heavy tail": lambda d: torch.randn(d) / torch.rand(d).add(1e-9) ** 3,
-    "one magnitude": lambda d: torch.randn(d).sign() * 0.3,
-    "few magnitudes": lambda d: torch.randint(-3, 4, (d,)).float(),
-    "zeros": torch.zeros,
-    "embedding": embedding,
+    # fewer that are not zero than are sent
+    "embedding": lambda d: torch.randn(d) * (torch.rand(d) < 0.001),
     "concentrated": concentrated,
-    "ascending": lambda d: torch.arange(d).float(),
-    "descending": lambda d: -torch.arange(d, 0, -1).float(),
-    "denormal": lambda d: torch.randn(d) * 1e-41,
-    "huge": lambda d: torch.randn(d) * 1e38,
-    "much that is not finite": lambda d: torch.randn(d).log() / (torch.rand(d) < 0.9),
 }
 
 
@@ -166,10 +154,7 @@ def test_any_tensors(case: SparseCase) -> None:
 def lost(x: Tensor, density: float) -> tuple[float, float]:
     """The square of what is lost, as a part of the square of all, and its bound 1 - k / d."""
     codec = topk(density)
-    message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
-    codec.encode([x], message)
-    codec.decode(message, [out])
-    square = (x - out).double().square().sum() / x.double().square().sum()
+    square = (x - restore(codec, x)).double().square().sum() / x.double().square().sum()
     return square.item(), 1 - codec.entries(len(x)) / len(x)
 
 
@@ -195,35 +180,7 @@ def test_how_many_are_sent() -> None:
     assert topk().nbytes(1 << 20) == 8 * 10486
 
 
-# ---- sums ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("each_level")
-@pytest.mark.parametrize("d", [100, D])
-def test_a_sum_of_messages(d: int) -> None:
-    """In float32, in their order, whether indices are those of others or not."""
-    codec = topk(0.2)
-    xs = [torch.randn(d) for _ in range(5)]
-    messages = torch.empty(5, codec.nbytes(d), dtype=torch.uint8)
-    right = np.zeros(d, dtype=np.float32)
-    for x, message in zip(xs, messages, strict=True):
-        codec.encode([x], message)
-        indices = right_indices(x.numpy(), codec.entries(d))
-        right[indices] += x.numpy()[indices]
-    out = torch.full((d,), 9.0)
-    codec.decode_sum(messages, [out], scale=1 / 3)
-    np.testing.assert_array_equal(out.numpy(), right * np.float32(1 / 3))
-
-
-# ---- operators; more in test_sparse_operators.py -------------------------------------------------
-
-
-def test_opcheck_of_a_sum() -> None:
-    tensors = [torch.randn(5, 30), torch.randn(70)]
-    message = torch.empty(8 * 20, dtype=torch.uint8)
-    commhook.topk_encode(tensors, message)
-    stacked = torch.stack([message, message])
-    torch.library.opcheck(commhook.topk_decode_sum.default, (stacked, tensors), {"scale": 0.5})
+# ---- errors; more in test_codec_operators.py -----------------------------------------------------
 
 
 @pytest.mark.usefixtures("each_level")
@@ -242,15 +199,6 @@ def test_indices_are_checked(indices: list[int]) -> None:
         commhook.topk_decode_sum(messages, [out])
 
 
-def test_a_sum_is_of_rows() -> None:
-    with pytest.raises(ValueError, match="messages must have two dimensions"):
-        commhook.topk_decode_sum(torch.zeros(16, dtype=torch.uint8), [torch.ones(64)])
-
-
-def test_settings() -> None:
-    assert repr(CODECS["topk"](0.25)) == "topk(density=0.25)"
-    for density in (0, -0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="topk: density must be more than 0 and at most 1"):
-            topk(density)
+def test_too_many_values() -> None:
     with pytest.raises(ValueError, match=r"topk: numel must be at least 0 and less than 2\^31"):
         topk().nbytes(1 << 31)

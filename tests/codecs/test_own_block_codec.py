@@ -1,4 +1,4 @@
-"""A codec of blocks by operators in a library of a user's own."""
+"""Codecs of a user's own: of blocks by operators in a library, and one with a mistake."""
 
 from __future__ import annotations
 
@@ -78,3 +78,21 @@ def test_it_trains_with_error_feedback() -> None:
     same = hooks.error_feedback(hooks.fp8("e5m2", 64))
     (want, wanted_bytes), _ = run_ranks(train, 2, same)
     assert torch.equal(got, want) and sent == wanted_bytes
+
+
+class OneShard(codecs.Codec):
+    """Has one shard, however many ranks there are."""
+
+    def shards(self, numel: int, shards: int = 1) -> list[codecs.Shard]:
+        return [codecs.Shard(numel, 4 * numel)]
+
+    def encode(self, *arguments: Any, **settings: Any) -> None:
+        raise AssertionError("never called")
+
+    decode = encode
+
+
+def test_a_codec_without_a_shard_for_each_rank() -> None:
+    gradients = [[torch.ones(8)] for _ in range(2)]
+    with pytest.raises(ValueError, match=r"shards\(8, 2\) of OneShard\(\) must return a list with"):
+        simulate(hooks.compressed(OneShard()), gradients)

@@ -18,8 +18,8 @@ EXAMPLES = ROOT / "examples"
 #: Files that try each codec of the table, what of them to choose, without what needs processes, and
 #: how many there are. Tests by properties draw from the table: no codec is in their names.
 TRIED = {
-    "codecs/test_codecs.py": ("truncated and not inductor", 24),
-    "codecs/test_codec_chunks.py": ("truncated", 19),
+    "codecs/test_codecs.py": ("truncated and not inductor", 31),
+    "codecs/test_codec_chunks.py": ("truncated", 11),
     "collectives/test_compressed_chunks.py": ("truncated and not gloo", 15),
     "collectives/test_compressed_all_reduce.py": ("truncated and not gloo and not in_flight", 9),
     "hooks/test_hooks_properties.py": ("", 8),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -13,18 +11,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_threads import TIMEOUT, LibraryRanks
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_backend import (
     MOST_IN_FULL_MESH,
-    GlooBackend,
     add_gloo,
-    connect,
     neighbours,
     partners,
 )
 
-_TIMEOUT = timedelta(seconds=30)
+Connect = Callable[..., LibraryRanks]
 
 
 class CountingStore(dist.Store):
@@ -71,62 +68,33 @@ class CountingStore(dist.Store):
     deleteKey = delete_key  # noqa: N815
 
 
-@dataclass
-class Ranks:
-    """The ranks of a group, in this process."""
-
-    stores: list[CountingStore]
-    groups: list[dist.ProcessGroup]
-    backends: list[GlooBackend]
-
-    def each(self, do: Callable[[int], object]) -> None:
-        """Do something on each rank at once."""
-        threads = [threading.Thread(target=do, args=(rank,)) for rank in range(len(self.stores))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-
-    def close(self) -> None:
-        """End all connections."""
-        for group, backend in zip(self.groups, self.backends, strict=True):
-            last, backend.last = backend.last, None
-            _C.TakenBackends(group, backend.addresses, last).close()
-
-
 @pytest.fixture
-def connected() -> Iterator[Callable[..., Ranks]]:
+def connected() -> Iterator[Connect]:
     """Makes a group of so many ranks, connected."""
-    made: list[Ranks] = []
+    made: list[LibraryRanks] = []
 
-    def make(size: int, extended: bool = True, greetings: Sequence[bytes] | None = None) -> Ranks:
+    def make(
+        size: int, extended: bool = True, greetings: Sequence[bytes] | None = None
+    ) -> LibraryRanks:
         base = dist.HashStore()
-        stores = [CountingStore(base, extended) for _ in range(size)]
-        groups = [dist.ProcessGroup(store, rank, size) for rank, store in enumerate(stores)]
-        backends = [
-            add_gloo(group, store, rank, size, _TIMEOUT, 1)
-            for rank, (group, store) in enumerate(zip(groups, stores, strict=True))
-        ]
-        ranks = Ranks(stores, groups, backends)
-        told = greetings or [b""] * size
-        ranks.each(lambda rank: connect(groups[rank], backends[rank], _TIMEOUT, told[rank]))
-        made.append(ranks)
-        return ranks
+        made.append(LibraryRanks([CountingStore(base, extended) for _ in range(size)]))
+        made[-1].connect(greetings)
+        return made[-1]
 
     yield make
     for ranks in made:
-        ranks.close()
+        assert all(ranks.close(rank) for rank in range(len(ranks.groups)))
 
 
 def test_a_group_without_a_backend_is_not_asked_for_its_size() -> None:
     """torch 2.14 and newer would raise."""
     group = Mock(spec=["_register_backend"])
-    add_gloo(group, dist.HashStore(), 0, 1, _TIMEOUT)
+    add_gloo(group, dist.HashStore(), 0, 1, TIMEOUT)
     group._register_backend.assert_called_once()
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH])
-def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size: int) -> None:
+def test_addresses_are_read_in_one_request(connected: Connect, size: int) -> None:
     ranks = connected(size)
     ranks.each(lambda rank: ranks.groups[rank].barrier().wait())
     for store in ranks.stores:
@@ -138,9 +106,7 @@ def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size
 
 
 @pytest.mark.parametrize("size", [MOST_IN_FULL_MESH + 1, 64])
-def test_a_rank_of_many_reads_the_addresses_of_its_partners(
-    connected: Callable[..., Ranks], size: int
-) -> None:
+def test_a_rank_of_many_reads_the_addresses_of_its_partners(connected: Connect, size: int) -> None:
     for rank, store in enumerate(connected(size).stores):
         assert store.requests == ["set", "wait", "multi_get"]
         assert store.keys_read == len(partners(rank, size))
@@ -152,13 +118,13 @@ def test_partners_grow_as_the_logarithm(size: int) -> None:
     assert max(len(partners(rank, size)) for rank in range(size)) <= most
 
 
-def test_a_store_that_gives_one_key_at_a_time(connected: Callable[..., Ranks]) -> None:
+def test_a_store_that_gives_one_key_at_a_time(connected: Connect) -> None:
     assert connected(3, extended=False).stores[0].requests == ["set", "wait", "get", "get"]
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH + 4])
 @pytest.mark.parametrize("other", [None, 1], ids=["alike", "rank-1-differs"])
-def test_greetings(connected: Callable[..., Ranks], size: int, other: int | None) -> None:
+def test_greetings(connected: Connect, size: int, other: int | None) -> None:
     ranks = connected(size, greetings=[b"b" if rank == other else b"a" for rank in range(size)])
     for rank, backend in enumerate(ranks.backends):
         hears_other = other is not None and (rank == other or other in partners(rank, size))
@@ -167,18 +133,20 @@ def test_greetings(connected: Callable[..., Ranks], size: int, other: int | None
         assert backend.take_greeting(own) is None  # asked once
 
 
-def test_another_greeting_than_is_asked_about(connected: Callable[..., Ranks]) -> None:
+def test_another_greeting_than_is_asked_about(connected: Connect) -> None:
     for backend in connected(2).backends:
         assert backend.take_greeting(b"a") is None
 
 
-def test_few_ranks_are_connected_to_all(connected: Callable[..., Ranks]) -> None:
+def test_few_ranks_are_connected_to_all(connected: Connect) -> None:
     ranks = connected(5)
     for backend in ranks.backends:
         assert len(backend.addresses.sockets()) == 4
 
 
-def test_many_ranks_connect_to_their_neighbours_alone(connected: Callable[..., Ranks]) -> None:
+def test_many_ranks_connect_to_their_neighbours_alone(
+    connected: Connect,
+) -> None:
     size = MOST_IN_FULL_MESH + 4
     ranks = connected(size)
     # An all-reduce in a ring needs nobody else.

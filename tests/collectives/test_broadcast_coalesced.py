@@ -1,4 +1,4 @@
-"""broadcast_coalesced: against PyTorch's on two ranks, what it sends, and what it refuses.
+"""broadcast_coalesced: values on two ranks, what it sends, and what it refuses.
 
 What compilers make of it stands in test_broadcast_coalesced_compiled.py.
 """
@@ -17,13 +17,7 @@ from broadcast_layouts import DTYPES, LAYOUTS, base_of, bits, differing, of_layo
 from rank_pool import RankPool
 
 from torch_commhook import _C, broadcast_coalesced
-
-#: Those that PyTorch's takes on Gloo.
-ON_GLOO = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
-
+from torch_commhook.testing import run_ranks
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -31,7 +25,7 @@ ON_GLOO = (
 def _all_dtypes(rank: int, source: int, buffer_size: int) -> tuple[int, list[str]]:
     tensors, expected = of_layouts(DTYPES, rank), of_layouts(DTYPES, source)
     before = len(differing(tensors, expected))
-    broadcast_coalesced(dist.group.WORLD, list(tensors.values()), buffer_size, source)
+    broadcast_coalesced(None, tensors.values(), buffer_size, source)
     return before, differing(tensors, expected)
 
 
@@ -41,19 +35,6 @@ def test_all_dtypes_and_strides(two_ranks: RankPool, source: int, buffer_size: i
     replies = two_ranks.run(_all_dtypes, source, buffer_size)
     assert [after for _, after in replies] == [[], []]
     assert replies[source][0] == 0 and replies[1 - source][0] > 100
-
-
-def _as_pytorch(rank: int, source: int, buffer_size: int) -> list[str]:
-    ours, theirs = of_layouts(ON_GLOO, rank), of_layouts(ON_GLOO, rank)
-    broadcast_coalesced(None, ours.values(), buffer_size, source)
-    dist._broadcast_coalesced(dist.group.WORLD, list(theirs.values()), buffer_size, source)
-    return differing(ours, theirs)
-
-
-@pytest.mark.parametrize("buffer_size", [1, 333, 1 << 30])
-@pytest.mark.parametrize("source", [0, 1])
-def test_as_pytorch(two_ranks: RankPool, source: int, buffer_size: int) -> None:
-    assert two_ranks.run(_as_pytorch, source, buffer_size) == [[], []]
 
 
 def _large(rank: int, source: int) -> list[int]:
@@ -248,15 +229,15 @@ def test_an_error_leaves_nothing_in_flight(
     broadcast_coalesced(Alone(2), [torch.ones(2)], 8)
 
 
-def _tied(rank: int) -> tuple[list[tuple[torch.dtype, int]], list[float]]:
-    group = Counting(dist.group.WORLD)
-    weight = torch.full((4, 2), 1.0 + rank)
-    broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
-    return group.sent, weight.flatten().tolist()
+def test_tied_weights_travel_once() -> None:
+    def tied(rank: int) -> None:
+        group = Counting(dist.group.WORLD)
+        weight = torch.full((4, 2), 1.0 + rank)
+        broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
+        assert group.sent == [(torch.float32, 11)]
+        assert weight.flatten().tolist() == [1.0] * 8
 
-
-def test_tied_weights_travel_once(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_tied) == [([(torch.float32, 11)], [1.0] * 8)] * 2
+    run_ranks(tied, 2)
 
 
 class _Unlike(dist.ProcessGroup):  # PyTorch's own class
@@ -277,7 +258,8 @@ def test_a_group_that_returns_no_work(returned: object) -> None:
         broadcast_coalesced(group, [torch.ones(2)], 8)
 
 
-X = torch.ones(4)
+X, FREED = torch.ones(4), torch.ones(4)
+FREED.untyped_storage().resize_(0)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group": ({"process_group": 3}, TypeError, "process_group must be a ProcessGroup, got int"),
     "non-member": (
@@ -319,6 +301,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
     ),
+    "freed": ({"tensors": [FREED]}, ValueError, r"\[0\] must have a storage of 16 bytes or more"),
     "meta": (
         {"tensors": [torch.ones(3, device="meta")]},
         ValueError,
@@ -354,13 +337,6 @@ def test_a_quantized_tensor() -> None:
         pytest.skip("this torch has none")
     tensor = torch._empty_affine_quantized([4], scale=1.0, dtype=torch.qint8)
     with pytest.raises(TypeError, match=r"\[0\] must not be quantized, got dtype torch.qint8"):
-        broadcast_coalesced(Alone(2), [tensor], 8)
-
-
-def test_memory_that_is_gone() -> None:
-    tensor = torch.ones(4)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must have a storage of 16 bytes or more"):
         broadcast_coalesced(Alone(2), [tensor], 8)
 
 

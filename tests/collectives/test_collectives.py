@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,41 +12,22 @@ from collective_cases import NO_GROUP
 from rank_pool import RankPool
 from torch import Tensor
 
-from torch_commhook import collectives
+from torch_commhook.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks
-
-
-def reduced(x: Tensor) -> Tensor:
-    return collectives.all_reduce(x.clone()).wait()
-
-
-def gathered(x: Tensor) -> Tensor:
-    return collectives.all_gather(x).wait()
-
-
-def exchanged(x: Tensor) -> Tensor:
-    return collectives.all_to_all(x).wait()
 
 
 def unevenly_exchanged(x: Tensor) -> Tensor:
     rank = dist.get_rank()
     # Rank 0 sends 1 and 3 rows, rank 1 sends 2 and 2.
     sends, gets = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
-    return collectives.all_to_all(x, input_split_sizes=sends, output_split_sizes=gets).wait()
-
-
-def scattered(x: Tensor) -> Tensor:
-    return collectives.reduce_scatter(x.clone()).wait()
-
-
-def broadcasted(x: Tensor) -> Tensor:
-    return collectives.broadcast(x.clone(), src=1).wait()
-
-
-def chained(x: Tensor) -> Tensor:
-    future = collectives.all_reduce(x.clone())
-    return future.then(lambda done: done.value() * 3).wait()
+    return all_to_all(x, input_split_sizes=sends, output_split_sizes=gets).wait()
 
 
 def _input(rank: int) -> Tensor:
@@ -54,10 +36,14 @@ def _input(rank: int) -> Tensor:
 
 #: Each with what rank r must get, and the bytes that it sends of 48.
 WANT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor], list[int]]] = {
-    "all_reduce": (reduced, lambda r: _input(0) + _input(1), [48, 48]),
-    "all_gather": (gathered, lambda r: torch.stack([_input(0), _input(1)]), [48, 48]),
+    "all_reduce": (
+        lambda x: all_reduce(x.clone()).wait(), lambda r: _input(0) + _input(1), [48, 48],
+    ),
+    "all_gather": (
+        lambda x: all_gather(x).wait(), lambda r: torch.stack([_input(0), _input(1)]), [48, 48],
+    ),
     "all_to_all": (
-        exchanged,
+        lambda x: all_to_all(x).wait(),
         lambda r: torch.cat([_input(0)[2 * r : 2 * r + 2], _input(1)[2 * r : 2 * r + 2]]),
         [24, 24],
     ),
@@ -67,10 +53,16 @@ WANT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor], list[
         [36, 24],
     ),
     "reduce_scatter": (
-        scattered, lambda r: (_input(0) + _input(1))[2 * r : 2 * r + 2], [24, 24],
+        lambda x: reduce_scatter(x.clone()).wait(),
+        lambda r: (_input(0) + _input(1))[2 * r : 2 * r + 2],
+        [24, 24],
     ),
-    "broadcast": (broadcasted, lambda r: _input(1), [24, 24]),
-    "then": (chained, lambda r: 3 * (_input(0) + _input(1)), [48, 48]),
+    "broadcast": (lambda x: broadcast(x.clone(), src=1).wait(), lambda r: _input(1), [24, 24]),
+    "then": (
+        lambda x: all_reduce(x.clone()).then(lambda done: done.value() * 3).wait(),
+        lambda r: 3 * (_input(0) + _input(1)),
+        [48, 48],
+    ),
 }  # fmt: skip
 
 
@@ -104,22 +96,20 @@ def test_traced(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, WANT[name][1](rank))
 
 
-def _counted(rank: int, name: str) -> tuple[Tensor, int, int]:
-    got, sent = _run(rank, name, False, torch.float32)
-    return got, sent, dist.group.WORLD.bytes_sent
-
-
 @pytest.mark.parametrize("name", WANT)
 def test_a_simulated_group_counts_as_much(name: str) -> None:
-    for rank, (got, sent, by_group) in enumerate(run_ranks(_counted, 2, name)):
+    def counted(rank: int) -> None:
+        got, sent = _run(rank, name, False, torch.float32)
         assert torch.equal(got, WANT[name][1](rank))
-        assert sent == by_group == WANT[name][2][rank]
+        assert sent == dist.group.WORLD.bytes_sent == WANT[name][2][rank]
+
+    run_ranks(counted, 2)
 
 
 def _is_asynchronous(rank: int) -> bool:
     """Two are in flight at once, and come in any order."""
-    first = collectives.all_gather(torch.full((1000,), float(rank)))
-    second = collectives.all_reduce(torch.ones(3))
+    first = all_gather(torch.full((1000,), float(rank)))
+    second = all_reduce(torch.ones(3))
     return second.wait().tolist() == [2, 2, 2] and first.wait()[1, 5] == 1
 
 
@@ -128,120 +118,89 @@ def test_several_in_flight(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-class TestOneRank:
-    def test_are_complete_at_once(self) -> None:
-        x = torch.arange(6.0).view(2, 3)
-        assert torch.equal(collectives.all_reduce(x).value(), x)
-        assert torch.equal(collectives.all_gather(x).value(), x.unsqueeze(0))
-        assert torch.equal(collectives.all_to_all(x).value(), x)
-        assert torch.equal(collectives.reduce_scatter(x).value(), x)
-        assert torch.equal(collectives.broadcast(x).value(), x)
+def test_one_rank_is_complete_at_once() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for call in (all_reduce, all_to_all, reduce_scatter, broadcast):
+        assert torch.equal(call(x).value(), x)
+    assert torch.equal(all_gather(x).value(), x.unsqueeze(0))
 
 
-X = torch.ones(4, 2)
-TRANSPOSED = torch.ones(2, 4).t()
+X, STRIDES = torch.ones(4, 2), r"got sizes \[4, 2\] with strides \[1, 4\]"
 FREED = torch.ones(4)
 FREED.untyped_storage().resize_(0)
-ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+#: The call, its arguments, and the message.
+Wrong = dict[str, tuple[Callable[..., object], dict[str, Any], str]]
+
+TYPES: Wrong = {
     "no tensor": (
-        lambda: collectives.all_reduce([1]),
-        TypeError,
+        all_reduce,
+        {"tensor": [1]},
         "all_reduce: tensor must be a torch.Tensor, got list",
     ),
-    "strides": (
-        lambda: collectives.all_reduce(TRANSPOSED),
-        ValueError,
-        r"all_reduce: tensor must be contiguous, got sizes \[4, 2\] with strides \[1, 4\]",
+    "sparse": (all_gather, {"tensor": X.to_sparse()}, "must be dense"),
+    "splits of text": (
+        all_to_all,
+        {"input_split_sizes": "4"},
+        "input_split_sizes must be a list of ints",
     ),
-    "strides to gather": (lambda: collectives.all_gather(TRANSPOSED), ValueError, "contiguous"),
-    "strides to exchange": (lambda: collectives.all_to_all(TRANSPOSED), ValueError, "contiguous"),
-    "strides to scatter": (
-        lambda: collectives.reduce_scatter(TRANSPOSED),
-        ValueError,
-        "contiguous",
-    ),
-    "strides to send": (lambda: collectives.broadcast(TRANSPOSED), ValueError, "contiguous"),
-    "expanded": (lambda: collectives.all_reduce(torch.ones(1).expand(3)), ValueError, "contiguous"),
-    "meta": (
-        lambda: collectives.all_reduce(torch.ones(1, device="meta")),
-        ValueError,
-        "must have memory",
-    ),
-    "sparse": (lambda: collectives.all_gather(X.to_sparse()), TypeError, "must be dense"),
-    "conjugate": (
-        lambda: collectives.broadcast(X.to(torch.complex64).conj()),
-        ValueError,
-        "must be resolved",
-    ),
+    "no rank": (broadcast, {"src": "0"}, "src must be an int, got str"),
+    "no group": (all_gather, {"group": 3}, NO_GROUP[1]),
+    **{
+        f"a timeout of {call.__name__} in seconds": (
+            call,
+            {"timeout": 3},
+            f"{call.__name__}: timeout must be a timedelta or None, got int",
+        )
+        for call in (all_reduce, all_gather, all_to_all)
+    },
+}
+VALUES: Wrong = {
+    **{
+        f"strides in {call.__name__}": (
+            call,
+            {"tensor": torch.ones(2, 4).t()},
+            f"{call.__name__}: tensor must be contiguous, {STRIDES}",
+        )
+        for call in (all_reduce, all_gather, all_to_all, reduce_scatter, broadcast)
+    },
+    "expanded": (all_reduce, {"tensor": torch.ones(1).expand(3)}, "contiguous"),
+    "meta": (all_reduce, {"tensor": torch.ones(1, device="meta")}, "must have memory"),
+    "conjugate": (broadcast, {"tensor": X.to(torch.complex64).conj()}, "must be resolved"),
     "few rows": (
-        lambda: collectives.all_to_all(X, input_split_sizes=[3]),
-        ValueError,
+        all_to_all,
+        {"input_split_sizes": [3]},
         r"input_split_sizes must add up to the tensor's 4 rows, got \[3\]",
     ),
     "negative rows": (
-        lambda: collectives.all_to_all(X, input_split_sizes=[-4]),
-        ValueError,
+        all_to_all,
+        {"input_split_sizes": [-4]},
         "input_split_sizes must be 1 numbers of rows, one for each rank",
     ),
     "many splits": (
-        lambda: collectives.all_to_all(X, output_split_sizes=[2, 2]),
-        ValueError,
+        all_to_all,
+        {"output_split_sizes": [2, 2]},
         "output_split_sizes must be 1 numbers of rows",
     ),
-    "splits of text": (
-        lambda: collectives.all_to_all(X, input_split_sizes="4"),
-        TypeError,
-        "input_split_sizes must be a list of ints",
-    ),
-    "no rows": (
-        lambda: collectives.all_to_all(torch.ones(())),
-        ValueError,
-        "at least one dimension",
-    ),
-    "none to scatter": (
-        lambda: collectives.reduce_scatter(torch.ones(())),
-        ValueError,
-        "at least one dimension",
-    ),
-    "no such rank": (
-        lambda: collectives.broadcast(X, src=3),
-        ValueError,
-        "src must be a rank below 1, got 3",
-    ),
-    "no rank": (
-        lambda: collectives.broadcast(X, src="0"),
-        TypeError,
-        "src must be an int, got str",
-    ),
-    "freed": (lambda: collectives.all_reduce(FREED), ValueError, "storage has been freed"),
-    "no group": (lambda: collectives.all_gather(X, group=3), *NO_GROUP),
-    **{
-        f"a timeout of {name} in seconds": (
-            lambda name=name: getattr(collectives, name)(X, timeout=3),
-            TypeError,
-            f"{name}: timeout must be a timedelta or None, got int",
-        )
-        for name in ("all_reduce", "all_gather", "all_to_all")
-    },
+    "no rows": (all_to_all, {"tensor": torch.ones(())}, "at least one dimension"),
+    "none to scatter": (reduce_scatter, {"tensor": torch.ones(())}, "at least one dimension"),
+    "no such rank": (broadcast, {"src": 3}, "src must be a rank below 1, got 3"),
+    "freed": (all_reduce, {"tensor": FREED}, "storage has been freed"),
 }
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", [*TYPES, *VALUES])
 def test_errors(name: str) -> None:
-    call, error, message = ERRORS[name]
-    with pytest.raises(error, match=message):
-        call()
+    call, given, message = {**TYPES, **VALUES}[name]
+    with pytest.raises(TypeError if name in TYPES else ValueError, match=message):
+        call(**{"tensor": X, **given})
 
 
-def _uneven(rank: int) -> str:
-    try:
-        collectives.reduce_scatter(torch.ones(3))
-    except ValueError as error:
-        return str(error)
-    return ""
+def test_rows_that_do_not_divide() -> None:
+    def uneven(rank: int) -> None:
+        with pytest.raises(
+            ValueError, match="reduce_scatter: tensor must have a multiple of 2 rows"
+        ):
+            reduce_scatter(torch.ones(3))
 
-
-def test_rows_that_do_not_divide(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_uneven):
-        assert "reduce_scatter: tensor must have a multiple of 2 rows" in message
+    run_ranks(uneven, 2)

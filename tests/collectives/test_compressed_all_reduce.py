@@ -7,7 +7,6 @@ the way on which the call waits for the first stage; Gloo the one with a second 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from codec_doubles import Around
+from chunk_cases import (
+    RANKS,
+    STEPS,
+    Modes,
+    bytes_of_value,
+    counted_bytes,
+    in_both_modes,
+    of_each_codec,
+)
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
 from torch import Tensor
@@ -27,18 +34,8 @@ from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.metrics import CallMeter, WireMeter, counting
-from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks, simulate
-
-EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
-of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
-
-#: How many ranks of its own each test of simulated groups has.
-RANKS = [1, 2, 3, 4, 8]
-
-STEPS = 2
-
 
 # ---- by hand -------------------------------------------------------------------------------------
 
@@ -245,47 +242,7 @@ def test_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> N
     check_sums(codec, pools[world_size].run(_sums, codec, names, seed), names, seed)
 
 
-# ---- several at once -----------------------------------------------------------------------------
-
-
-def _in_flight(rank: int, inner: Codec, seed: int, count: int) -> list[tuple[Tensor, list[Tensor]]]:
-    """Calls that nobody waits for until all are on their way; each method takes a while."""
-    dice = random.Random(seed * 10 + rank)
-    codec = Around(inner, lambda method: time.sleep(dice.random() * 0.003))
-    world_size = dist.get_world_size()
-    calls = []
-    for number in range(count):
-        x = tensors_of("many values", rank, seed + number)[0][: 1500 * (number % 5 + 1)]
-        memory = Memory(codec, len(x), rank, world_size, seed + number)
-        future = compressed_all_reduce(x, codec, scale=1 / world_size, **memory.options())
-        calls.append((future, memory))
-    order = dice.sample(range(count), count)
-    results = {number: calls[number][0].wait() for number in order}
-    return [(results[number], calls[number][1].state()) for number in range(count)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("codec", [cls.examples()[0] for cls in CODECS.values()], ids=repr)
-def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
-    """First stages end in another order on each rank; the second ones are issued in order."""
-    seed, count = random.randrange(1 << 20), 12
-    ranks = pools[world_size].run(_in_flight, codec, seed, count)
-    for number in range(count):
-        sources = [
-            tensors_of("many values", rank, seed + number)[0][: 1500 * (number % 5 + 1)]
-            for rank in range(world_size)
-        ]
-        numel = len(sources[0])
-        memories = [
-            Memory(codec, numel, rank, world_size, seed + number) for rank in range(world_size)
-        ]
-        right = torch.empty(numel)
-        by_hand(codec, [[x] for x in sources], [right], 1 / world_size, memories)
-        for rank in range(world_size):
-            got, state = ranks[rank][number]
-            where = f"call {number} on rank {rank}, seed {seed}"
-            assert is_sum(codec, world_size, got, right), where
-            assert all(map(torch.equal, state, memories[rank].state()))
+# ---- what it waits for ---------------------------------------------------------------------------
 
 
 def _returns_at_once(rank: int, codec: Codec) -> Tensor:
@@ -317,29 +274,18 @@ def expected_bytes(codec: Codec, numel: int, world_size: int) -> tuple[float, fl
         return codec.nbytes(numel) * (world_size - 1), 0
     if codec.exchange == "all_reduce":
         return 2 * codec.nbytes(numel) * (world_size - 1) / world_size, 1
-    if not isinstance(codec, BlockCodec):  # of which nothing is known but what it says
-        of_value = codec.nbytes(1 << 20) / (1 << 20)
-        return 2 * of_value * numel * (world_size - 1) / world_size, 16 * (world_size - 1)
-    form = codec._form
-    of_value = form.bits / 8 + 4 * form.parameters / form.block_size
+    formula = 2 * bytes_of_value(codec) * numel * (world_size - 1) / world_size
+    if not isinstance(codec, BlockCodec):
+        return formula, 16 * (world_size - 1)
     # Shards have whole blocks, whose parameters are sent also where they are short. Values and
     # parameters fill up 16 bytes each; all send as much of the sum as the one with the longest
     # shard.
-    padding = 2 * (world_size - 1) * (form.block_size * of_value + 8 + 27)
-    return 2 * of_value * numel * (world_size - 1) / world_size, padding
+    return formula, 2 * (world_size - 1) * (codec.block_size * bytes_of_value(codec) + 8 + 27)
 
 
 def _bytes(rank: int, codec: Codec, numel: int) -> tuple[int, int, int]:
-    """As the library counts them, by a group that is waited for, and by the way to that."""
     memory = Memory(codec, numel, rank, dist.get_world_size(), 3)
-    own, through = WireMeter(), WireMeter()
-    x = torch.randn(numel)
-    with counting(own):
-        compressed_all_reduce(x, codec, rounding=memory.rounding).wait()
-    group = RecordingProcessGroup(dist.group.WORLD)
-    with counting(through):
-        compressed_all_reduce(x, codec, rounding=memory.rounding, group=group).wait()
-    return own.bytes_sent, through.bytes_sent, group.total.bytes_sent
+    return counted_bytes(compressed_all_reduce, numel, codec, memory.rounding)
 
 
 @pytest.mark.parametrize("numel", [1 << 16, 10_001, 300])
@@ -374,32 +320,10 @@ def test_bytes_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int
         assert abs(through - formula) <= padding
 
 
-# ---- the time of its stages ----------------------------------------------------------------------
-
-
-def _metered(rank: int, codec: Codec) -> tuple[dict[str, float], float | None]:
-    meter = CallMeter()
-    compressed_all_reduce(torch.randn(3000), codec, meter=meter).wait()
-    return meter.seconds, meter.relative_error
-
-
-@pytest.mark.parametrize("codec", [CODECS["blockwise"](bits=4), CODECS["topk"]()], ids=repr)
-def test_a_meter_is_told(two_ranks: RankPool, codec: Codec) -> None:
-    for seconds, error in [*two_ranks.run(_metered, codec), *run_ranks(_metered, 2, codec)]:
-        assert set(seconds) == {"encode", "wire", "decode"}
-        assert all(each > 0 for each in seconds.values())
-        assert error is not None and 0.01 < error < 1
-
-
 # ---- compiled ------------------------------------------------------------------------------------
 
 
-def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list[Tensor], int]:
-    """What it gives in eager, and compiled; and the graphs that this took."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    world_size = dist.get_world_size()
-
+def _compiled(rank: int, codec: Codec, backend: str) -> Modes:
     def call(x: Tensor, y: Tensor, error: Any, shard_error: Any, rounding: Any) -> Tensor:
         summed = compressed_all_reduce(
             [x * 2, y.t() * 3],
@@ -411,17 +335,17 @@ def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list
         )
         return summed.then(lambda done: done.value() + 1).wait() * 3
 
-    results: list[list[Tensor]] = []
-    for function in (call, torch.compile(call, backend=backend, fullgraph=True)):
-        memory = Memory(codec, 1300, rank, world_size, 8)
-        found = []
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x, y = torch.randn(300, generator=generator), torch.randn(100, 10, generator=generator)
-            found.append(function(x, y, *memory.options().values()))
-            memory.advance()
-        results.append([*found, *memory.state()])
-    return results[0], results[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    def new() -> Memory:
+        return Memory(codec, 1301, rank, dist.get_world_size(), 8)
+
+    def memory() -> list[Tensor | None]:
+        return [new().error, new().shard_error]
+
+    def rounding(step: int) -> Tensor | None:
+        drawn = new().rounding
+        return None if drawn is None else drawn + torch.tensor([0, step])
+
+    return in_both_modes(rank, backend, call, memory, rounding)
 
 
 @pytest.mark.parametrize(("backend", "codec"), COMPILED_CODECS, ids=repr)

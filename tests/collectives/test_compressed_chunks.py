@@ -6,7 +6,9 @@ codec's bound of a float64 reference.
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from chunk_cases import (
     CASES,
     LONG,
+    RANKS,
+    STEPS,
     error_of,
     most_lost,
     of_each_codec,
@@ -26,14 +30,17 @@ from chunk_cases import (
 from rank_pool import RankPool
 from torch import Tensor
 
-from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.codecs import Codec
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.testing import run_ranks
 
-RANKS = [1, 2, 3, 4, 8]
-STEPS = 2
+KINDS: dict[str, Callable[..., torch.futures.Future[Tensor]]] = {
+    "sums": compressed_reduce_scatter,
+    "gathers": compressed_all_gather,
+}
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def encoded(
@@ -53,73 +60,87 @@ def decoded(codec: Codec, message: Tensor, numel: int, rounding: Tensor | None) 
     return out
 
 
-# ---- reduce-scatter ------------------------------------------------------------------------------
+# ---- against the codec's own methods -------------------------------------------------------------
 
 
-def _sums(rank: int, codec: Codec, names: list[str], seed: int) -> list[Any]:
+def lengths(kind: str, sizes: list[int]) -> list[int]:
+    """How many elements each rank gives."""
+    return sizes if kind == "gathers" else [sum(sizes)] * len(sizes)
+
+
+def _calls(rank: int, kind: str, codec: Codec, names: list[str], seed: int) -> list[Any]:
     """Each case, some calls after another with the same memory."""
     world_size = dist.get_world_size()
     found = []
     for name in names:
-        numel = sum(sizes_of(name, world_size))
-        error, buffers = error_of(codec, rank, numel, seed), MessageBuffers()
+        sizes = sizes_of(name, world_size)
+        numel = lengths(kind, sizes)[rank]
+        options: dict[str, Any] = {"buffers": MessageBuffers()}
+        if kind == "sums":
+            options |= {"scale": 1 / world_size, **options_of(name, world_size)}
+        elif len(set(sizes)) > 1:
+            options["sizes"] = sizes
+        error = error_of(codec, rank, numel, seed)
         for step in range(STEPS):
             x = values(rank, numel, seed + step)
             before = x.clone()
-            future = compressed_reduce_scatter(
-                x,
-                codec,
-                scale=1 / world_size,
-                error=error,
-                rounding=rounding_of(codec, rank, seed + step),
-                buffers=buffers,
-                **options_of(name, world_size),
-            )
-            got = future.wait()
-            assert torch.equal(x, before), "what is summed was written"
+            drawn = rounding_of(codec, rank, seed + step)
+            got = KINDS[kind](x, codec, error=error, rounding=drawn, **options).wait()
+            assert torch.equal(x, before), "what is sent was written"
             found.append((got, None if error is None else error.clone()))
     return found
 
 
-def check_sums(codec: Codec, ranks: list[list[Any]], names: list[str], seed: int) -> None:
+def by_hand(
+    kind: str, codec: Codec, sizes: list[int], seed: int, errors: list[Tensor | None]
+) -> list[Tensor]:
+    """The result of each rank."""
+    restored = []
+    for rank, numel in enumerate(lengths(kind, sizes)):
+        drawn = rounding_of(codec, rank, seed)
+        chunks = sizes if kind == "sums" else [numel]
+        messages = encoded(codec, values(rank, numel, seed), chunks, errors[rank], drawn)
+        restored.append(
+            [decoded(codec, *each, drawn) for each in zip(messages, chunks, strict=True)]
+        )
+    if kind == "gathers":
+        return [torch.cat([own for (own,) in restored])] * len(sizes)
+    return [
+        functools.reduce(torch.add, rows) * (1 / len(sizes)) for rows in zip(*restored, strict=True)
+    ]
+
+
+def check(kind: str, codec: Codec, ranks: list[list[Any]], names: list[str], seed: int) -> None:
     world_size = len(ranks)
-    place = 0
+    calls = zip(*ranks, strict=True)
     for name in names:
         sizes = sizes_of(name, world_size)
-        errors = [error_of(codec, rank, sum(sizes), seed) for rank in range(world_size)]
+        numels = lengths(kind, sizes)
+        errors = [error_of(codec, rank, numel, seed) for rank, numel in enumerate(numels)]
         for step in range(STEPS):
-            drawn = [rounding_of(codec, rank, seed + step) for rank in range(world_size)]
-            messages = [
-                encoded(codec, values(rank, sum(sizes), seed + step), sizes, errors[rank], own)
-                for rank, own in enumerate(drawn)
-            ]
-            what = f"{name} in call {step} over {world_size} ranks, seed {seed}"
-            for rank, found in enumerate(ranks):
-                got, error = found[place]
-                right = torch.zeros(sizes[rank])
-                for number, (each, own) in enumerate(zip(messages, drawn, strict=True)):
-                    restored = decoded(codec, each[rank], sizes[rank], own)
-                    right = restored if number == 0 else right + restored
-                assert torch.equal(got, right * (1 / world_size)), f"{what}: rank {rank}"
-                if error is not None:
-                    assert torch.equal(error, errors[rank]), f"{what}: memory of rank {rank}"
-            place += 1
+            right = by_hand(kind, codec, sizes, seed + step, errors)
+            for rank, (got, error) in enumerate(next(calls)):
+                what = f"{name} in call {step} over {world_size} ranks, seed {seed}: rank {rank}"
+                assert torch.equal(got, right[rank]), what
+                assert error is None or torch.equal(error, errors[rank]), f"{what}: memory"
+    assert next(calls, None) is None
 
 
 @pytest.mark.parametrize("world_size", RANKS)
 @of_each_codec
-def test_sums_simulated(codec: Codec, world_size: int) -> None:
-    seed = random.randrange(1 << 20)
-    names = list(CASES)
-    check_sums(codec, run_ranks(_sums, world_size, codec, names, seed, seed=seed), names, seed)
+@of_each_kind
+def test_simulated(kind: str, codec: Codec, world_size: int) -> None:
+    seed, names = random.randrange(1 << 20), list(CASES)
+    ranks = run_ranks(_calls, world_size, kind, codec, names, seed, seed=seed)
+    check(kind, codec, ranks, names, seed)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @of_each_codec
-def test_sums_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
-    seed = random.randrange(1 << 20)
-    names = [*CASES, *LONG]
-    check_sums(codec, pools[world_size].run(_sums, codec, names, seed), names, seed)
+@of_each_kind
+def test_on_gloo(pools: dict[int, RankPool], kind: str, codec: Codec, world_size: int) -> None:
+    seed, names = random.randrange(1 << 20), [*CASES, *LONG]
+    check(kind, codec, pools[world_size].run(_calls, kind, codec, names, seed), names, seed)
 
 
 # ---- how far a sum is off ------------------------------------------------------------------------
@@ -140,78 +161,3 @@ def test_a_sum_is_off_by_one_encoding_of_each_rank(codec: Codec, world_size: int
         exact = torch.stack([chunks[rank].double() for chunks in every]).sum(0)
         bound = sum(most_lost(codec, chunks[rank]) for chunks in every)
         assert float((got - exact).norm()) <= bound * (1 + 1e-5) + 1e-4
-
-
-def test_no_rank_is_off_twice() -> None:
-    """Four-bit values of one rank come back as one encoding restores them."""
-    codec = CODECS["blockwise"](bits=4)
-    (got, _) = run_ranks(_alone, 2, codec)
-    x = values(0, 2000, 3)
-    (message, _) = encoded(codec, x, [1000, 1000], None, None)
-    assert torch.equal(got, decoded(codec, message, 1000, None))
-
-
-def _alone(rank: int, codec: Codec) -> Tensor:
-    x = values(0, 2000, 3) if rank == 0 else torch.zeros(2000)
-    return compressed_reduce_scatter(x, codec).wait()
-
-
-# ---- all-gather ----------------------------------------------------------------------------------
-
-
-def _gathers(rank: int, codec: Codec, names: list[str], seed: int) -> list[Any]:
-    world_size = dist.get_world_size()
-    found = []
-    for name in names:
-        sizes = sizes_of(name, world_size)
-        error, buffers = error_of(codec, rank, sizes[rank], seed), MessageBuffers()
-        equal = len(set(sizes)) == 1
-        for step in range(STEPS):
-            future = compressed_all_gather(
-                values(rank, sizes[rank], seed + step),
-                codec,
-                sizes=None if equal else sizes,
-                error=error,
-                rounding=rounding_of(codec, rank, seed + step),
-                buffers=buffers,
-            )
-            found.append((future.wait(), None if error is None else error.clone()))
-    return found
-
-
-def check_gathers(codec: Codec, ranks: list[list[Any]], names: list[str], seed: int) -> None:
-    world_size = len(ranks)
-    place = 0
-    for name in names:
-        sizes = sizes_of(name, world_size)
-        errors = [error_of(codec, rank, sizes[rank], seed) for rank in range(world_size)]
-        for step in range(STEPS):
-            pieces = []
-            for rank, size in enumerate(sizes):
-                drawn = rounding_of(codec, rank, seed + step)
-                x = values(rank, size, seed + step)
-                (message,) = encoded(codec, x, [size], errors[rank], drawn)
-                pieces.append(decoded(codec, message, size, drawn))
-            right = torch.cat(pieces)
-            for rank, found in enumerate(ranks):
-                got, error = found[place]
-                what = f"{name} in call {step} over {world_size} ranks, seed {seed}: rank {rank}"
-                assert torch.equal(got, right), what
-                assert error is None or torch.equal(error, errors[rank]), what
-            place += 1
-
-
-@pytest.mark.parametrize("world_size", RANKS)
-@of_each_codec
-def test_gathers_simulated(codec: Codec, world_size: int) -> None:
-    seed = random.randrange(1 << 20)
-    names, ranks = list(CASES), world_size
-    check_gathers(codec, run_ranks(_gathers, ranks, codec, names, seed, seed=seed), names, seed)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@of_each_codec
-def test_gathers_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
-    seed = random.randrange(1 << 20)
-    names = [*CASES, *LONG]
-    check_gathers(codec, pools[world_size].run(_gathers, codec, names, seed), names, seed)

@@ -1,30 +1,35 @@
-"""Reduce-scatters and all-gathers of messages: forms, bytes, errors, failures, compilers."""
+"""Reduce-scatters and all-gathers of messages: forms, bytes, failures, compilers."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import FIRST, error_of, of_each_codec, rounding_of, values
+from chunk_cases import (
+    Modes,
+    bytes_of_value,
+    counted_bytes,
+    error_of,
+    in_both_modes,
+    of_each_codec,
+    rounding_of,
+    values,
+)
 from codec_doubles import Around
-from collective_cases import COMPILED_CODECS, NO_GROUP, assert_the_bits_of_eager
+from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
-from torch_commhook.metrics import CallMeter, WireMeter, counting
-from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks
 
+BLOCKWISE = CODECS["blockwise"]()
 F64, F16, BF16 = torch.float64, torch.float16, torch.bfloat16
 
 # ---- tensors of any form -------------------------------------------------------------------------
@@ -83,60 +88,15 @@ def test_results_may_go_where_the_tensors_are(two_ranks: RankPool) -> None:
     assert all(two_ranks.run(_in_place, BLOCKWISE))
 
 
-def _in_flight(rank: int, codec: Codec, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Calls that nobody waits for until all are on their way."""
-    world_size = dist.get_world_size()
-    drawn = rounding_of(codec, rank, seed)
-    lengths = [1500 * (number // 6 + 1) for number in range(12)]
-    inputs = [values(rank, length, seed + number) for number, length in enumerate(lengths)]
-    sums = [compressed_reduce_scatter(x, codec, rounding=drawn) for x in inputs]
-    gathers = [compressed_all_gather(x, codec, rounding=drawn) for x in inputs]
-    order = random.Random(rank).sample(range(12), 12)
-    found = {number: (sums[number].wait(), gathers[number].wait()) for number in order}
-    for number, x in enumerate(inputs):
-        alone = compressed_reduce_scatter(x, codec, rounding=drawn).wait()
-        whole = compressed_all_gather(x, codec, rounding=drawn).wait()
-        assert len(whole) == world_size * len(x)
-        assert torch.equal(found[number][0], alone) and torch.equal(found[number][1], whole)
-    return [found[number] for number in range(12)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("codec", FIRST, ids=repr)
-def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
-    ranks = pools[world_size].run(_in_flight, codec, random.randrange(1 << 20))
-    for results in itertools.zip_longest(*ranks):
-        assert all(torch.equal(whole, results[0][1]) for _, whole in results)
-
-
 # ---- bytes on the wire ---------------------------------------------------------------------------
 
 
 def _bytes(rank: int, codec: Codec, numel: int) -> list[tuple[int, int, int]]:
-    """As the library counts them, by a group that is waited for, and by the way to that."""
-    drawn = rounding_of(codec, rank, 3)
-    world_size = dist.get_world_size()
-    found = []
-    for call, length in (
-        (compressed_reduce_scatter, numel),
-        (compressed_all_gather, -(-numel // world_size)),
-    ):
-        own, through = WireMeter(), WireMeter()
-        x = torch.randn(length)
-        with counting(own):
-            call(x, codec, rounding=drawn).wait()
-        group = RecordingProcessGroup(dist.group.WORLD)
-        with counting(through):
-            call(x, codec, rounding=drawn, group=group).wait()
-        found.append((own.bytes_sent, through.bytes_sent, group.total.bytes_sent))
-    return found
-
-
-def bytes_of_value(codec: Codec) -> float:
-    if isinstance(codec, BlockCodec):
-        form = codec._form
-        return form.bits / 8 + 4 * form.parameters / form.block_size
-    return codec.nbytes(1 << 20) / (1 << 20)  # of which nothing is known but what it says
+    drawn, own = rounding_of(codec, rank, 3), -(-numel // dist.get_world_size())
+    return [
+        counted_bytes(compressed_reduce_scatter, numel, codec, drawn),
+        counted_bytes(compressed_all_gather, own, codec, drawn),
+    ]
 
 
 def check_bytes(codec: Codec, numel: int, ranks: list[list[tuple[int, int, int]]]) -> None:
@@ -180,192 +140,6 @@ def test_bytes_on_gloo(pools: dict[int, RankPool], numel: int, world_size: int) 
     """Also point to point."""
     codec = CODECS["blockwise"]()
     check_bytes(codec, numel, pools[world_size].run(_bytes, codec, numel))
-
-
-# ---- the time of its stages ----------------------------------------------------------------------
-
-
-def _metered(rank: int, codec: Codec) -> list[tuple[dict[str, float], float | None]]:
-    found = []
-    for call in (compressed_reduce_scatter, compressed_all_gather):
-        meter = CallMeter()
-        call(torch.randn(3001), codec, meter=meter).wait()
-        found.append((meter.seconds, meter.relative_error))
-    return found
-
-
-@pytest.mark.parametrize("codec", [CODECS["blockwise"](bits=4), CODECS["topk"]()], ids=repr)
-def test_a_meter_is_told(two_ranks: RankPool, codec: Codec) -> None:
-    for found in [*two_ranks.run(_metered, codec), *run_ranks(_metered, 2, codec)]:
-        for seconds, error in found:
-            assert set(seconds) == {"encode", "wire", "decode"}
-            assert all(each > 0 for each in seconds.values())
-            assert error is not None and 0.01 < error < 1
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-BLOCKWISE = CODECS["blockwise"]()
-STOCHASTIC = CODECS["blockwise"](rounding="stochastic")
-UNBIASED = CODECS["randomk"](0.1, unbiased=True)
-X = torch.ones(600)
-SEED = torch.ones(2, dtype=torch.int64)
-
-Call = Callable[..., Any]
-ERRORS: dict[str, tuple[Callable[[Call], Any], type[Exception], str]] = {
-    "no codec": (
-        lambda call: call(X, "blockwise"),
-        TypeError,
-        "codec must be a Codec, got str",
-    ),
-    "nothing": (
-        lambda call: call([], BLOCKWISE),
-        ValueError,
-        "tensors must hold at least one tensor, got none",
-    ),
-    "no tensors at all": (
-        lambda call: call(None, BLOCKWISE),
-        TypeError,
-        "tensors must be a tensor or a list of tensors, got NoneType",
-    ),
-    "integers": (
-        lambda call: call(X.long(), BLOCKWISE),
-        TypeError,
-        r"tensors\[0\] must be of dtype",
-    ),
-    "sparse": (lambda call: call(X.to_sparse(), BLOCKWISE), TypeError, "must be dense"),
-    "sparse, of a codec without an operator": (
-        lambda call: call(X.to_sparse(), CODECS["topk"]()),
-        TypeError,
-        "must be dense",
-    ),
-    "several devices": (
-        lambda call: call([X, torch.zeros(3, device="meta")], BLOCKWISE),
-        ValueError,
-        r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta",
-    ),
-    "too little to write": (
-        lambda call: call(X, BLOCKWISE, out=[X[:300], X[:299]]),
-        ValueError,
-        "out must hold 600 elements, as many as (this rank's chunk|the chunks of all ranks), got "
-        "599",
-    ),
-    "one place to write": (
-        lambda call: call(X, BLOCKWISE, out=torch.ones(1).expand(600)),
-        ValueError,
-        "must reach each of its elements once",
-    ),
-    "sizes of more ranks": (
-        lambda call: call(X, BLOCKWISE, sizes=[300, 300]),
-        ValueError,
-        r"sizes must be 1 numbers of at least 0, one for each rank, got \[300, 300\]",
-    ),
-    "a size below 0": (
-        lambda call: call(X, BLOCKWISE, sizes=[-1]),
-        ValueError,
-        r"sizes must be 1 numbers of at least 0, one for each rank, got \[-1\]",
-    ),
-    "sizes of other tensors": (
-        lambda call: call(X, BLOCKWISE, sizes=[599]),
-        ValueError,
-        r"sizes must (add up to 600, as tensors have|give rank 0 the 600 elements of its tensors), "
-        r"got \[599\]",
-    ),
-    "sizes that are no numbers": (
-        lambda call: call(X, BLOCKWISE, sizes=["600"]),
-        TypeError,
-        r"sizes must be a list of ints, got \['600'\]",
-    ),
-    "a number as sizes": (
-        lambda call: call(X, BLOCKWISE, sizes=600),
-        TypeError,
-        "sizes must be a list of ints, got 600",
-    ),
-    "no random numbers": (
-        lambda call: call(X, STOCHASTIC),
-        ValueError,
-        r"rounding must be of shape \(2,\) for blockwise\(rounding='stochastic'\), seed and step, "
-        "got None",
-    ),
-    "two rows of random numbers": (
-        lambda call: call(X, STOCHASTIC, rounding=torch.stack([SEED, SEED])),
-        ValueError,
-        r"rounding must be of shape \(2,\) .*got \[2, 2\]",
-    ),
-    "random floats": (
-        lambda call: call(X, STOCHASTIC, rounding=SEED.float()),
-        TypeError,
-        "rounding must be of dtype torch.int64, got torch.float32",
-    ),
-    "short error": (
-        lambda call: call(X, BLOCKWISE, error=torch.zeros(599)),
-        ValueError,
-        "error must be flat and hold 600 elements",
-    ),
-    "error in float64": (
-        lambda call: call(X, BLOCKWISE, error=torch.zeros(600).double()),
-        TypeError,
-        "error must be of dtype torch.float32 or torch.bfloat16, got torch.float64",
-    ),
-    "an error of a codec that scales": (
-        lambda call: call(X, UNBIASED, error=torch.zeros(600), rounding=SEED),
-        ValueError,
-        "error must be None for an unbiased codec",
-    ),
-    "buffers that are none": (
-        lambda call: call(X, BLOCKWISE, buffers={}),
-        TypeError,
-        "buffers must be a MessageBuffers or None, got dict",
-    ),
-    "a meter that is none": (
-        lambda call: call(X, BLOCKWISE, meter=3),
-        TypeError,
-        "meter must be a CallMeter or None, got int",
-    ),
-    "a timeout in seconds": (
-        lambda call: call(X, BLOCKWISE, timeout=3),
-        TypeError,
-        "timeout must be a timedelta or None, got int",
-    ),
-    "no group": (lambda call: call(X, BLOCKWISE, group=3), *NO_GROUP),
-}
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("call", [compressed_reduce_scatter, compressed_all_gather])
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str, call: Call) -> None:
-    wrong, error, message = ERRORS[name]
-    with pytest.raises(error, match=message):
-        wrong(call).wait()
-    call(X, BLOCKWISE).wait()  # the group is as good as before
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("scale", [None, "a", 10**400])
-def test_a_scale_that_is_none(scale: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="scale must be a number"):
-        compressed_reduce_scatter(X, BLOCKWISE, scale=scale)
-
-
-@pytest.mark.parametrize("call", [compressed_reduce_scatter, compressed_all_gather])
-def test_no_group_at_all(call: Call) -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="a process group is needed"):
-        call(X, BLOCKWISE)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("call", [compressed_reduce_scatter, compressed_all_gather])
-def test_tensors_that_require_grad(call: Call) -> None:
-    """Nothing is recorded."""
-    x = torch.randn(600, requires_grad=True)
-    for codec in FIRST:
-        result = call(x, codec, rounding=rounding_of(codec, 0, 1)).wait()
-        assert not result.requires_grad
-        assert torch.equal(
-            result, call(x.detach(), codec, rounding=rounding_of(codec, 0, 1)).wait()
-        )
 
 
 def test_chunks_are_cut_as_torch_cuts() -> None:
@@ -447,32 +221,21 @@ def test_a_codec_that_fails_to_decode(two_ranks: RankPool, call_name: str, value
 # ---- compiled ------------------------------------------------------------------------------------
 
 
-def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list[Tensor], int]:
-    """What both give in eager, and compiled; and the graphs that this took."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    world_size = dist.get_world_size()
+def _compiled(rank: int, codec: Codec, backend: str) -> Modes:
+    sizes = chunk_sizes(1301, dist.get_world_size())
 
     def call(x: Tensor, y: Tensor, error: Any, lost: Any, rounding: Any) -> Tensor:
         summed = compressed_reduce_scatter(
             [x * 2, y.t() * 3], codec, scale=0.5, error=error, rounding=rounding
         )
         own = summed.then(lambda done: done.value() + 1).wait()
-        sizes = chunk_sizes(1301, world_size)
         whole = compressed_all_gather(own, codec, sizes=sizes, error=lost, rounding=rounding)
         return whole.wait() * 3
 
-    results: list[list[Tensor]] = []
-    for function in (call, torch.compile(call, backend=backend, fullgraph=True)):
-        own = chunk_sizes(1301, world_size)[rank]
-        memories = [error_of(codec, rank, numel, 2) for numel in (1301, own)]
-        found = []
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x, y = torch.randn(301, generator=generator), torch.randn(100, 10, generator=generator)
-            found.append(function(x, y, *memories, rounding_of(codec, rank, step)))
-        results.append([*found, *(each for each in memories if each is not None)])
-    return results[0], results[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    def memory() -> list[Tensor | None]:
+        return [error_of(codec, rank, numel, 2) for numel in (1301, sizes[rank])]
+
+    return in_both_modes(rank, backend, call, memory, lambda step: rounding_of(codec, rank, step))
 
 
 @pytest.mark.parametrize(("backend", "codec"), COMPILED_CODECS, ids=repr)

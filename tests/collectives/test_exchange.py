@@ -24,15 +24,20 @@ def message(source: int, destination: int, length: int, number: int = 0) -> Tens
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
 
-def _exchange(
-    rank: int,
-    lengths: list[list[int]],
-    two_groups: bool,
-    is_second: bool,
-    more: int = 0,
-    expected: bool = False,
-) -> list[Tensor]:
-    """``lengths[a][b]`` bytes go from rank a to rank b, over so many more connections."""
+#: Whether there is a second group, whether the stage is the second one, how many more pairs of
+#: connections there are, and whether messages are expected before they are sent.
+Way = tuple[bool, bool, int, bool]
+WAYS: list[Way] = [
+    (False, False, 0, False),
+    (True, False, 0, False),
+    (True, True, 0, False),
+    *((True, False, more, expected) for more in (1, 3) for expected in (False, True)),
+]
+
+
+def _exchange(rank: int, lengths: list[list[int]], way: Way) -> list[Tensor]:
+    """``lengths[a][b]`` bytes go from rank a to rank b."""
+    two_groups, is_second, more, expected = way
     size = dist.get_world_size()
     inputs = [message(rank, to, lengths[rank][to]) for to in range(size)]
     outputs = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(size)]
@@ -58,27 +63,12 @@ def _exchange(
 LENGTHS = ([5, 30, 0], [10, 10, 21], [1, 0, 20])
 
 
-@pytest.mark.parametrize(("two_groups", "is_second"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("factor", [1, 100_000])
-def test_messages_of_all_lengths(
-    three_ranks: RankPool, factor: int, two_groups: bool, is_second: bool
-) -> None:
-    lengths = [[factor * n for n in row] for row in LENGTHS]
-    check(three_ranks.run(_exchange, lengths, two_groups, is_second), lengths)
-
-
-@pytest.mark.parametrize("more", [1, 3])
-@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("factor", [1, 6_553, 100_000])
-def test_messages_over_several_connections(
-    three_ranks: RankPool, factor: int, expected: bool, more: int
-) -> None:
+def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -> None:
     lengths = [[factor * n for n in row] for row in LENGTHS]
-    check(three_ranks.run(_exchange, lengths, True, False, more, expected), lengths)
-
-
-def check(found: list[list[Tensor]], lengths: list[list[int]]) -> None:
-    for rank, outputs in enumerate(found):
+    ranks = three_ranks.run(_exchange, lengths, way)
+    for rank, outputs in enumerate(ranks):
         for source, got in enumerate(outputs):
             if source == rank:
                 assert not got.any()  # its own is the caller's to copy

@@ -13,57 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_threads import MOST_SECONDS, TIMEOUT, LibraryRanks
 
-from torch_commhook import _C
-from torch_commhook.collectives.gloo_backend import GlooBackend, add_gloo, connect
+from torch_commhook.collectives.gloo_backend import connect
 from torch_commhook.collectives.lost_hosts import cut
 
-_TIMEOUT = timedelta(seconds=30)
-#: Far more than an end takes, and than a loop without an end is waited for.
-_MOST_SECONDS = 15.0
 
-
-class TwoRanks:
-    """Two ranks in this process, connected."""
-
-    def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
-        store = dist.HashStore()
-        self.groups = [dist.ProcessGroup(store, rank, 2) for rank in range(2)]
-        self.backends = [
-            add_gloo(group, store, rank, 2, timeout, 2) for rank, group in enumerate(self.groups)
-        ]
-
-    def connect(self) -> None:
-        """Connect the ranks."""
-        threads = [
-            threading.Thread(target=connect, args=(group, backend, _TIMEOUT))
-            for group, backend in zip(self.groups, self.backends, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def close(self, rank: int) -> bool:
-        """End the connections of a rank. Whether that has come to an end."""
-        backend: GlooBackend = self.backends[rank]
-        last, backend.last = backend.last, None
-        taken = _C.TakenBackends(self.groups[rank], backend.addresses, last)
-        del last
-        thread = threading.Thread(target=taken.close, daemon=True)
-        thread.start()
-        thread.join(_MOST_SECONDS)
-        return not thread.is_alive()
+def two_ranks(timeout: timedelta = TIMEOUT) -> LibraryRanks:
+    return LibraryRanks([dist.HashStore()] * 2, timeout=timeout, threads=2)
 
 
 @pytest.fixture
-def ranks() -> Iterator[TwoRanks]:
-    made = TwoRanks()
+def ranks() -> Iterator[LibraryRanks]:
+    made = two_ranks()
     yield made
     assert made.close(0) and made.close(1)
 
 
-def _leave_message(ranks: TwoRanks, nbytes: int) -> None:
+def _leave_message(ranks: LibraryRanks, nbytes: int) -> None:
     """Rank 0 sends rank 1 a message, for which rank 1 has asked, and has given it up."""
     asked = ranks.groups[1].recv([torch.zeros(nbytes, dtype=torch.uint8)], 0, 5)
     del asked
@@ -76,7 +43,7 @@ def _leave_message(ranks: TwoRanks, nbytes: int) -> None:
 @pytest.mark.real_time
 @pytest.mark.parametrize("nbytes", [1, 1 << 26], ids=["small", "large"])
 @pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "when-sent"])
-def test_messages_that_were_given_up(ranks: TwoRanks, nbytes: int, is_connected: bool) -> None:
+def test_messages_that_were_given_up(ranks: LibraryRanks, nbytes: int, is_connected: bool) -> None:
     if is_connected:
         ranks.connect()
         _leave_message(ranks, nbytes)
@@ -90,12 +57,12 @@ def test_messages_that_were_given_up(ranks: TwoRanks, nbytes: int, is_connected:
     begun = time.monotonic()
     assert ranks.close(1)
     assert ranks.close(0)
-    assert time.monotonic() - begun < _MOST_SECONDS / 2
+    assert time.monotonic() - begun < MOST_SECONDS / 2
 
 
 def test_the_end_of_a_backend_leaves_the_others_alone() -> None:
     """Their loops stay level-triggered, and their connections open."""
-    first, second = TwoRanks(), TwoRanks()
+    first, second = two_ranks(), two_ranks()
     for each in (first, second):
         each.connect()
     _leave_message(first, 1)
@@ -129,10 +96,10 @@ def _edge_triggered() -> int:
     return found
 
 
-def test_no_file_stays_open(ranks: TwoRanks) -> None:
+def test_no_file_stays_open(ranks: LibraryRanks) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        more = TwoRanks()
+        more = two_ranks()
         more.connect()
         _leave_message(more, 1)
         assert more.close(0) and more.close(1)
@@ -142,7 +109,7 @@ def test_no_file_stays_open(ranks: TwoRanks) -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_connections_of_a_backend(ranks: TwoRanks) -> None:
+def test_connections_of_a_backend(ranks: LibraryRanks) -> None:
     assert [backend.addresses.sockets() for backend in ranks.backends] == [[], []]
     ranks.connect()
     assert [len(backend.addresses.sockets()) for backend in ranks.backends] == [1, 1]
@@ -154,7 +121,7 @@ def test_connections_of_a_backend(ranks: TwoRanks) -> None:
 
 def test_a_rank_that_ends_while_ranks_connect() -> None:
     """Its backend is gone when the other one has read its address."""
-    two = TwoRanks(timedelta(milliseconds=400))
+    two = two_ranks(timedelta(milliseconds=400))
     assert two.close(1)
     with pytest.raises(RuntimeError):
         connect(two.groups[0], two.backends[0], timedelta(milliseconds=400))

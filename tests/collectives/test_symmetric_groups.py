@@ -16,26 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from symmetric_files import with_files
-from torch import Tensor, nn
+from symmetric_files import CODEC, summed, with_files
+from torch import nn
 
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives import compressed_all_reduce, symmetric
+from torch_commhook.collectives import symmetric
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.step.step_group import StepGroup
 
-CODEC = CODECS["blockwise"]()
 CUDA = torch.device("cuda", 0)
-
-
-def summed(rank: int, numel: int, buffers: MessageBuffers | None) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    out = torch.zeros(numel)
-    x = torch.randn(numel, generator=generator)
-    compressed_all_reduce(x, CODEC, out=out, buffers=buffers).wait()
-    return out
 
 
 def _sums_of_buckets(rank: int, folder: str) -> None:
@@ -44,9 +35,9 @@ def _sums_of_buckets(rank: int, folder: str) -> None:
     with with_files(rank, folder) as files:
         for numel in (1000, 5000, 300, 5000, 0):
             with counting(meters[0]):
-                got = summed(rank, numel, buffers)
+                got = summed(rank, buffers, numel=numel)
             with counting(meters[1]):
-                right = summed(rank, numel, None)
+                right = summed(rank, numel=numel)
             assert torch.equal(got, right), numel
         assert symmetric.obstacle_of(dist.group.WORLD) == ""
         assert next(files.numbers) == 2  # a message of 5,000 values has outgrown the first
@@ -66,11 +57,7 @@ def _falls_back(rank: int, folder: str, options: list[dict[str, str]], reason: s
     with with_files(rank, folder, **options[rank]):
         buffers = MessageBuffers()
         for _ in range(2):
-            out = torch.zeros(1000)
-            compressed_all_reduce(
-                torch.ones(1000), CODEC, out=out, buffers=buffers, group=group
-            ).wait()
-            assert (out - 3.0).abs().max() < 0.05
+            assert torch.equal(summed(rank, buffers, group), summed(rank))
         assert buffers not in symmetric._memories
         assert symmetric.obstacle_of(group) == reason
     dist.destroy_process_group(group)
@@ -101,23 +88,18 @@ def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
     step = StepGroup()
     assert step.stand_in(group, CUDA) is group  # as for a group that cannot connect anew
 
-    def total(which: MessageBuffers) -> Tensor:
-        out = torch.zeros(1000)
-        compressed_all_reduce(torch.ones(1000), CODEC, out=out, buffers=which, group=group).wait()
-        return out
-
     step.begin()
     with with_files(rank, folder):
-        assert all(total(each).isfinite().all() for each in buffers)
+        assert all(summed(rank, each, group).isfinite().all() for each in buffers)
         if rank != 1:
-            assert all(total(each).isnan().all() for each in buffers)
+            assert all(summed(rank, each, group).isnan().all() for each in buffers)
         elif fails_a_step:
             step.fail("something is wrong here")
         else:
             symmetric.give_up(group)
         for each in buffers:
             with pytest.raises(RuntimeError, match=r"rank [012] of the group did not reach"):
-                total(each)
+                summed(rank, each, group)
     step.fail("this step has failed")
     dist.destroy_process_group(group)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
-import threading
 from typing import Any
 
 import pytest
+from threads import in_threads
 
 from torch_commhook.collectives.turns import Turns, renew_turns, turns_of
 
@@ -49,14 +50,8 @@ def test_by_many_threads() -> None:
         stages, count = Stages(), 40
         stages.announce(count)
         numbers = dice.sample(range(count), count)
-        threads = [
-            threading.Thread(target=list, args=(map(stages.take, numbers[first::4]),))
-            for first in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        takes = [functools.partial(list, map(stages.take, numbers[first::4])) for first in range(4)]
+        assert in_threads(takes) == []
         assert stages.issued == list(range(count))
 
 

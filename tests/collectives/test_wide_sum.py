@@ -64,7 +64,8 @@ def test_opcheck() -> None:
             torch.library.opcheck(torch.ops.commhook.sum_rows.default, (rows, out))
 
 
-ROWS, OUT = torch.ones(3, 4), torch.empty(4)
+ROWS, OUT, FREED = torch.ones(3, 4), torch.empty(4), torch.ones(3, 4)
+FREED.untyped_storage().resize_(8)
 ERRORS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "float64": (ROWS.double(), OUT, TypeError, "rows must be of dtype float32, float16 or"),
     "int64": (ROWS.long(), OUT, TypeError, "rows must be of dtype float32, float16 or"),
@@ -77,6 +78,8 @@ ERRORS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "matrix": (ROWS, OUT.view(2, 2), ValueError, r"out must be contiguous, of sizes \[4\], got"),
     "shared": (ROWS, ROWS[1], ValueError, "out must share no memory with rows"),
     "meta": (ROWS, OUT.to("meta"), ValueError, "out must be on the device of the values"),
+    "freed": (FREED, OUT, ValueError, "rows must have a storage of"),
+    "leaf": (ROWS.clone().requires_grad_(), OUT, RuntimeError, "rows must not require grad"),
 }
 
 
@@ -92,18 +95,6 @@ def test_quantized_values_are_refused() -> None:
     rows = torch.quantize_per_tensor(ROWS, 1.0, 0, torch.qint8)
     with pytest.raises(TypeError, match="rows must be of dtype float32, float16 or bfloat16, got"):
         sum_rows(rows, OUT)
-
-
-def test_memory_that_is_gone() -> None:
-    rows = torch.ones(3, 4)
-    rows.untyped_storage().resize_(8)
-    with pytest.raises(ValueError, match="sum_rows: rows must have a storage of"):
-        sum_rows(rows, torch.empty(4))
-
-
-def test_nothing_is_recorded() -> None:
-    with pytest.raises(RuntimeError, match="sum_rows: rows must not require grad"):
-        sum_rows(torch.ones(2, 3, requires_grad=True), torch.empty(3))
 
 
 # ---- hooks.cast ----------------------------------------------------------------------------------

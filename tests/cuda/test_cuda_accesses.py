@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from cuda_on_host import (
     NAMESPACE,
     UNDER_ASAN,
@@ -109,13 +108,8 @@ EXEMPTIONS = [
 ]
 
 
-def long(*values: int) -> list[ParameterSet]:
-    """Values of a parameter whose tests are long."""
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
-
-
-BLOCKS = [32, 256, 4096, *long(8, 16, 64, 128, 512, 1024, 2048)]
-SHARDS = [1, 8, *long(2, 3, 16)]
+BLOCKS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+SHARDS = [1, 2, 3, 8, 16]
 
 
 @pytest.fixture(autouse=True)

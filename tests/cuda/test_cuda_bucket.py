@@ -6,10 +6,20 @@ test_cuda_launch.py, the index arithmetic in test_cuda_partition.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from bucket_checks import (
+    ANY_SCALES,
+    CASES,
+    OF_MIXED_DTYPES,
+    assert_flattens,
+    assert_unflattens,
+    assert_unflattens_into,
+    check_mixed_dtypes,
+    check_nonfinite_count,
+    check_sums_before_the_cast,
+    total,
+)
 from kernel_device import COUNTS, DEVICE
 from ops_reference import (
     DTYPES,
@@ -18,20 +28,14 @@ from ops_reference import (
     SOURCE_CLASSES,
     assert_same_bits,
     expected_flatten,
-    expected_sum_of_squares,
-    expected_unflatten,
     make,
     maker,
 )
 from ops_rounding import ROUNDED, every_16bit, float32_patterns, there_and_back
-from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
-
-SCALES = (1.0, 1 / 3)
-
 
 #: Shapes of so many elements that the host takes one scale for each pair of dtypes.
 LARGE = ("one_large", "odd_rows", "step_and_row")
@@ -39,70 +43,10 @@ LARGE = ("one_large", "odd_rows", "step_and_row")
 
 def cases(name: str) -> list[tuple[torch.dtype, torch.dtype, float]]:
     """Source, target and scale."""
-    every = [(source, target, scale) for source, target in PAIRS for scale in SCALES]
     if DEVICE.name == "cuda" or name not in LARGE:
-        return every
+        return CASES
     # Each with itself unscaled, where bits stay, and the others scaled.
-    return [case for case in every if (case[0] is case[1]) == (case[2] == 1)]
-
-
-def total(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def assert_flattens(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> None:
-    """Tries the three operators that read tensors, with CPU tensors copied to the device."""
-    expected = expected_flatten(tensors, scale, dtype)
-    copies = DEVICE.copy(tensors)
-    context = f"{tensors[0].dtype} to {dtype} by {scale}"
-    assert_same_bits(ops.flatten(copies, scale=scale, dtype=dtype).cpu(), expected, context)
-
-    memory = torch.full((expected.numel() + 8,), 7.0, dtype=dtype, device=DEVICE.name)
-    for offset in (0, 1, 5):
-        out = memory[offset : offset + expected.numel()]
-        assert ops.flatten(copies, scale=scale, out=out) is out
-        assert_same_bits(out.cpu(), expected, f"{context}, offset {offset}")
-        assert (memory[:offset] == 7).all() and (memory[offset + expected.numel() :] == 7).all()
-        memory.fill_(7.0)
-
-    stats = ops.flatten_stats(copies, scale=scale, dtype=dtype)
-    assert_same_bits(stats.buffer.cpu(), expected, context)
-    assert_same_bits(stats.nonfinite_count.cpu(), (~expected.isfinite()).sum(), context)
-    assert stats.sum_of_squares.dtype == torch.float64 and stats.sum_of_squares.shape == ()
-    if expected.isfinite().all():
-        squares = expected_sum_of_squares(tensors, scale, dtype)
-        assert float(stats.sum_of_squares) == pytest.approx(squares, rel=1e-12, abs=0), context
-    for copy, tensor in zip(copies, tensors, strict=True):
-        assert_same_bits(copy.cpu(), tensor, "the tensors must stay as they are")
-
-
-def assert_unflattens(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -> None:
-    """Tries the two operators that write tensors, with CPU tensors copied to the device."""
-    expected = expected_unflatten(buffer, tensors, scale)
-    context = f"from {buffer.dtype} by {scale}"
-    source, copies = buffer.to(DEVICE.name), DEVICE.copy(tensors)
-    for new, right, model in zip(
-        ops.unflatten(source, copies, scale=scale), expected, tensors, strict=True
-    ):
-        assert_same_bits(new.cpu(), right, context)
-        assert new.stride() == torch.empty_like(model).stride()
-    for copy, tensor in zip(copies, tensors, strict=True):
-        assert_same_bits(copy.cpu(), tensor, "like must stay as it is")
-
-
-def assert_unflattens_into(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -> None:
-    expected = expected_unflatten(buffer, tensors, scale)
-    source, copies = buffer.to(DEVICE.name), DEVICE.copy(tensors)
-    assert ops.unflatten_into(source, copies, scale=scale) is None
-    # All that lies around and between the elements of a destination must stay.
-    for tensor, right in zip(tensors, expected, strict=True):
-        tensor.copy_(right)
-    for copy, tensor in zip(copies, tensors, strict=True):
-        whole = [torch.empty(0, dtype=t.dtype, device=t.device) for t in (copy, tensor)]
-        whole[0].set_(copy.untyped_storage())
-        whole[1].set_(tensor.untyped_storage())
-        assert_same_bits(whole[0].cpu(), whole[1], f"from {buffer.dtype} by {scale}")
-    assert_same_bits(source.cpu(), buffer, "the buffer must stay as it is")
+    return [case for case in CASES if (case[0] is case[1]) == (case[2] == 1)]
 
 
 # ---- shapes and dtypes ---------------------------------------------------------------------------
@@ -111,40 +55,35 @@ def assert_unflattens_into(buffer: Tensor, tensors: Sequence[Tensor], scale: flo
 @pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
 def test_flatten(name):
     for source, target, scale in cases(name):
-        assert_flattens(make(name, source), scale, target)
+        assert_flattens(DEVICE, make(name, source), scale, target)
 
 
 @pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
 def test_unflatten(name):
     for source, target, scale in cases(name):
         like = make(name, target, seed=1)
-        assert_unflattens(maker(source)(total(like)), like, scale)
+        assert_unflattens(DEVICE, maker(source)(total(like)), like, scale)
 
 
 @pytest.mark.parametrize("name", SHAPE_CLASSES)
 def test_unflatten_into(name):
     for source, target, scale in cases(name):
         tensors = make(name, target, seed=1)
-        assert_unflattens_into(maker(source)(total(tensors)), tensors, scale)
+        assert_unflattens_into(DEVICE, maker(source)(total(tensors)), tensors, scale)
 
 
-@pytest.mark.parametrize("name", ["some_empty", "mixed", "strided", "transposed", "odd_rows"])
+@pytest.mark.parametrize("name", OF_MIXED_DTYPES)
 def test_mixed_dtypes(name):
-    tensors = [tensor for dtype in DTYPES for tensor in make(name, dtype)]
-    tensors = tensors[::2] + tensors[1::2]
-    for dtype in DTYPES:
-        assert_flattens(tensors, 1 / 3, dtype)
-        assert_unflattens(maker(dtype)(total(tensors)), tensors, 1 / 3)
-        assert_unflattens_into(maker(dtype)(total(tensors)), tensors, 1 / 3)
+    check_mixed_dtypes(DEVICE, name)
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_any_number_of_tensors(count):
     new = maker(torch.float32)
     tensors = [new(1 + 37 * i % 101) for i in range(count)]
-    assert_flattens(tensors, 1 / 3, torch.bfloat16)
-    assert_unflattens_into(maker(torch.bfloat16)(total(tensors)), tensors, 1 / 3)
-    assert_flattens([new(64) for _ in range(count)], 1.0, torch.float32)
+    assert_flattens(DEVICE, tensors, 1 / 3, torch.bfloat16)
+    assert_unflattens_into(DEVICE, maker(torch.bfloat16)(total(tensors)), tensors, 1 / 3)
+    assert_flattens(DEVICE, [new(64) for _ in range(count)], 1.0, torch.float32)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: str(dtype)[6:])
@@ -257,37 +196,21 @@ def test_float64():
                 assert_same_bits(actual.cpu(), expected, target)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, -2.0, 1e-50, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", ANY_SCALES)
 def test_any_scale(scale):
     for source, target in PAIRS:
-        tensors = make("mixed", source)
-        expected = expected_flatten(tensors, scale, target)
-        actual = ops.flatten(DEVICE.copy(tensors), scale=scale, dtype=target)
-        assert_same_bits(actual.cpu(), expected, f"{source} to {target}")
+        assert_flattens(DEVICE, make("mixed", source), scale, target)
 
 
 # ---- flatten_stats -------------------------------------------------------------------------------
 
 
 def test_flatten_stats_counts_what_is_not_finite_in_the_buffer():
-    for source, target in PAIRS:
-        tensors = make("odd_rows", source)
-        for i, tensor in enumerate(tensors):
-            tensor[i % 7 :: 11] = float("nan")
-            tensor[i % 5 :: 13] = float("-inf")
-            tensor[i % 3 :: 17] = torch.finfo(source).max  # finite only in some dtypes
-        stats = ops.flatten_stats(DEVICE.copy(tensors), dtype=target)
-        expected = expected_flatten(tensors, 1.0, target)
-        assert_same_bits(stats.buffer.cpu(), expected, f"{source} to {target}")
-        assert stats.nonfinite_count == (~expected.isfinite()).sum()
-        assert not stats.sum_of_squares.isfinite()
+    check_nonfinite_count(DEVICE, "odd_rows")
 
 
 def test_flatten_stats_sums_before_the_cast_in_float64():
-    stats = ops.flatten_stats([torch.full((3,), 1e5, device=DEVICE.name)], dtype=torch.float16)
-    assert stats.nonfinite_count == 3 and stats.sum_of_squares == 3e10
-    tensors = [torch.tensor([2.0**20]), torch.full((1 << 17,), 2.0**-6)]
-    assert ops.flatten_stats(DEVICE.copy(tensors)).sum_of_squares == 2.0**40 + 2.0**5
+    check_sums_before_the_cast(DEVICE)
 
 
 @pytest.mark.parametrize("count", [3, 500, 4000])

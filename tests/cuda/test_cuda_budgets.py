@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "cuda"))
+import budgets
+import machine_code
+
+sys.path.remove(str(ROOT / "cuda"))
 
 KERNEL = "_ZN8commhook4cuda15register_kernelILi8EEEvPf"
 #: A loop with two ways that load 16 bytes: the longer one by four loads of a word.
@@ -33,14 +37,7 @@ join:   FADD R4, R4, R5 ;
 """
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[tuple[ModuleType, ModuleType]]:
-    sys.path.insert(0, str(ROOT / "cuda"))
-    import budgets
-    import machine_code
-
-    yield budgets, machine_code
-    sys.path.remove(str(ROOT / "cuda"))
+BUDGET = budgets.Budget("register_kernel<8>", 64, 128, 16_384, (0, 32, 0), ())
 
 
 def listing(source: str) -> list[str]:
@@ -56,10 +53,7 @@ def listing(source: str) -> list[str]:
     return printed
 
 
-def test_the_shortest_way_with_the_wanted_accesses(
-    modules: tuple[ModuleType, ModuleType],
-) -> None:
-    _, machine_code = modules
+def test_the_shortest_way_with_the_wanted_accesses() -> None:
     (kernel,) = machine_code.kernels_in(listing(LOOP))
     assert (kernel.name, kernel.arch, len(kernel.code)) == (KERNEL, "sm_90", 16)
     path = machine_code.shortest_loop(kernel, {"LDG.128": 1, "STG.128": 1})
@@ -68,8 +62,7 @@ def test_the_shortest_way_with_the_wanted_accesses(
     assert not machine_code.divides_64_bits(kernel)
 
 
-def test_code_outside_of_a_loop_does_not_count(modules: tuple[ModuleType, ModuleType]) -> None:
-    _, machine_code = modules
+def test_code_outside_of_a_loop_does_not_count() -> None:
     (kernel,) = machine_code.kernels_in(listing(LOOP.replace("@P2 BRA head", "NOP")))
     assert machine_code.shortest_loop(kernel, {"LDG.128": 1}) is None
 
@@ -88,14 +81,10 @@ def test_code_outside_of_a_loop_does_not_count(modules: tuple[ModuleType, Module
     ],
     ids=str,
 )
-def test_what_fails(
-    change: dict[str, object], fault: str | None, modules: tuple[ModuleType, ModuleType]
-) -> None:
-    budgets, machine_code = modules
+def test_what_fails(change: dict[str, object], fault: str | None) -> None:
     loop = budgets.Loop("tile", 1, {"LDG.128": 1, "STG.128": 1}, 1, (0, 9, 0))
-    budget = budgets.Budget("register_kernel<8>", 64, 128, 16_384, (0, 32, 0), (loop,))
     of_loop = {key: value for key, value in change.items() if hasattr(loop, key)}
-    budget = replace(budget, loops=(replace(loop, **of_loop),))
+    budget = replace(BUDGET, loops=(replace(loop, **of_loop),))
     budget = replace(budget, **{key: change[key] for key in change.keys() - of_loop.keys()})
     checks = budgets.Checks((budget,))
     (kernel,) = machine_code.kernels_in(listing(LOOP))
@@ -105,10 +94,8 @@ def test_what_fails(
     assert fault is None or fault in faults[0]
 
 
-def test_a_division_of_64_bits_fails(modules: tuple[ModuleType, ModuleType]) -> None:
-    budgets, machine_code = modules
-    budget = budgets.Budget("register_kernel<8>", 64, 128, 16_384, (0, 32, 0), ())
-    checks = budgets.Checks((budget,))
+def test_a_division_of_64_bits_fails() -> None:
+    checks = budgets.Checks((BUDGET,))
     code = LOOP.replace("FADD R4, R4, R5", "I2F.U64.RP R4, R6")
     (kernel,) = machine_code.kernels_in(listing(code))
     checks.add(kernel, 64, Counter())
@@ -117,10 +104,8 @@ def test_a_division_of_64_bits_fails(modules: tuple[ModuleType, ModuleType]) -> 
     ]
 
 
-def test_a_row_that_no_kernel_matches_fails(modules: tuple[ModuleType, ModuleType]) -> None:
-    budgets, machine_code = modules
-    budget = budgets.Budget("register_kernel<8>", 64, 128, 16_384, (0, 32, 0), ())
-    checks = budgets.Checks((budget, replace(budget, kernel="another")))
+def test_a_row_that_no_kernel_matches_fails() -> None:
+    checks = budgets.Checks((BUDGET, replace(BUDGET, kernel="another")))
     (kernel,) = machine_code.kernels_in(listing(LOOP))
     checks.add(kernel, 64, Counter())
     assert list(checks.unmatched(["sm_90", "sm_70"])) == [
@@ -128,17 +113,13 @@ def test_a_row_that_no_kernel_matches_fails(modules: tuple[ModuleType, ModuleTyp
     ]
 
 
-def test_other_operations_tell_loops_apart(modules: tuple[ModuleType, ModuleType]) -> None:
-    _, machine_code = modules
+def test_other_operations_tell_loops_apart() -> None:
     (kernel,) = machine_code.kernels_in(listing(LOOP))
     assert machine_code.shortest_loop(kernel, {"FADD": 1}) is not None
     assert machine_code.shortest_loop(kernel, {"FMUL": 1}) is None
 
 
-def test_a_call_with_a_condition_goes_on_at_its_target(
-    modules: tuple[ModuleType, ModuleType],
-) -> None:
-    _, machine_code = modules
+def test_a_call_with_a_condition_goes_on_at_its_target() -> None:
     of_slow = {"LDG": 3, "LDG.128": 1}
     paths = []
     for branch in ("@P0 BRA", "@P0 CALL.REL.NOINC", "CALL.REL.NOINC"):
@@ -147,8 +128,7 @@ def test_a_call_with_a_condition_goes_on_at_its_target(
     assert paths == [machine_code.Path(instructions=12, narrow=4)] * 2 + [None]
 
 
-def test_names_without_namespaces(modules: tuple[ModuleType, ModuleType]) -> None:
-    budgets, machine_code = modules
+def test_names_without_namespaces() -> None:
     name = "_ZN8commhook4cuda12_GLOBAL__N_112count_kernelILi216ELNS0_9ErrorKindE1EEEvi"
     if machine_code.demangled(name) == name:
         pytest.skip("there is no c++filt")

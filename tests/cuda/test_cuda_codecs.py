@@ -49,17 +49,6 @@ def test_the_bits_of_the_cpu(codec: Codec, kernel_device: KernelDevice) -> None:
         assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error, warps)
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64, 544, 1024, 4096])
-@pytest.mark.parametrize("name", ["blockwise", "fp8", "sign"])
-def test_blocks_of_all_sizes(name: str, block_size: int, kernel_device: KernelDevice) -> None:
-    if name == "sign" and block_size < 32:
-        pytest.skip("has no such blocks")
-    codec = CODECS[name](block_size=block_size)  # type: ignore[call-arg]
-    tensors = [torch.randn(3 * 4096 + 17), torch.randn(100).half()]
-    error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
-    assert_the_bits_of_the_cpu(kernel_device, codec, tensors, 2, 0.5, error)
-
-
 @of_each_codec
 @pytest.mark.parametrize("count", [1, 300, 1000, 2500])
 def test_many_tensors(codec: Codec, count: int, kernel_device: KernelDevice) -> None:

@@ -8,43 +8,9 @@ import pytest
 import torch
 from cuda_on_host import load_cuda_on_host
 from kernel_device import DEVICE, KernelDevice
+from sparse_codecs import check_encoding, random_error, random_values, values_of
 
-
-def values(draw: random.Random) -> torch.Tensor:
-    numel = draw.choice([1, 2, 100, 1000, 5000, 20_000])
-    p = torch.randn(numel) * 10.0 ** draw.randint(-44, 30)
-    if draw.random() < 0.3:  # many of one magnitude
-        p = p.sign() * draw.choice([0.0, 1.0, 2.0**-149])
-    if draw.random() < 0.3:
-        places = torch.randint(numel, (draw.randint(1, 50),))
-        p[places] = draw.choice([torch.nan, torch.inf, -torch.inf, 0.0])
-    return p
-
-
-def check(
-    device: KernelDevice, p: torch.Tensor, count: int, error: torch.Tensor | None, what: object
-) -> None:
-    """That the CUDA kernels write the CPU's message of ``count`` entries, and its error."""
-    message = torch.empty(8 * count, dtype=torch.uint8)
-    rounding = torch.tensor([5, 3])
-    own, other, own_rounding = device.copy([p, message, rounding])
-    own_error = None if error is None else device.copy([error])[0]
-    torch.ops.commhook.topk_encode([p], message, scale=0.5, error=error, rounding=rounding)
-    with device.kernels():
-        torch.ops.commhook.topk_encode(
-            [own], other, scale=0.5, error=own_error, rounding=own_rounding
-        )
-    assert torch.equal(other.cpu(), message), what
-    if error is not None and own_error is not None:
-        as_bits = torch.int32 if error.dtype == torch.float32 else torch.int16
-        assert torch.equal(own_error.cpu().view(as_bits), error.view(as_bits)), what
-
-
-def error_of(draw: random.Random, numel: int) -> torch.Tensor | None:
-    """None, or zeros of either dtype, at any place of their storage."""
-    dtype = draw.choice([None, torch.float32, torch.bfloat16])
-    offset = draw.choice([0, 0, 1, 3])
-    return None if dtype is None else torch.zeros(numel + offset, dtype=dtype)[offset:]
+encode = torch.ops.commhook.topk_encode
 
 
 @pytest.mark.parametrize(
@@ -54,22 +20,21 @@ def test_the_entries_of_the_cpu(seeds: range, kernel_device: KernelDevice) -> No
     for seed in seeds:
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        p = values(draw)
-        numel = p.numel()
-        count = draw.choice([1, numel, max(1, numel // 10), draw.randint(1, numel)])
-        check(kernel_device, p, count, error_of(draw, numel), f"seed {seed}")
+        numel = draw.choice([1, 2, 100, 1000, 5000, 20_000])
+        p, count = random_values(draw, numel), max(1, numel // 10)
+        count = draw.choice([1, numel, count, draw.randint(1, numel)])
+        error = random_error(draw, numel)
+        check_encoding(kernel_device, encode, p, 8 * count, error, f"seed {seed}")
 
 
 @pytest.mark.parametrize("magnitudes", [[0.0], [1.0], [0.0, 3.0], [2.0, 2.0 + 2**-22, 2.25]])
 def test_few_magnitudes_in_many_parts(magnitudes: list[float], kernel_device: KernelDevice) -> None:
     """Ties are sent in the order of their indices, whatever blocks of threads they fall to."""
-    draw = random.Random(len(magnitudes))
-    torch.manual_seed(len(magnitudes))
-    numel = 150_001
-    p = torch.tensor(magnitudes)[torch.randint(len(magnitudes), (numel,))]
-    p *= torch.randint(2, (numel,)) * 2.0 - 1
+    draw, numel = random.Random(len(magnitudes)), 150_001
+    p = values_of(magnitudes, numel)
     for count in (1, 70_000, numel - 1):
-        check(kernel_device, p, count, error_of(draw, numel), count)
+        error = random_error(draw, numel)
+        check_encoding(kernel_device, encode, p, 8 * count, error, count)
 
 
 @pytest.mark.long

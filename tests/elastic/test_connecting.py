@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from on_processes import on_processes
 
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.step.peer_error import PeerError
@@ -29,7 +29,8 @@ def _error_of_a_closed(group: dist.ProcessGroup) -> RuntimeError:
                 return error
 
 
-def _one_does_not_come(rank: int) -> Reason | None:
+@on_processes
+def test_a_rank_that_waits_for_another_can_say_why_it_stops(rank: int) -> None:
     """Rank 1 does not make the second group of connections."""
     port = torch.zeros(1, dtype=torch.int64, device="cpu")
     store = None
@@ -45,20 +46,14 @@ def _one_does_not_come(rank: int) -> Reason | None:
         dist.PrefixStore("base", own), rank, [0, 1], name, _COLLECTIVES_MAY_TAKE, description=name
     )
     group = StepGroup(base, meets_again=False, connect_within=within)
-    reason = None
     if rank == 0:
         with pytest.raises(RuntimeError, match="ranks did not connect within"):
             group.prepare_second_stage()
         group.lose(None, "since ranks could not connect")
         assert group._rendezvous is not None
-        reason = group._rendezvous.reason()
+        reason = Reason("since ranks could not connect", None, has_ended=False)
+        assert group._rendezvous.reason() == reason
         assert isinstance(group.fail_with(_error_of_a_closed(group.group)), PeerError)
     dist.barrier()
     group.close()
     destroy_group(base)
-    return reason
-
-
-def test_a_rank_that_waits_for_another_can_say_why_it_stops(two_ranks: RankPool) -> None:
-    reason, _ = two_ranks.run(_one_does_not_come)
-    assert reason == Reason("since ranks could not connect", None, has_ended=False)

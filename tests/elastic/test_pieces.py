@@ -65,6 +65,30 @@ def _both(make: _Make, done: int) -> tuple[list[nn.Module], list[torch.optim.Opt
     return models, optimizers
 
 
+def _pieces(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Pieces]:
+    """Those of both ranks."""
+    return [
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+
+
+def _send_in_pieces(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], nbytes: int
+) -> list[Pieces]:
+    """Send one piece after another, with a step of both ranks after each."""
+    donor, new = _pieces(models, optimizers)
+    at, seed = 0, 100
+    while at < donor.numel:
+        before = at
+        parts, at = donor.take(at, nbytes)
+        assert before < at
+        new.put(unpacked(packed(parts)))
+        _step(models, optimizers, seed)
+        seed += 1
+    return [donor, new]
+
+
 def _remember_the_same(state: Any, other: Any) -> bool:
     if isinstance(state, dict):
         keys = state.keys()
@@ -86,18 +110,7 @@ def _are_equal(models: list[nn.Module], optimizers: list[torch.optim.Optimizer])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_has_come_stays_as_the_others_have_it(name: str, nbytes: int) -> None:
     models, optimizers = _both(OPTIMIZERS[name], 3)
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
-    at, seed = 0, 100
-    while at < donor.numel:
-        before = at
-        parts, at = donor.take(at, nbytes)
-        assert before < at
-        new.put(unpacked(packed(parts)))
-        _step(models, optimizers, seed)
-        seed += 1
+    donor, new = _send_in_pieces(models, optimizers, nbytes)
     assert new.sums() == donor.sums()
     assert _are_equal(models, optimizers)
 
@@ -107,16 +120,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_found_out(nbytes: int) -
     models, optimizers = _both(
         lambda all_: torch.optim.Adafactor([p for p in all_ if p.numel()], lr=0.1), 3
     )
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
-    at, seed = 0, 100
-    while at < donor.numel:
-        parts, at = donor.take(at, nbytes)
-        new.put(unpacked(packed(parts)))
-        _step(models, optimizers, seed)
-        seed += 1
+    donor, new = _send_in_pieces(models, optimizers, nbytes)
     pairs = enumerate(zip(donor.sums(), new.sums(), strict=True))
     different = [index for index, (theirs, own) in pairs if theirs != own]
     assert different and not _are_equal(models, optimizers)
@@ -130,27 +134,20 @@ def test_an_optimizer_finds_all_it_needs_with_the_first_elements() -> None:
         torch.optim.Adafactor(model.parameters()) for model in models
     ]
     _step(models[:1], optimizers[:1], 0)
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
+    donor, new = _pieces(models, optimizers)
     new.put(unpacked(packed(donor.take(0, 8)[0])))
     _step(models, optimizers, 1)  # else it raises
-    states = (
+    first, second = (
         optimizer.state[next(model.parameters())].keys()
         for model, optimizer in zip(models, optimizers, strict=True)
     )
-    first, second = states
     assert first == second
 
 
 def test_a_parameter_of_which_nothing_is_remembered() -> None:
     models, optimizers = _both(OPTIMIZERS["AdamW"], 0)
     _step(models[1:], optimizers[1:], 5)  # the new rank's alone
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
+    donor, new = _pieces(models, optimizers)
     parts, _ = donor.take(0, 1 << 20)
     new.put(parts)
     assert donor.sums() == new.sums() and not optimizers[1].state
@@ -158,10 +155,7 @@ def test_a_parameter_of_which_nothing_is_remembered() -> None:
 
 def test_what_the_donor_does_not_remember_is_forgotten() -> None:
     models, optimizers = _both(OPTIMIZERS["momentum"], 1)
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
+    donor, new = _pieces(models, optimizers)
     first = next(models[1].parameters())
     optimizers[1].state[first]["old"] = torch.ones(3)
     parts, _ = donor.take(0, 1 << 20)
@@ -171,10 +165,7 @@ def test_what_the_donor_does_not_remember_is_forgotten() -> None:
 
 def test_what_an_optimizer_remembers_of_no_parameter() -> None:
     models, optimizers = _both(OPTIMIZERS["AdamW"], 1)
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
+    donor, new = _pieces(models, optimizers)
     optimizers[0].state["count"] = {"steps": 7}
     optimizers[1].state["other"] = 3
     new.put_others(unpacked(packed(donor.others())))
@@ -188,10 +179,7 @@ def test_parameters_that_an_optimizer_alone_has() -> None:
         torch.optim.SGD([*model.parameters(), each], lr=0.1, momentum=0.9)
         for model, each in zip(models, extra, strict=True)
     ]
-    donor, new = (
-        Pieces(list(model.parameters()), [optimizer])
-        for model, optimizer in zip(models, optimizers, strict=True)
-    )
+    donor, new = _pieces(models, optimizers)
     assert donor.numel == 10
     new.put(donor.take(0, 1 << 20)[0])
     assert torch.equal(*extra)

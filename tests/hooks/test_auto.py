@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nested_values import different_paths
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,6 +73,17 @@ def _step(rank: int, number: int, model: nn.Module) -> list[torch.Tensor]:
     return gradients
 
 
+def _chosen(
+    rank: int, hook: Any = "auto(max_error=0.05)", steps: int = STEPS + 1
+) -> tuple[nn.Module, HookHandle]:
+    """A model after the choice, and the handle of its hook."""
+    model = _model()
+    handle = attach(model, hook)
+    for step in range(steps):
+        _step(rank, step, model)
+    return model, handle
+
+
 def test_it_prints_as_it_is_written() -> None:
     for text in (
         "auto(max_error=0.05)",
@@ -102,29 +115,22 @@ def test_it_is_allreduce_first_and_what_is_chosen_then(found: list[int], on_ddp:
             assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True))
 
 
-def test_what_statistics_say(found: list[int]) -> None:
-    def train(rank: int) -> list[str]:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
-        told = []
-        for number in range(STEPS + 2):
-            told.append(str(handle.stats()).splitlines()[0])
-            _step(rank, number, model)
-        return [*told, str(handle.stats()).splitlines()[0]]
-
-    for lines in run_ranks(train, 2):
-        before = "auto averages with allreduce(): its first 5 steps are not over yet"
-        assert lines == [before] * (STEPS + 1) + ["auto averages with blockwise(): because"] * 2
+@on_ranks(2)
+def test_what_statistics_say(rank: int, found: list[int]) -> None:
+    model, handle = _chosen(rank, steps=0)
+    lines = []
+    for number in range(STEPS + 3):
+        lines.append(str(handle.stats()).splitlines()[0])
+        _step(rank, number, model)
+    before = "auto averages with allreduce(): its first 5 steps are not over yet"
+    assert lines == [before] * (STEPS + 1) + ["auto averages with blockwise(): because"] * 2
 
 
-def test_other_hooks_have_no_choice() -> None:
-    def train(rank: int) -> tuple[str, str, str]:
-        stats = attach(_model(), hooks.allreduce()).stats()
-        return stats.choice, stats.reason, str(stats)
-
-    ((choice, reason, text), _) = run_ranks(train, 2)
-    assert (choice, reason) == ("", "")
-    assert text.startswith("0 steps on 2 ranks")
+@on_ranks(2)
+def test_other_hooks_have_no_choice(rank: int) -> None:
+    stats = attach(_model(), hooks.allreduce()).stats()
+    assert (stats.choice, stats.reason) == ("", "")
+    assert str(stats).startswith("0 steps on 2 ranks")
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -141,64 +147,44 @@ def test_one_rank_has_nothing_to_choose() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, POWERSGD], ids=["cast", "blockwise", "powersgd"])
+@on_ranks(2)
 def test_a_run_that_goes_on_takes_the_choice_of_its_state(
-    found: list[int], monkeypatch: pytest.MonkeyPatch, number: int
+    rank: int, found: list[int], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """With the same bits as a run that was not interrupted, and measures nothing."""
     _choose(monkeypatch, number)
-
-    def train(rank: int) -> tuple[Any, ...]:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
-        for step in range(STEPS + 3):
-            _step(rank, step, model)
-        state, weights = handle.state_dict(), copy.deepcopy(model.state_dict())
-        want = [_step(rank, step, model) for step in (100, 101)]
-        handle.remove()
-        other = _model()
-        other.load_state_dict(weights)
-        handle = attach(other, hooks.auto(0.05))
-        handle.load_state_dict(state)
-        monkeypatch.setattr(choosing, "choose_hook", None)  # an error, if it is called
-        stats = handle.stats()
-        got = [_step(rank, step, other) for step in (100, 101)]
-        return stats.choice, stats.reason, got, want
-
-    for choice, reason, got, want in run_ranks(train, 2):
-        assert choice == DEFAULT[number]
-        assert reason == "the loaded state has this choice"
-        for one, other in zip(got, want, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    model, handle = _chosen(rank, steps=STEPS + 3)
+    state, weights = handle.state_dict(), copy.deepcopy(model.state_dict())
+    want = [_step(rank, step, model) for step in (100, 101)]
+    handle.remove()
+    other, handle = _chosen(rank, steps=0)
+    other.load_state_dict(weights)
+    handle.load_state_dict(state)
+    monkeypatch.setattr(choosing, "choose_hook", None)  # an error, if it is called
+    stats = handle.stats()
+    got = [_step(rank, step, other) for step in (100, 101)]
+    assert (stats.choice, stats.reason) == (DEFAULT[number], "the loaded state has this choice")
+    assert different_paths(got, want) == []
 
 
-def test_a_state_of_error_feedback_is_loaded_before_the_choice(found: list[int]) -> None:
+@on_ranks(2)
+def test_a_state_of_error_feedback_is_loaded_before_the_choice(rank: int, found: list[int]) -> None:
     hook = "auto(max_error=1, hooks=[cast(), error_feedback(sign())])"
-
-    def train(rank: int) -> tuple[str, float, float]:
-        model = _model()
-        handle = attach(model, hook)
-        for step in range(STEPS + 3):
-            _step(rank, step, model)
-        state = handle.state_dict()
-        lost = state[f"rank{rank}"]["error"]["0.weight"].norm().item()
-        handle.remove()
-        model = _model()
-        other = attach(model, hook)
-        other.load_state_dict(state)
-        loaded = other.state_dict()[f"rank{rank}"]["error"]["0.weight"].norm().item()
-        return other.stats().choice, lost, loaded
-
-    for choice, lost, loaded in run_ranks(train, 2):
-        assert choice == "error_feedback(sign())"
-        assert lost == loaded > 0
+    _, handle = _chosen(rank, hook, STEPS + 3)
+    state = handle.state_dict()
+    handle.remove()
+    _kept, other = _chosen(rank, hook, 0)
+    other.load_state_dict(state)
+    lost, loaded = (
+        each[f"rank{rank}"]["error"]["0.weight"].norm() for each in (state, other.state_dict())
+    )
+    assert other.stats().choice == "error_feedback(sign())"
+    assert lost == loaded > 0
 
 
 def test_other_candidates_do_not_take_a_choice(found: list[int]) -> None:
     def train(rank: int) -> list[str]:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
-        for step in range(STEPS + 1):
-            _step(rank, step, model)
+        model, handle = _chosen(rank)
         state = handle.state_dict()
         handle.replace("auto(max_error=0.05, hooks=[cast(), sign()])")
         handle.load_state_dict(state)
@@ -215,38 +201,29 @@ def test_other_candidates_do_not_take_a_choice(found: list[int]) -> None:
 
 def test_a_choice_holds_for_another_number_of_ranks(found: list[int]) -> None:
     def states(rank: int) -> dict[str, Any]:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
-        for step in range(STEPS + 1):
-            _step(rank, step, model)
+        _kept, handle = _chosen(rank)
         return handle.state_dict()
 
     resharded = reshard_states(run_ranks(states, 2), 3)
 
     def go_on(rank: int) -> str:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
+        _kept, handle = _chosen(rank, steps=0)
         handle.load_state_dict(resharded[rank])
         return handle.stats().choice
 
     assert run_ranks(go_on, 3) == ["blockwise()"] * 3
 
 
-def test_ranks_that_load_other_choices_are_refused(found: list[int]) -> None:
-    def train(rank: int) -> str:
-        model = _model()
-        handle = attach(model, hooks.auto(0.05))
-        for step in range(STEPS + 1):
-            _step(rank, step, model)
-        state = handle.state_dict()
-        (kind,) = state["choices"]
-        if rank:
-            state["choices"][kind] = dict.fromkeys(state["choices"][kind], 1)
-        with pytest.raises(RuntimeError, match="the state's choices must be the same") as raised:
-            handle.load_state_dict(state)
-        return handle.stats().choice + type(raised.value).__name__
-
-    assert run_ranks(train, 2) == ["blockwise()RuntimeError"] * 2
+@on_ranks(2)
+def test_ranks_that_load_other_choices_are_refused(rank: int, found: list[int]) -> None:
+    _kept, handle = _chosen(rank)
+    state = handle.state_dict()
+    (kind,) = state["choices"]
+    if rank:
+        state["choices"][kind] = dict.fromkeys(state["choices"][kind], 1)
+    with pytest.raises(RuntimeError, match="the state's choices must be the same"):
+        handle.load_state_dict(state)
+    assert handle.stats().choice == "blockwise()"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -321,32 +298,27 @@ def test_refusals(make: Callable[[], Any], error: type[Exception], said: str) ->
 
 
 @pytest.mark.parametrize("place", ["hook", "shard_hook", "replace"])
-def test_sharded_models_refuse_it(place: str) -> None:
-    def refused(rank: int) -> str:
-        shape = (1, 2) if place == "hook" else (2, 1)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
-        model = fully_shard(_model(), mesh=mesh)
-        auto = hooks.auto(0.1)
-        with pytest.raises(TypeError) as raised:
-            if place == "hook":
-                attach(model, auto)
-            elif place == "shard_hook":
-                attach(model, hooks.allreduce(), shard_hook=auto)
-            else:
-                attach(model, hooks.allreduce()).replace(auto)
-        return str(raised.value)
-
-    for said in run_ranks(refused, 2):
-        assert "auto(max_error=0.1) chooses a hook on a model whose ranks have all of it" in said
+@on_ranks(2)
+def test_sharded_models_refuse_it(rank: int, place: str) -> None:
+    shape = (1, 2) if place == "hook" else (2, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(_model(), mesh=mesh)
+    auto = hooks.auto(0.1)
+    said = r"auto\(max_error=0.1\) chooses a hook on a model whose ranks have all of it"
+    with pytest.raises(TypeError, match=said):
+        if place == "hook":
+            attach(model, auto)
+        elif place == "shard_hook":
+            attach(model, hooks.allreduce(), shard_hook=auto)
+        else:
+            attach(model, hooks.allreduce()).replace(auto)
 
 
-def test_one_object_serves_two_models(found: list[int]) -> None:
-    def train(rank: int) -> list[str]:
-        auto = hooks.auto(0.05)
-        models = [_model(), _model()]
-        handles: list[HookHandle] = [attach(model, auto) for model in models]
-        for step in range(STEPS + 1):
-            _step(rank, step, models[0])
-        return [handle.stats().choice for handle in handles]
-
-    assert run_ranks(train, 2) == [["blockwise()", "allreduce()"]] * 2
+@on_ranks(2)
+def test_one_object_serves_two_models(rank: int, found: list[int]) -> None:
+    auto = hooks.auto(0.05)
+    first, chosen = _chosen(rank, auto, 0)
+    _second, other = _chosen(rank, auto, 0)
+    for step in range(STEPS + 1):
+        _step(rank, step, first)
+    assert [each.stats().choice for each in (chosen, other)] == ["blockwise()", "allreduce()"]

@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_training import (
-    MEAN,
-    ROADS,
-    attached,
-    farthest,
-    net,
-    parameters_of,
-    same,
-    train,
-)
+from local_training import MEAN, ROADS, Training, all_same, farthest, net, same
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives
 from torch_commhook.hooks import local_sgd
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
@@ -38,33 +31,26 @@ def resets(hook: str = TOPK, H: int = 1) -> local_sgd:  # noqa: N803
 
 def _exchanges(rank: int, road: str, hook: str) -> list[dict[str, Any]]:
     """Of each exchange the rank's parameters before and after it, and the anchor."""
-    model, handle = attached(resets(hook), road)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = Training(rank, resets(hook), road)
     found = []
-    for step in range(5):
+    for _ in range(5):
         before: list[Tensor] = []
-        taken = optimizer.register_step_post_hook(
-            lambda *_, kept=before: kept.extend(parameters_of(model))
+        taken = run.optimizer.register_step_post_hook(
+            lambda *_, kept=before: kept.extend(run.parameters)
         )
         # Called before ours, which is for all optimizers.
-        train(model, optimizer, rank, range(step, step + 1))
+        run.train()
         taken.remove()
-        state = handle.state_dict()
+        error = run.handle.state_dict()[f"rank{rank}"]["error"]
         found.append(
-            {
-                "before": before,
-                "after": parameters_of(model),
-                "anchor": state["shared"]["local_sgd_anchor"],
-                "error": state[f"rank{rank}"]["error"],
-            }
+            {"before": before, "after": run.parameters, "anchor": run.anchors, "error": error}
         )
-    handle.synchronize()
-    together = parameters_of(model)
-    steps = handle.stats().steps
-    handle.synchronize()
-    assert handle.stats().steps == steps and same(together, parameters_of(model))
-    train(model, optimizer, rank, range(5, 6))  # goes on from there
-    handle.remove()
+    run.handle.synchronize()
+    together, steps = run.parameters, run.exchanges
+    run.handle.synchronize()
+    assert run.exchanges == steps and same(together, run.parameters)
+    run.train()  # goes on from there
+    run.handle.remove()
     found.append({"before": found[-1]["after"], "after": together})
     return found
 
@@ -79,10 +65,10 @@ def _exchanges(rank: int, road: str, hook: str) -> list[dict[str, Any]]:
         f"after(2, {TOPK}, before=error_feedback(blockwise(bits=4)))",
     ],
 )
-def test_error_reset_keeps_the_mean(two_ranks: RankPool, road: str, hook: str) -> None:
+def test_error_reset_keeps_the_mean(road: str, hook: str) -> None:
     """Ranks go on from the anchor less what they have not sent; an exchange loses nothing."""
     names = [name for name, _ in net().named_parameters()]
-    for one, other in zip(*two_ranks.run(_exchanges, road, hook), strict=True):
+    for one, other in zip(*run_ranks(_exchanges, 2, road, hook), strict=True):
         for key in ("before", "after"):
             assert len(one[key]) == len(names)
         means = [
@@ -136,23 +122,18 @@ def test_a_failed_exchange_keeps_the_mean(two_ranks: RankPool, hook: str) -> Non
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def _loaded_meanwhile(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    model, handle = attached(resets())
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 3)
-    loaded = {name: torch.full_like(p, 0.5) for name, p in model.state_dict().items()}
-    model.load_state_dict(loaded)
-    handle.synchronize()  # nothing is apart
-    first = parameters_of(model)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.0), rank, range(3, 5))
-    handle.synchronize()
-    handle.remove()
-    return first, parameters_of(model)
-
-
-def test_what_is_loaded_has_nothing_unsent(two_ranks: RankPool) -> None:
-    for first, last in two_ranks.run(_loaded_meanwhile):
-        assert all((p == 0.5).all() for p in first)
-        assert all((p == 0.5).all() for p in last)
+@on_ranks(2)
+def test_what_is_loaded_has_nothing_unsent(rank: int) -> None:
+    run = Training(rank, resets())
+    run.train(3)
+    loaded = {name: torch.full_like(p, 0.5) for name, p in run.model.state_dict().items()}
+    run.model.load_state_dict(loaded)
+    run.handle.synchronize()  # nothing is apart
+    assert all((p == 0.5).all() for p in run.parameters)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    run.train(2)
+    run.end()
+    assert all((p == 0.5).all() for p in run.parameters)
 
 
 def _least_squares(rank: int, hook: local_sgd, steps: int) -> float:
@@ -175,11 +156,10 @@ def _least_squares(rank: int, hook: local_sgd, steps: int) -> float:
     return float((model.weight.detach()[0] - solution).norm() / solution.norm())
 
 
-def test_error_reset_is_nearer_than_feedback_alone(two_ranks: RankPool) -> None:
+def test_error_reset_is_nearer_than_feedback_alone() -> None:
     """With few of the values sent in each step."""
-    hook = "error_feedback(topk(0.05))"
-    late = two_ranks.run(_least_squares, local_sgd(1, outer=MEAN, hook=parse_hook(hook)), 60)
-    reset = two_ranks.run(_least_squares, resets(hook), 60)
+    late = run_ranks(_least_squares, 2, local_sgd(1, outer=MEAN, hook=parse_hook(TOPK)), 60)
+    reset = run_ranks(_least_squares, 2, resets(), 60)
     assert reset == pytest.approx([reset[0]] * 2, rel=1e-5)
     assert reset[0] < 0.7 * late[0]
 
@@ -202,24 +182,16 @@ def test_wrong_arguments() -> None:
         resets("policy()")
 
 
-def _one_rank_of_all_loaded(rank: int) -> list[Tensor]:
-    model, handle = attached(resets(), "module")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, range(3))
+@on_ranks(2)
+def test_all_ranks_move_their_anchors_where_one_finds_its_own_parameters(rank: int) -> None:
+    run = Training(rank, resets())
+    run.train(3)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in run.model.parameters():
             loaded = parameter.clone()
             dist.broadcast(loaded, 0)
             parameter.copy_(loaded)
-    train(model, optimizer, rank, range(3, 6))
-    handle.synchronize()
-    anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
-    handle.remove()
-    return [*parameters_of(model), *anchors.values()]
-
-
-def test_all_ranks_move_their_anchors_where_one_finds_its_own_parameters(
-    two_ranks: RankPool,
-) -> None:
-    first, second = two_ranks.run(_one_rank_of_all_loaded)
-    assert same(first, second)
+    run.train(3)
+    run.handle.synchronize()
+    assert all_same(of_all_ranks([*run.parameters, *run.anchors.values()]))
+    run.handle.remove()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from nested_values import different_paths
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
 from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
 from torch import Tensor, nn
@@ -71,7 +71,8 @@ def test_each_rank_goes_on_from_one_file(
 FEEDBACK = "error_feedback(blockwise(bits=4))"
 
 
-def _in_one(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+@on_ranks(2)
+def test_what_one_state_has(rank: int) -> None:
     run = Run(FEEDBACK, False)
     run.steps(rank, range(2))
     own, gathered = run.handle.state_dict(), run.handle.state_dict(gather=True)
@@ -79,67 +80,50 @@ def _in_one(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     run.steps(rank, range(2, 3))
     assert different_paths(gathered, before) == []  # in memory of its own
     run.handle.remove()
-    return own, gathered
-
-
-def test_what_one_state_has(two_ranks: RankPool) -> None:
-    (first, gathered), (second, others) = two_ranks.run(_in_one)
-    assert different_paths(gathered, others) == []
-    assert list(gathered) == list(others)
-    for rank, own in enumerate((first, second)):
-        assert different_paths(gathered[f"rank{rank}"], own[f"rank{rank}"]) == []
+    every = of_all_ranks(gathered)
+    for others in every:
+        assert different_paths(gathered, others) == []
+        assert list(gathered) == list(others)
+    states = of_all_ranks(own)
+    for number, state in enumerate(states):
+        assert different_paths(gathered[f"rank{number}"], state[f"rank{number}"]) == []
     rest, own_rest = (
         {key: value for key, value in state.items() if not key.startswith("rank")}
-        for state in (gathered, first)
+        for state in (gathered, own)
     )
     assert different_paths(rest, own_rest) == []
-    expected = reshard_states([first, second], 3)
-    for states in (gathered, [gathered] * 2):
-        assert different_paths(reshard_states(states, 3), expected) == []
+    expected = reshard_states(states, 3)
+    for given in (gathered, every):
+        assert different_paths(reshard_states(given, 3), expected) == []
 
 
-def _fails(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_state_that_cannot_be_gathered(rank: int) -> None:
     run = Run(FEEDBACK, False)
     run.steps(rank, range(1))
     memory = run.handle._attached.memory
-    state_dict, raised = memory.state_dict, []
+    state_dict = memory.state_dict
     if rank == 1:
         memory.state_dict = lambda: 1 / 0
-    try:
+    message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
+    error, message = (ZeroDivisionError, "division by zero") if rank else (RuntimeError, message)
+    with pytest.raises(error, match=f"^{message}"):
         run.handle.state_dict(gather=True)
-    except Exception as error:
-        raised.append(f"{type(error).__name__}: {error}")
     memory.state_dict = state_dict
     memory._seen_steps += rank
-    try:
+    message = "the ranks' 'steps' must be the same for one state of all ranks, got 1 and"
+    with pytest.raises(Exception, match=message):
         run.handle.state_dict(gather=True)
-    except Exception as error:
-        raised.append(f"{type(error).__name__}: {error}")
     run.handle.remove()
-    return raised
 
 
-def test_a_state_that_cannot_be_gathered(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_fails)
-    message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
-    assert first[0] == f"RuntimeError: {message}"
-    assert second[0] == "ZeroDivisionError: division by zero"
-    for raised in (first[1], second[1]):
-        assert "the ranks' 'steps' must be the same for one state of all ranks, got 1 and" in raised
-
-
-def _over_an_unknown_group(rank: int) -> str:
+@on_ranks(2)
+def test_a_group_that_nobody_knows(rank: int) -> None:
     group = RecordingProcessGroup(dist.group.WORLD)  # which is not registered
     handle = attach(model_of(), hook_of(FEEDBACK), process_group=group)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"needs a process group that torch\.distributed knows"):
         handle.state_dict(gather=True)
     handle.remove()
-    return str(raised.value)
-
-
-def test_a_group_that_nobody_knows(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_over_an_unknown_group):
-        assert "needs a process group that torch.distributed knows" in message
 
 
 def _stateful(rank: int, folder: str) -> bool:

@@ -20,7 +20,25 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 WARM, REPLAYED = 3, 3
 
 
-@pytest.mark.parametrize("road", ["module", "ddp"])
+ROADS = pytest.mark.parametrize("road", ["module", "ddp"])
+
+
+def warm(road: str, hook: Any, **options: Any) -> Training:
+    """A training after its first steps."""
+    training = Training(road, hook, **options)
+    training.run(0, WARM, training.step)
+    return training
+
+
+def captured(training: Training, device: DeviceOnHost) -> GraphOnHost:
+    """A graph of a step."""
+    graph = GraphOnHost(device)
+    with graph.capture(len(training.parameters)):
+        training.step()
+    return graph
+
+
+@ROADS
 @pytest.mark.parametrize("name", CAPTURED)
 def test_replays_do_what_eager_steps_do(
     device_on_host: DeviceOnHost,
@@ -30,12 +48,9 @@ def test_replays_do_what_eager_steps_do(
     eager = Training(road, CAPTURED[name]())
     eager.run(0, WARM + REPLAYED + 1, eager.step)
 
-    own = Training(road, CAPTURED[name]())
-    own.run(0, WARM, own.step)
-    graph = GraphOnHost(device_on_host)
+    own = warm(road, CAPTURED[name]())
     before = own.found()
-    with graph.capture(len(own.parameters)):
-        own.step()
+    graph = captured(own, device_on_host)
     assert all(map(torch.equal, own.found(), before))
     own.run(WARM, REPLAYED, graph.replay)
     own.run(WARM + REPLAYED, 1, own.step)  # and eager goes on
@@ -43,7 +58,7 @@ def test_replays_do_what_eager_steps_do(
     own.assert_ends_as(eager)
 
 
-@pytest.mark.parametrize("road", ["module", "ddp"])
+@ROADS
 def test_a_capture_that_fails_changes_nothing(
     device_on_host: DeviceOnHost,
     road: str,
@@ -51,11 +66,8 @@ def test_a_capture_that_fails_changes_nothing(
     """Replays of the graph before are counted as they were, and it can be captured anew."""
     eager = Training(road, CAPTURED["blockwise"]())
     eager.run(0, WARM + REPLAYED, eager.step)
-    own = Training(road, CAPTURED["blockwise"]())
-    own.run(0, WARM, own.step)
-    graph = GraphOnHost(device_on_host)
-    with graph.capture(len(own.parameters)):
-        own.step()
+    own = warm(road, CAPTURED["blockwise"]())
+    graph = captured(own, device_on_host)
     codec = own.handle.hook.hook.codec
     encode, calls = codec.encode, []
 
@@ -67,19 +79,14 @@ def test_a_capture_that_fails_changes_nothing(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(codec), "encode", fails)
-        with (
-            pytest.raises(ValueError, match="boo"),
-            GraphOnHost(device_on_host).capture(len(own.parameters)),
-        ):
-            own.step()
+        with pytest.raises(ValueError, match="boo"):
+            captured(own, device_on_host)
     own.run(WARM, REPLAYED, graph.replay)
     counted = own.handle.stats()
     assert counted.steps == WARM + REPLAYED
     sizes = [each.numel for each in counted.buckets]
     assert sizes == [each.numel for each in eager.handle.stats().buckets]
-    again = GraphOnHost(device_on_host)
-    with again.capture(len(own.parameters)):
-        own.step()
+    again = captured(own, device_on_host)
     own.run(WARM + REPLAYED, REPLAYED, again.replay)
     eager.run(WARM + REPLAYED, REPLAYED, eager.step)
     own.assert_ends_as(eager)
@@ -88,13 +95,11 @@ def test_a_capture_that_fails_changes_nothing(
 @pytest.mark.parametrize("name", ["blockwise", "powersgd"])
 def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:
     """A graph would measure them in each step, and not in each hundredth."""
-    own = Training("module", CAPTURED[name]())
-    own.run(0, WARM, own.step)
+    own = warm("module", CAPTURED[name]())
     meters = [memory.meter for memory in own.handle._attached.memory.bucket_memories()]
     calls = [meter._calls for meter in meters]
     assert any(calls)
-    with GraphOnHost(device_on_host).capture(len(own.parameters)):
-        own.step()
+    captured(own, device_on_host)
     assert [meter._calls for meter in meters] == calls
     own.handle.remove()
 
@@ -118,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("road", ["module", "ddp"])
+@ROADS
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_changes_on_the_host_is_refused(
     device_on_host: DeviceOnHost,
@@ -126,11 +131,9 @@ def test_what_changes_on_the_host_is_refused(
     road: str,
 ) -> None:
     make, options, said = REFUSED[name]
-    own = Training(road, make(), **options)
-    own.run(0, WARM, own.step)
-    graph = GraphOnHost(device_on_host)
-    with pytest.raises(RuntimeError, match=said), graph.capture(len(own.parameters)):
-        own.step()
+    own = warm(road, make(), **options)
+    with pytest.raises(RuntimeError, match=said):
+        captured(own, device_on_host)
     own.run(WARM, 1, own.step)
     own.handle.remove()
 
@@ -138,26 +141,19 @@ def test_what_changes_on_the_host_is_refused(
 def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:
     """After it buckets are formed anew."""
     own = Training("module", hooks.allreduce())
-    graph = GraphOnHost(device_on_host)
-    with (
-        pytest.raises(RuntimeError, match="run a few steps before the capture"),
-        graph.capture(len(own.parameters)),
-    ):
-        own.step()
+    with pytest.raises(RuntimeError, match="run a few steps before the capture"):
+        captured(own, device_on_host)
     own.handle.remove()
 
 
-@pytest.mark.parametrize("road", ["module", "ddp"])
+@ROADS
 def test_a_graph_does_not_outlive_what_it_captured(
     device_on_host: DeviceOnHost,
     road: str,
 ) -> None:
     """A loaded state lies in other tensors, which the graph knows nothing of."""
-    own = Training(road, hooks.error_feedback(hooks.randomk(0.5)))
-    own.run(0, WARM, own.step)
-    graph = GraphOnHost(device_on_host)
-    with graph.capture(len(own.parameters)):
-        own.step()
+    own = warm(road, hooks.error_feedback(hooks.randomk(0.5)))
+    graph = captured(own, device_on_host)
     own.run(WARM, 2, graph.replay)
     state = own.handle.state_dict()
     assert state["steps"] == WARM + 2
@@ -166,9 +162,7 @@ def test_a_graph_does_not_outlive_what_it_captured(
     own.run(0, 1, own.step)
     assert own.handle.state_dict()["steps"] == WARM + 3
     assert own.handle.stats().steps == WARM + 3
-    again = GraphOnHost(device_on_host)
-    with again.capture(len(own.parameters)):
-        own.step()
+    again = captured(own, device_on_host)
     own.run(1, 2, again.replay)
     assert own.handle.state_dict()["steps"] == own.handle.stats().steps == WARM + 5
 
@@ -185,8 +179,7 @@ def test_a_graph_does_not_outlive_what_it_captured(
 @pytest.mark.parametrize("name", ["blockwise", "stochastic", "powersgd"])
 def test_what_a_graph_writes_stays(device_on_host: DeviceOnHost, name: str) -> None:
     """A replay after a load would otherwise write to memory that others may have by then."""
-    own = Training("module", CAPTURED[name]())
-    own.run(0, WARM, own.step)
+    own = warm("module", CAPTURED[name]())
     memories = own.handle._attached.memory.bucket_memories()
     written = [
         weakref.ref(tensor)
@@ -194,8 +187,7 @@ def test_what_a_graph_writes_stays(device_on_host: DeviceOnHost, name: str) -> N
         for tensor in (*memory.tensors.values(), *memory.roundings.values())
     ]
     assert written
-    with GraphOnHost(device_on_host).capture(len(own.parameters)):
-        own.step()
+    captured(own, device_on_host)
     del memories
     own.handle.load_state_dict(own.handle.state_dict())
     own.run(0, 1, own.step)
@@ -214,7 +206,7 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("road", ["module", "ddp"])
+@ROADS
 @pytest.mark.parametrize("name", EAGER)
 def test_no_step_waits_for_the_device(
     device_on_host: DeviceOnHost,

@@ -1,4 +1,4 @@
-"""Training goes on from a hook's state, bit for bit."""
+"""A hook's state: training goes on from it, in other buckets, on other ranks, or it is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
 from rank_pool import RankPool
-from state_training import attached, net, train
+from state_training import attached, in_rows, mean_error, net, train
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, hooks
+from torch_commhook import attach, hooks, reshard_states
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.testing import run_ranks
 
+INT4 = "error_feedback(blockwise(bits=4))"
 HOOKS = [
     "error_feedback(blockwise(bits=4))",
     "blockwise(rounding='stochastic', seed=5)",
@@ -35,6 +42,9 @@ HOOKS = [
 ]
 
 
+# ---- going on ------------------------------------------------------------------------------------
+
+
 def saved_and_read(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
@@ -42,22 +52,32 @@ def saved_and_read(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def _trained(
+    rank: int, hook: str, steps: int, on_ddp: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model after some steps, and the state of its hook."""
+    model, handle = attached(net(), hook, on_ddp)
+    train(model, rank, range(steps))
+    state = handle.state_dict()
+    handle.remove()
+    return model, state
+
+
+def _is_same(a: nn.Module, b: nn.Module) -> bool:
+    return all(map(torch.equal, a.parameters(), b.parameters()))
+
+
 def _resume(rank: int, hook: str, on_ddp: bool, stop: int) -> bool:
-    straight, handle = attached(net(), hook, on_ddp)
-    train(straight, rank, range(6))
-    handle.remove()
-    first, handle = attached(net(), hook, on_ddp)
-    train(first, rank, range(stop))
-    saved = saved_and_read({"model": first.state_dict(), "hook": handle.state_dict()})
-    handle.remove()
+    straight, _ = _trained(rank, hook, 6, on_ddp)
+    first, state = _trained(rank, hook, stop, on_ddp)
+    saved = saved_and_read({"model": first.state_dict(), "hook": state})
     second, handle = attached(net(), hook, on_ddp)
     second.load_state_dict(saved["model"])
     handle.load_state_dict(saved["hook"])
     train(second, rank, range(stop, 6))
     assert handle.state_dict()["steps"] == 6
     handle.remove()
-    pairs = zip(straight.parameters(), second.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return _is_same(straight, second)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -69,37 +89,244 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert two_ranks.run(_resume, hook, on_ddp, stop) == [True, True]
 
 
-def _forgotten(rank: int) -> bool:
-    """The same without the hook's state, which must show."""
-    hook = "error_feedback(blockwise(bits=4))"
-    straight, handle = attached(net(), hook, False)
-    train(straight, rank, range(4))
-    handle.remove()
-    first, handle = attached(net(), hook, False)
-    train(first, rank, range(2))
-    handle.remove()
-    handle = attach(first, hooks.error_feedback(hooks.blockwise(bits=4)), bucket_cap_mb=0.02)
+@on_ranks(2)
+def test_without_its_state_it_would_show(rank: int) -> None:
+    straight, _ = _trained(rank, INT4, 4)
+    first, _ = _trained(rank, INT4, 2)
+    handle = attach(first, parse_hook(INT4), bucket_cap_mb=0.02)
     train(first, rank, range(2, 4))
     handle.remove()
-    pairs = zip(straight.parameters(), first.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    assert not _is_same(straight, first)
 
 
-def test_without_its_state_it_would_show(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_forgotten) == [False, False]
-
-
-def _replaced(rank: int) -> bool:
-    """Another hook in its place begins with nothing."""
-    model, handle = attached(net(), "error_feedback(blockwise(bits=4))", False)
+@on_ranks(2)
+def test_a_hook_in_anothers_place_remembers_nothing(rank: int) -> None:
+    model, handle = attached(net(), INT4, False)
     train(model, rank, range(2))
     handle.replace(hooks.error_feedback(hooks.sign()))
     assert handle.state_dict()["steps"] == 0
     train(model, rank, range(2, 3))
     assert handle.state_dict()["steps"] == 1
     handle.remove()
-    return True
 
 
-def test_a_hook_in_anothers_place_remembers_nothing(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_replaced) == [True, True]
+# ---- in other buckets ----------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_other_buckets_take_over_what_is_remembered(rank: int) -> None:
+    """Nothing of it is lost."""
+    model, state = _trained(rank, INT4, 3)
+    other = attach(model, parse_hook(INT4), bucket_cap_mb=1)
+    names = [name for bucket in state["buckets"] for name in bucket]
+    other.load_state_dict({**state, "buckets": [names]})  # one bucket, with other shards
+    moved = other.state_dict()
+    other.remove()
+    torch.testing.assert_close(mean_error(moved, rank), mean_error(state, rank))
+    assert moved["buckets"] == [names]
+
+
+@on_ranks(2)
+def test_buckets_of_another_form(rank: int) -> None:
+    first, state = _trained(rank, INT4, 3)
+    second = net()
+    second.load_state_dict(first.state_dict())
+    other = DDP(second)
+    handle = attach(other, parse_hook(INT4))
+    handle.load_state_dict(state)
+    train(other, rank, range(3, 4))
+    before, after = mean_error(state, rank), mean_error(handle.state_dict(), rank)
+    handle.remove()
+    # A step has changed it, but not by more than that step's own gradients.
+    assert 0 < float((before - after).norm() / after.norm()) < 2
+
+
+@on_ranks(2)
+def test_a_state_of_other_dtypes(rank: int) -> None:
+    """Its buckets held what may not share one here, and would have been rounded to bfloat16."""
+    hook = "after(3, error_feedback(blockwise(bits=4)))"
+    first = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    handle = attach(first, parse_hook(hook))
+    first(torch.ones(2, 64)).sum().backward()
+    state = handle.state_dict()
+    handle.remove()
+    other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).to(torch.bfloat16))
+    handle = attach(other, parse_hook(hook))
+    handle.load_state_dict(state)
+    generator = torch.Generator().manual_seed(rank)
+    wanted, losses = [], []
+    for parameter in other.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        losses.append((parameter * gradient).sum().float())
+        wanted.append(gradient / 2)
+        dist.all_reduce(wanted[-1])
+    sum(losses).backward()  # type: ignore[union-attr]
+    handle.remove()
+    for parameter, mean in zip(other.parameters(), wanted, strict=True):
+        if parameter.dtype == torch.float32:
+            assert (parameter.grad - mean).abs().max() < 1e-6  # type: ignore[operator]
+
+
+# ---- of another number of ranks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_another_number_of_ranks(world_size: int) -> None:
+    states = [state for _, state in run_ranks(_trained, 2, INT4, 3)]
+    others = reshard_states(states, world_size)
+    assert len(others) == world_size
+
+    def left(of: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """What they have yet to send, as the mean over the ranks."""
+        total: dict[str, Tensor] = {}
+        for rank, state in enumerate(of):
+            own = state[f"rank{rank}"]
+            for name, error in own.get("error", {}).items():
+                second = in_rows(own.get("shard_error", {}).get(name), error)
+                total[name] = total.get(name, 0) + error.reshape(-1) / len(of) + second
+        return total
+
+    before, after = left(states), left(others)
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name])
+    for rank, state in enumerate(others):
+        assert state["world_size"] == world_size
+        assert [key for key in state if key.startswith("rank")] == [f"rank{rank}"]
+
+
+@pytest.mark.parametrize(
+    ("states", "world_size", "error", "message"),
+    [
+        ([], 1, ValueError, "must hold at least one"),
+        ([{}], 1, ValueError, r"states\[0\] must be that of rank 0"),
+        ([{"rank0": {}}], 1, ValueError, r"states\[0\] must be that of rank 0"),
+        ([{"rank0": {}, "world_size": 2, "steps": 1}], 1, ValueError, "must be of 1 ranks"),
+        ({"rank0": {}}, 1, TypeError, "states must be a list of states, got dict"),
+        ([{}], 0, ValueError, "world_size must be from 1 to 1048576, got 0"),
+        ([{}], 2**70, ValueError, "world_size must be from 1 to"),
+        ([{}], 2.0, TypeError, "world_size must be an int, got float"),
+        ([{}], True, TypeError, "world_size must be an int, got bool"),
+        (
+            [{"rank0": 3, "world_size": 1, "steps": 1}],
+            2,
+            ValueError,
+            "must be tensors by kind and parameter",
+        ),
+        ([{"rank0": {"error": 3}, "world_size": 1, "steps": 1}], 2, ValueError, "by kind"),
+    ],
+)
+def test_states_that_cannot_be_of_other_ranks(
+    states: Any, world_size: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"reshard_states: .*{message}"):
+        reshard_states(states, world_size)
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_states_that_do_not_fit(rank: int) -> None:
+    model, handle = attached(net(), INT4, False)
+    train(model, rank, range(1))
+    state = handle.state_dict()
+    before = state[f"rank{rank}"]["error"]["0.weight"].clone()
+    name = "0.weight"
+
+    def own(kind: str, value: Tensor) -> dict[str, Any]:
+        return {f"rank{rank}": {**state[f"rank{rank}"], kind: {name: value}}}
+
+    for change, message in [
+        ({"version": 7}, "version 7"),
+        ({"world_size": 3}, "must be of 2 ranks, got one of 3"),
+        ({f"rank{rank}": None}, f"must be that of rank {rank}"),
+        ({f"rank{rank}": {"error": {"gone": torch.zeros(1)}}}, "parameter 'gone'"),
+        ({f"rank{rank}": {"error": {name: torch.zeros(1)}}}, r"must be of shape .*, got \[1\]"),
+        (
+            {f"rank{rank}": {"error": {name: torch.zeros(3, 3, 3, 48)}}},
+            r"must be of shape \[48, 3, 3, 3\], got \[3, 3, 3, 48\]",
+        ),
+        ({"steps": -1}, "its steps must be a number of steps, got -1"),
+        ({"steps": True}, "its steps must be a number of steps, got True"),
+        ({f"rank{rank}": {"error": {name: 3}}}, "must be a tensor"),
+        ({f"rank{rank}": {"error": 3}}, "'error' must be a dict by parameter, got int"),
+        ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
+        ({"buckets": None}, "buckets must be of type list"),
+        ({"buckets": [[]]}, "buckets must be lists of the model's parameters"),
+        ({"version": torch.ones(2)}, "must come from HookHandle.state_dict"),
+        ({"world_size": torch.ones(2)}, "must be of 2 ranks"),
+        ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
+        ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
+        ({"steps": 1 << 70}, "its steps must be a number of steps"),
+        (own("error", torch.full((48, 3, 3, 3), torch.nan)), "must hold finite numbers"),
+        (
+            own("error", torch.full((48, 3, 3, 3), 1e300, dtype=torch.float64)),
+            "must hold finite numbers",
+        ),
+        (own("error", torch.zeros(48, 3, 3, 3, device="meta")), "must be a dense tensor"),
+        (own("error", torch.zeros(48, 3, 3, 3, dtype=torch.int64)), "must be a dense tensor"),
+        (own("error", torch.zeros(48 * 27)), r"must be of shape \[48, 3, 3, 3\]"),
+        (own("shard_error", torch.zeros(48, 3, 3, 3)), r"must be of shape \[1296\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            handle.load_state_dict({**state, **change})
+    with pytest.raises(ValueError, match=r"must come from HookHandle\.state_dict"):
+        handle.load_state_dict([])  # type: ignore[arg-type]
+    assert torch.equal(handle.state_dict()[f"rank{rank}"]["error"]["0.weight"], before)
+    handle.remove()
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_change_nothing(rank: int) -> None:
+    model, handle = attached(net(), "error_feedback(blockwise())", False)
+    train(model, rank, range(1))
+    state = handle.state_dict()
+    other = parse_hook("blockwise()") if rank else 3
+    for attempt, of_first, of_second in (
+        (
+            lambda: handle.load_state_dict({**state, "steps": 1 + rank}),
+            "RuntimeError: HookHandle.load_state_dict: the state's steps must be the same on all "
+            "ranks: this one has 1, rank 1 has 2",
+            "RuntimeError: HookHandle.load_state_dict: the state's steps must be the same",
+        ),
+        (
+            lambda: handle.load_state_dict({**state, "version": 1 + rank}),
+            "RuntimeError: HookHandle.load_state_dict: it failed on rank 1: ",
+            "ValueError: load_state_dict: the state must come from",
+        ),
+        (
+            lambda: handle.replace(parse_hook(f"blockwise(bits={4 + 4 * rank})")),
+            "RuntimeError: HookHandle.replace: the hook must be the same",
+            "RuntimeError: HookHandle.replace: the hook must be the same",
+        ),
+        (
+            lambda: handle.replace(other),
+            "TypeError",
+            "RuntimeError: HookHandle.replace: it failed on rank 0: TypeError",
+        ),
+    ):
+        with pytest.raises(Exception) as raised:
+            attempt()
+        said = f"{type(raised.value).__name__}: {raised.value}"
+        assert said.startswith(of_second if rank else of_first)
+    assert repr(handle.hook) == "error_feedback(blockwise())"
+    train(model, rank, range(1, 2))
+    handle.remove()
+
+
+@on_ranks(2)
+def test_the_state_of_another_hook(rank: int) -> None:
+    _, error = _trained(rank, "error_feedback(topk(0.1))", 2)
+    _, first = attached(net(), "local_sgd(2)", False)
+    apart = first.state_dict()
+    first.remove()
+    _, handle = attached(net(), "error_feedback(sign())", False)
+    with pytest.raises(ValueError, match="'local_sgd_parameter', which the attached hook"):
+        handle.load_state_dict(apart)
+    handle.load_state_dict(error)  # of a hook that remembers as much
+    handle.remove()
+    _, handle = attached(net(), "allreduce()", False)
+    with pytest.raises(ValueError, match="'error', which the attached hook"):
+        handle.load_state_dict(error)
+    handle.remove()

@@ -9,7 +9,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError, RankPool
+from on_ranks import of_all_ranks, on_ranks
+from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
@@ -117,38 +118,34 @@ def test_gradients_are_the_mean(two_ranks: RankPool, way: str, name: str, option
     two_ranks.run(_train, way, name, torch.float32, options)
 
 
-def _registered_with_a_group(rank: int, state: str) -> bool:
+@pytest.mark.parametrize("state", ["group", "none"])
+@on_ranks(2)
+def test_a_state_that_is_a_group_is_averaged_over(rank: int, state: str) -> None:
     alone = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
     model = DDP(torch.nn.Linear(3, 2), process_group=alone)
     model.register_comm_hook(alone if state == "group" else None, hooks.allreduce())
     model(torch.full((1, 3), 1.0 + rank)).sum().backward()
     gradient = next(model.parameters()).grad
     assert gradient is not None
-    return bool((gradient == (1.0 + rank if state == "group" else 1.5)).all())
-
-
-@pytest.mark.parametrize("state", ["group", "none"])
-def test_a_state_that_is_a_group_is_averaged_over(two_ranks: RankPool, state: str) -> None:
-    assert two_ranks.run(_registered_with_a_group, state) == [True, True]
+    assert (gradient == (1.0 + rank if state == "group" else 1.5)).all()
 
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_of_other_dtypes(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
-    two_ranks.run(_train, "attach", name, dtype, {})
+@on_ranks(2)
+def test_parameters_of_other_dtypes(rank: int, name: str, dtype: torch.dtype) -> None:
+    _train(rank, "attach", name, dtype, {})
 
 
-def _all_reduce(rank: int) -> None:
+@on_ranks(2)
+def test_all_reduce_gives_the_tensor(rank: int) -> None:
     tensor = torch.full((3,), float(rank + 1))
     assert collectives.all_reduce(tensor).wait() is tensor
     assert tensor.tolist() == [3.0, 3.0, 3.0]
 
 
-def test_all_reduce_gives_the_tensor(two_ranks: RankPool) -> None:
-    two_ranks.run(_all_reduce)
-
-
-def _large_values(rank: int) -> torch.Tensor:
+@on_ranks(2)
+def test_scaling_comes_before_the_cast(rank: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     module = torch.nn.Module()
     module.weight = parameter
@@ -158,16 +155,13 @@ def _large_values(rank: int) -> torch.Tensor:
     attach(model, hooks.cast(torch.float16))
     model().backward()
     assert parameter.grad is not None
-    return parameter.grad
+    assert torch.allclose(parameter.grad, torch.full((4,), 5e4), rtol=2.0**-11)
 
 
-def test_scaling_comes_before_the_cast(two_ranks: RankPool) -> None:
-    for gradient in two_ranks.run(_large_values):
-        assert torch.allclose(gradient, torch.full((4,), 5e4), rtol=2.0**-11)
-
-
-def _accumulate(rank: int, options: dict) -> None:
-    model = DDP(_net(), bucket_cap_mb=0.01, **options)
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_no_sync_accumulates(rank: int, view: bool) -> None:
+    model = DDP(_net(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
     handle = attach(model, hooks.allreduce())
     with model.no_sync():
         model(_input(rank, 0)).square().sum().backward()
@@ -177,11 +171,6 @@ def _accumulate(rank: int, options: dict) -> None:
     for gradient, want in zip(_gradients(model), wants, strict=True):
         assert torch.allclose(gradient.double(), want, rtol=1e-4, atol=1e-5)
     assert handle.stats().steps == 1
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_no_sync_accumulates(two_ranks: RankPool, view: bool) -> None:
-    two_ranks.run(_accumulate, {"gradient_as_bucket_view": view})
 
 
 class Branches(torch.nn.Module):
@@ -207,38 +196,26 @@ def _unused(rank: int, own_hook: bool) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_unused_parameters_are_treated_as_by_ddp(two_ranks: RankPool) -> None:
-    ours, theirs = two_ranks.run(_unused, True)[1], two_ranks.run(_unused, False)[1]
+@on_ranks(2)
+def test_unused_parameters_are_treated_as_by_ddp(rank: int) -> None:
+    ours, theirs = _unused(rank, True), _unused(rank, False)
     assert ours[-1] is None and theirs[-1] is None
-    for mine, want in zip(ours[:-2], theirs[:-2], strict=True):
-        assert torch.equal(mine, want)
+    assert all(map(torch.equal, ours[:-2], theirs[:-2]))
 
 
-class UsedOnRank1(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = torch.nn.Linear(3, 3)
-        self.one = torch.nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.one(self.both(x)) if rank == 1 else self.both(x)
-
-
-def _used_elsewhere(rank: int) -> list[torch.dtype]:
-    model = DDP(UsedOnRank1(), find_unused_parameters=True)
+@on_ranks(2)
+def test_a_parameter_used_on_another_rank_keeps_its_dtype(rank: int) -> None:
+    model = DDP(Branches(), find_unused_parameters=True)
     attach(model, hooks.cast(torch.bfloat16))
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(2, 3), rank).sum().backward()
-    return [parameter.grad.dtype for parameter in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # the rest is unused
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 4
 
 
-def test_a_parameter_used_on_another_rank_keeps_its_dtype(two_ranks: RankPool) -> None:
-    for dtypes in two_ranks.run(_used_elsewhere):
-        assert dtypes == [torch.float32] * 4
-
-
-def _join(rank: int) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_uneven_inputs_with_join(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(3, 2), bucket_cap_mb=0.00001)
     attach(model, hooks.allreduce())
@@ -248,12 +225,8 @@ def _join(rank: int) -> list[torch.Tensor]:
             optimizer.zero_grad()
             model(torch.full((2, 3), float(step + rank))).sum().backward()
             optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_uneven_inputs_with_join(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_join)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    first, second = of_all_ranks([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, first, second))
 
 
 class InJoinError(Exception):
@@ -303,19 +276,22 @@ def test_errors_of_a_rank_that_has_run_out(two_ranks: RankPool, how: str, messag
         assert re.match(message, got), got
 
 
+SPARSE = {
+    "attach": hooks.allreduce,
+    "policy": lambda: hooks.policy([], hooks.allreduce()),
+    "register": hooks.allreduce,
+    "function": lambda: lambda state, bucket: bucket.buffer() / 2,
+    "cast": lambda: hooks.cast(torch.bfloat16),
+}
+
+
 def _sparse(rank: int, way: str) -> torch.Tensor:
     torch.manual_seed(0)
     model = DDP(torch.nn.Embedding(10, 3, sparse=True))
-    if way == "function":
-        attach(model, lambda state, bucket: bucket.buffer() / 2)
-    elif way == "attach":
-        attach(model, hooks.allreduce())
-    elif way == "policy":
-        attach(model, hooks.policy([], hooks.allreduce()))
-    elif way == "register":
-        model.register_comm_hook(None, hooks.allreduce())
+    if way == "register":
+        model.register_comm_hook(None, SPARSE[way]())
     else:
-        attach(model, hooks.cast(torch.bfloat16))
+        attach(model, SPARSE[way]())
     for _ in range(2):
         model.zero_grad()
         model(torch.tensor([1, 4 + rank])).sum().backward()
@@ -324,25 +300,23 @@ def _sparse(rank: int, way: str) -> torch.Tensor:
     return parameter.grad.to_dense()
 
 
-@pytest.mark.parametrize("way", ["attach", "policy", "register"])
-def test_sparse_gradients_are_averaged(two_ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("way", ["attach", "policy", "register", "function"])
+@on_ranks(2)
+def test_sparse_gradients_are_averaged(rank: int, way: str) -> None:
+    """A function of a user's own gets the rank's own gradient."""
     want = torch.zeros(10, 3)
     want[1], want[4], want[5] = 1, 0.5, 0.5
-    for gradient in two_ranks.run(_sparse, way):
-        assert torch.equal(gradient, want)
+    if way == "function":
+        want[[1, 4 + rank]], want[5 - rank] = 0.5, 0
+    assert torch.equal(_sparse(rank, way), want)
 
 
-def test_a_sparse_gradient_reaches_a_function(two_ranks: RankPool) -> None:
-    want = torch.zeros(10, 3)
-    want[[1, 4]] = 0.5
-    assert torch.equal(two_ranks.run(_sparse, "function")[0], want)
-
-
-def test_a_cast_refuses_sparse_gradients(two_ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_cast_refuses_sparse_gradients(rank: int) -> None:
     with pytest.raises(
-        RankError, match=r"cast\(bfloat16\) on bucket 0 of 1: .* allreduce\(\) takes"
+        TypeError, match=r"cast\(bfloat16\) on bucket 0 of 1: .* allreduce\(\) takes"
     ):
-        two_ranks.run(_sparse, "cast")
+        _sparse(rank, "cast")
 
 
 def _compiled(rank: int) -> float:

@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from hostile_states import GONE, changed, is_named, some_changes
+from nested_values import different_paths
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from remembering_hooks import WITH_ERROR_FEEDBACK
 from torch import nn
 
 from torch_commhook import HookHandle, attach, codecs, hooks, reshard_states
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 
@@ -58,12 +61,12 @@ def train(model: nn.Module, rank: int, steps: int) -> None:
         optimizer.step()
 
 
-def is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(is_same(first[k], second[k]) for k in first)
-    return bool(first == second)
+def begun(rank: int, hook: str) -> tuple[nn.Module, HookHandle, dict[str, Any]]:
+    """A model after three steps, and its hook's handle and state."""
+    model = net()
+    handle = attach(model, hook_of(hook, rank), bucket_cap_mb=0.001)
+    train(model, rank, 3)
+    return model, handle, handle.state_dict()
 
 
 def attempt(
@@ -84,16 +87,13 @@ def attempt(
     else:
         train(model, rank, 2)
         return "accepted", ""
-    if not is_same(before, handle.state_dict()):
+    if different_paths(before, handle.state_dict()):
         wrong += "; what the hook remembers has changed"
     return "refused", wrong
 
 
 def _fuzz(rank: int, hook: str, seed: int, count: int) -> list[str]:
-    model = net()
-    handle = attach(model, hook_of(hook, rank), bucket_cap_mb=0.001)
-    train(model, rank, 3)
-    good = handle.state_dict()
+    model, handle, good = begun(rank, hook)
     alike = {"own" if key == f"rank{rank}" else key: value for key, value in good.items()}
     plan = some_changes(alike, seed, count)
     wrong = []
@@ -112,30 +112,22 @@ def _fuzz(rank: int, hook: str, seed: int, count: int) -> list[str]:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hostile_state_is_refused_or_works(two_ranks: RankPool, hook: str) -> None:
     """A third of the states is hostile on one rank alone."""
-    for wrong in two_ranks.run(_fuzz, hook, HOOKS.index(hook), 20):
-        assert wrong == []
+    assert two_ranks.run(_fuzz, hook, HOOKS.index(hook), 20) == [[], []]
 
 
 ADAPTIVE, LOCAL, APART = HOOKS[-9], HOOKS[-5], HOOKS[-3]
 POWERSGD = "error_feedback(powersgd(rank=2))"
 
+BITS, ANCHOR = ("choices", "adaptive_bits", "0.weight"), ("shared", "local_sgd_anchor", "0.weight")
+ERROR = ("own", "error", "0.weight")
+
 #: Hook, entry, what becomes of it, and what is said; None where the state can be used.
 CASES: list[tuple[str, tuple[Any, ...], str, str | None]] = [
-    (
-        ADAPTIVE,
-        ("choices", "adaptive_bits", "0.weight"),
-        "scalar",
-        "one of 4, 8, got torch.Tensor",
-    ),
-    (
-        ADAPTIVE,
-        ("choices", "adaptive_bits", "0.weight"),
-        "numbers",
-        "one of 4, 8, got torch.Tensor",
-    ),
-    (ADAPTIVE, ("choices", "adaptive_bits", "0.weight"), "float", "must be one of 4, 8, got 8.0"),
-    (ADAPTIVE, ("choices", "adaptive_bits", "0.weight"), "endless", "got an int of 20001 bits"),
-    (ADAPTIVE, ("choices", "adaptive_bits", "0.weight"), "list", "must be one of 4, 8, got list"),
+    (ADAPTIVE, BITS, "scalar", "one of 4, 8, got torch.Tensor"),
+    (ADAPTIVE, BITS, "numbers", "one of 4, 8, got torch.Tensor"),
+    (ADAPTIVE, BITS, "float", "must be one of 4, 8, got 8.0"),
+    (ADAPTIVE, BITS, "endless", "got an int of 20001 bits"),
+    (ADAPTIVE, BITS, "list", "must be one of 4, 8, got list"),
     (ADAPTIVE, ("choices", "adaptive_bits"), "numbers", "its 'adaptive_bits' must be a dict by"),
     (ADAPTIVE, ("choices", "adaptive_bits"), "dict of tensors", "of parameter 3, which the model"),
     (ADAPTIVE, ("choices",), "numbers", "its choices must be of type dict, got torch.Tensor"),
@@ -146,32 +138,22 @@ CASES: list[tuple[str, tuple[Any, ...], str, str | None]] = [
     (ADAPTIVE, ("world_size",), "endless", "got one of an int of 20001 bits"),
     (ADAPTIVE, ("buckets", 0), "odd names", "lists of the model's parameters, got list in one"),
     (ADAPTIVE, ("buckets", 0, 0), "scalar", "the model's parameters, got torch.Tensor in one"),
-    (
-        ADAPTIVE,
-        ("buckets", 0, 0),
-        "str of its own",
-        "parameters, got hostile_states.Text in one",
-    ),
+    (ADAPTIVE, ("buckets", 0, 0), "str of its own", "parameters, got hostile_states.Text in one"),
     (ADAPTIVE, ("buckets", 0, 0), "long str", "lists of the model's parameters, got 'xxx"),
-    (ADAPTIVE, ("own", "error", "0.weight"), "float8_e5m2", None),
-    (ADAPTIVE, ("own", "error", "0.weight"), "requires grad", None),
-    (ADAPTIVE, ("own", "error", "0.weight"), "without memory", "must have its numbers in memory"),
-    (ADAPTIVE, ("own", "error", "0.weight"), "quantized", "must be a dense tensor of floating-po"),
+    (ADAPTIVE, ERROR, "float8_e5m2", None),
+    (ADAPTIVE, ERROR, "requires grad", None),
+    (ADAPTIVE, ERROR, "without memory", "must have its numbers in memory"),
+    (ADAPTIVE, ERROR, "quantized", "must be a dense tensor of floating-po"),
     (ADAPTIVE, ("own", "error"), "keys that are no names", "'error' of parameter tuple, which"),
     (POWERSGD, ("shared", "powersgd_q2", "0.weight"), "float8_e4m3fn", None),
     (POWERSGD, ("shared", "powersgd_q2", "0.weight"), "float64", None),
     (POWERSGD, ("shared", "powersgd_q2", "0.weight"), "list", "must be a tensor, got list"),
-    (LOCAL, ("shared", "local_sgd_anchor", "0.weight"), "float8_e4m3fn", None),
-    (LOCAL, ("shared", "local_sgd_anchor", "0.weight"), "float8_e8m0fnu", None),
-    (LOCAL, ("shared", "local_sgd_anchor", "0.weight"), "float16", None),
-    (
-        LOCAL,
-        ("shared", "local_sgd_anchor", "0.weight"),
-        "complex64",
-        "must be a dense tensor of f",
-    ),
-    (LOCAL, ("shared", "local_sgd_anchor", "0.weight"), "four-bit", "must be "),
-    (LOCAL, ("shared", "local_sgd_anchor", "0.weight"), GONE, "'local_sgd_anchor' lacks ['0.wei"),
+    (LOCAL, ANCHOR, "float8_e4m3fn", None),
+    (LOCAL, ANCHOR, "float8_e8m0fnu", None),
+    (LOCAL, ANCHOR, "float16", None),
+    (LOCAL, ANCHOR, "complex64", "must be a dense tensor of f"),
+    (LOCAL, ANCHOR, "four-bit", "must be "),
+    (LOCAL, ANCHOR, GONE, "'local_sgd_anchor' lacks ['0.wei"),
     (LOCAL, ("shared",), GONE, "its shared must be of type dict, got None"),
     (LOCAL, ("own", "local_sgd_parameter", "0.weight"), GONE, "must have parameter '0.weight' of"),
     (LOCAL, ("own", "local_sgd_parameter", "0.weight"), "float8_e5m2", None),
@@ -185,76 +167,52 @@ CASES: list[tuple[str, tuple[Any, ...], str, str | None]] = [
 ]
 
 
-def _case(rank: int, hook: str, path: tuple[Any, ...], change: str) -> tuple[str, str]:
-    model = net()
-    handle = attach(model, hook_of(hook, rank), bucket_cap_mb=0.001)
-    train(model, rank, 3)
-    state = handle.state_dict()
+@pytest.mark.parametrize(("hook", "path", "change", "message"), CASES)
+@on_ranks(2)
+def test_what_is_wrong_with_a_state_is_named(
+    rank: int, hook: str, path: tuple[Any, ...], change: str, message: str | None
+) -> None:
+    model, handle, state = begun(rank, hook)
     if path[0] == "own":
         path = (f"rank{rank}", *path[1:])
-    try:
-        handle.load_state_dict(changed(state, path, change))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", str(is_same(state, handle.state_dict()))
-    else:
+    wrong = changed(state, path, change)
+    if message is None:
+        handle.load_state_dict(wrong)
         train(model, rank, 2)
-        return "", "True"
-    finally:
-        handle.synchronize()
-        handle.remove()
-
-
-@pytest.mark.parametrize(("hook", "path", "change", "message"), CASES)
-def test_what_is_wrong_with_a_state_is_named(
-    two_ranks: RankPool, hook: str, path: tuple[Any, ...], change: str, message: str | None
-) -> None:
-    for said, is_as_before in two_ranks.run(_case, hook, path, change):
-        assert is_as_before == "True"
-        if message is None:
-            assert said == ""
-        else:
-            assert said.startswith("ValueError: load_state_dict: ") and message in said
-
-
-def _on_one_rank(rank: int, hook: str, path: tuple[Any, ...]) -> str:
-    model = net()
-    handle = attach(model, hook_of(hook, rank), bucket_cap_mb=0.001)
-    train(model, rank, 3)
-    state = handle.state_dict()
-    with pytest.raises(RuntimeError) as caught:
-        handle.load_state_dict(changed(state, path, GONE) if rank else state)
-    assert is_same(state, handle.state_dict())
+    else:
+        with pytest.raises(ValueError, match=f"^load_state_dict: .*{re.escape(message)}"):
+            handle.load_state_dict(wrong)
+        assert different_paths(state, handle.state_dict()) == []
+    handle.synchronize()
     handle.remove()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("path", "what"),
     [(("shared", "powersgd_q2", "0.weight"), "shared"), (("buckets", 0), "buckets")],
 )
-def test_ranks_load_factors_and_buckets_alike(
-    two_ranks: RankPool, path: tuple[Any, ...], what: str
-) -> None:
+@on_ranks(2)
+def test_ranks_load_factors_and_buckets_alike(rank: int, path: tuple[Any, ...], what: str) -> None:
     """Else they would add up what does not belong together."""
-    for said in two_ranks.run(_on_one_rank, POWERSGD, path):
-        assert f"the state's {what} must be the same on all ranks" in said
+    _, handle, state = begun(rank, POWERSGD)
+    with pytest.raises(RuntimeError, match=f"the state's {what} must be the same on all ranks"):
+        handle.load_state_dict(changed(state, path, GONE) if rank else state)
+    assert different_paths(state, handle.state_dict()) == []
+    handle.remove()
 
 
 # ---- states for other ranks ----------------------------------------------------------------------
 
 
 def _state(rank: int, hook: str) -> dict[str, Any]:
-    model = net()
-    handle = attach(model, hook_of(hook, rank), bucket_cap_mb=0.001)
-    train(model, rank, 3)
-    state = handle.state_dict()
+    _, handle, state = begun(rank, hook)
     handle.remove()
     return state
 
 
 @pytest.mark.parametrize("hook", [HOOKS[0], ADAPTIVE, POWERSGD, APART])
-def test_hostile_states_for_other_ranks(two_ranks: RankPool, hook: str) -> None:
-    states = two_ranks.run(_state, hook)
+def test_hostile_states_for_other_ranks(hook: str) -> None:
+    states = run_ranks(_state, 2, hook)
     wrong = []
     for number, (path, change) in enumerate(some_changes(states[1], 0, 60)):
         hostile = [states[0], changed(states[1], path, change)]
@@ -273,26 +231,18 @@ def test_hostile_states_for_other_ranks(two_ranks: RankPool, hook: str) -> None:
     assert wrong == []
 
 
+OTHERS_ERROR = ("rank1", "error", "0.weight")
+
 #: Hook, entry of the second rank's state, what becomes of it, and what is said.
 FOR_OTHERS = [
-    (HOOKS[0], ("rank1", "error", "0.weight"), "int64", "'error' of parameter '0.weight' must be"),
-    (HOOKS[0], ("rank1", "error", "0.weight"), "sparse", "'error' of parameter '0.weight' must be"),
-    (HOOKS[0], ("rank1", "error", "0.weight"), "meta", "'error' of parameter '0.weight' must be a"),
-    (HOOKS[0], ("rank1", "error", "0.weight"), "str", "'error' of parameter '0.weight'"),
+    (HOOKS[0], OTHERS_ERROR, "int64", "'error' of parameter '0.weight' must be"),
+    (HOOKS[0], OTHERS_ERROR, "sparse", "'error' of parameter '0.weight' must be"),
+    (HOOKS[0], OTHERS_ERROR, "meta", "'error' of parameter '0.weight' must be a"),
+    (HOOKS[0], OTHERS_ERROR, "str", "'error' of parameter '0.weight'"),
     (HOOKS[0], ("rank1", "error", "1.bias"), "transposed", "must be of shape [16], got [1, 16]"),
     (HOOKS[0], ("rank1", "shard_error", "1.bias"), "scalar", "'shard_error' of parameter '1.bi"),
-    (
-        HOOKS[0],
-        ("rank1", "error", "0.weight"),
-        GONE,
-        "must have 'error' of parameter '0.weight' b",
-    ),
-    (
-        HOOKS[0],
-        ("rank1",),
-        "keys that are no names",
-        "must be tensors by kind and parameter, got ",
-    ),
+    (HOOKS[0], OTHERS_ERROR, GONE, "must have 'error' of parameter '0.weight' b"),
+    (HOOKS[0], ("rank1",), "keys that are no names", "must be tensors by kind and parameter, got "),
     (HOOKS[0], ("steps",), "numbers", "steps, got one of 2 ranks after torch.Tensor"),
     (HOOKS[0], ("world_size",), "numbers", "got one of torch.Tensor ranks after 3"),
     (HOOKS[0], ("version",), "numbers", "states[1]: its version must be 1, got torch.Tensor"),
@@ -302,19 +252,14 @@ FOR_OTHERS = [
     (LOCAL, ("local_steps", "done"), "scalar", "states[1]: its local_steps must be a number of"),
     (LOCAL, ("local_steps", "is_open"), "true", "states[1]: its local_steps must be {"),
     (LOCAL, ("local_steps",), GONE, "states[1] must have local_steps where states[0] has"),
-    (
-        LOCAL,
-        ("rank1", "local_sgd_parameter", "0.bias"),
-        GONE,
-        "of the same parameters on all rank",
-    ),
+    (LOCAL, ("rank1", "local_sgd_parameter", "0.bias"), GONE, "of the same parameters on all rank"),
 ]
 
 
 @pytest.mark.parametrize(("hook", "path", "change", "message"), FOR_OTHERS)
 def test_what_is_wrong_with_a_state_for_other_ranks_is_named(
-    two_ranks: RankPool, hook: str, path: tuple[Any, ...], change: str, message: str
+    hook: str, path: tuple[Any, ...], change: str, message: str
 ) -> None:
-    first, second = two_ranks.run(_state, hook)
+    first, second = run_ranks(_state, 2, hook)
     with pytest.raises(ValueError, match=f"reshard_states: .*{re.escape(message)}"):
         reshard_states([first, changed(second, path, change)], 1)

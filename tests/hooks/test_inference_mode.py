@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from modes import Mode
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
 from torch import Tensor, nn
@@ -205,17 +206,14 @@ def test_a_backward_in_inference_mode(hook: str) -> None:
         check_same(run_ranks(_backward, 2, torch.inference_mode, hook, views), want)
 
 
-def _collective(rank: int) -> None:
+@on_ranks(2)
+def test_buffers_for_messages_made_in_inference_mode(rank: int) -> None:
     """Buffers for messages are for all calls."""
     buffers, error = MessageBuffers(), torch.zeros(100)
     with torch.inference_mode():
         compressed_all_reduce(torch.ones(100), codecs.sign(), buffers=buffers).wait()
     got = compressed_all_reduce(torch.ones(100), codecs.sign(), error=error, buffers=buffers)
     assert torch.equal(got.wait(), torch.full((100,), 2.0))
-
-
-def test_buffers_for_messages_made_in_inference_mode() -> None:
-    run_ranks(_collective, 2)
 
 
 def test_a_bucket_made_in_inference_mode() -> None:
@@ -246,16 +244,13 @@ def test_states_made_for_other_ranks_in_inference_mode() -> None:
                 assert not tensor.is_inference()
 
 
-def test_hooks_are_no_part_of_inference_mode() -> None:
+@on_ranks(1)
+def test_hooks_are_no_part_of_inference_mode(rank: int) -> None:
     """The mode is as it was when a call is over, and what was made is of no use to autograd."""
-
-    def on_rank(rank: int) -> None:
-        model = nn.Linear(3, 2)
-        with torch.inference_mode():
-            handle = attach(model, hooks.error_feedback(hooks.sign()))
-            assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-            state = handle.state_dict()
-        assert not any(t.requires_grad for t in state["rank0"]["error"].values())
-        handle.remove()
-
-    run_ranks(on_rank, 1)
+    model = nn.Linear(3, 2)
+    with torch.inference_mode():
+        handle = attach(model, hooks.error_feedback(hooks.sign()))
+        assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        state = handle.state_dict()
+    assert not any(t.requires_grad for t in state["rank0"]["error"].values())
+    handle.remove()

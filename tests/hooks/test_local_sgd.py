@@ -1,79 +1,72 @@
-"""What ``hooks.local_sgd`` computes: each rank's own steps, and an exchange after every H."""
+"""``hooks.local_sgd``: what it computes and sends, what counts as a step, what it refuses."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from layered_net import batch
 from local_training import (
     MEAN,
     ROADS,
+    Training,
     all_same,
     attached,
+    backward,
     farthest,
     net,
     parameters_of,
     same,
+    steps_done,
     train,
 )
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
+from streaming_reference import Streaming
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import optimizer as torch_optimizer
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
-from torch_commhook.testing import run_ranks
+from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.testing import run_ranks, simulate
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
+# ---- what it computes ----------------------------------------------------------------------------
 
-def _trained(rank: int, road: str, hook: Any, steps: int) -> list[Tensor]:
-    model, handle = attached(hook, road)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
-    handle.remove()
-    return parameters_of(model)
+
+def _trained(
+    rank: int, hook: Any, steps: int, road: str = "module", momentum: float = 0.0
+) -> list[Tensor]:
+    run = Training(rank, hook, road, momentum=momentum)
+    run.train(steps)
+    run.handle.remove()
+    return run.parameters
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_with_h_1_it_is_data_parallel_sgd(two_ranks: RankPool, road: str) -> None:
-    got = two_ranks.run(_trained, road, local_sgd(1, outer=MEAN), 5)
-    wanted = two_ranks.run(_trained, road, hooks.allreduce(), 5)
+def test_with_h_1_it_is_data_parallel_sgd(road: str) -> None:
+    got = run_ranks(_trained, 2, local_sgd(1, outer=MEAN), 5, road)
+    wanted = run_ranks(_trained, 2, hooks.allreduce(), 5, road)
     assert all_same(got)
     start = parameters_of(net())
     assert farthest(got[0], wanted[0]) < 2e-7 < 1e-3 < farthest(start, wanted[0])
 
 
-def _reference(H: int, outer: outer_sgd, steps: int, ranks: int = 2) -> list[Tensor]:  # noqa: N803
-    """Plain PyTorch, all ranks in one process."""
-    anchor = net()
-    outer_optimizer = torch.optim.SGD(
-        anchor.parameters(),
-        lr=outer.lr,
-        momentum=outer.momentum,
-        nesterov=outer.nesterov and outer.momentum > 0,
-    )
-    models = [copy.deepcopy(anchor) for _ in range(ranks)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.5) for m in models]
-    for step in range(steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train(model, optimizer, rank, range(step, step + 1))
-        if (step + 1) % H == 0:
-            every = zip(*(model.parameters() for model in models), strict=True)
-            for parameter, own in zip(anchor.parameters(), every, strict=True):
-                parameter.grad = parameter.detach() - torch.stack(list(own)).mean(0)
-            outer_optimizer.step()
-            for model in models:
-                model.load_state_dict(anchor.state_dict())
-    return parameters_of(models[0])
-
-
-def _with_inner_momentum(rank: int, hook: Any, steps: int, road: str) -> list[Tensor]:
-    model, handle = attached(hook, road)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    train(model, optimizer, rank, steps)
-    handle.remove()
-    return parameters_of(model)
+def _reference(outer: outer_sgd) -> list[Tensor]:
+    reference = Streaming(2, 3, fragments=1, delay=0, mix=0.0, outer=outer)
+    for _ in range(9):
+        reference.step()
+    return parameters_of(reference.models[0])
 
 
 @pytest.mark.parametrize(
@@ -82,82 +75,413 @@ def _with_inner_momentum(rank: int, hook: Any, steps: int, road: str) -> list[Te
     ids=["nesterov", "momentum", "plain"],
 )
 def test_it_moves_as_plain_pytorch_does(two_ranks: RankPool, outer: outer_sgd) -> None:
-    got = two_ranks.run(_with_inner_momentum, local_sgd(3, outer=outer), 9, "module")
+    got = two_ranks.run(_trained, local_sgd(3, outer=outer), 9, "module", 0.5)
     assert all_same(got)
-    wanted = _reference(3, outer, 9)
+    wanted = _reference(outer)
     assert farthest(got[0], wanted) < 1e-6
-    assert farthest(wanted, _reference(3, MEAN, 9)) > 1e-4
-
-
-def _between_exchanges(rank: int, road: str) -> list[Any]:
-    model, handle = attached(local_sgd(2), road)
-    alone = net()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, alone)]
-    found = []
-    for step in range(3):
-        for each, optimizer in zip((model, alone), optimizers, strict=True):
-            train(each, optimizer, rank, range(step, step + 1))
-        gradients = [[p.grad.clone() for p in m.parameters()] for m in (model, alone)]
-        found.append((same(*gradients), same(parameters_of(model), parameters_of(alone))))
-    handle.remove()
-    return found
+    assert farthest(wanted, _reference(MEAN)) > 1e-4
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_gradients_and_steps_in_between_are_the_ranks_own(two_ranks: RankPool, road: str) -> None:
-    for found in two_ranks.run(_between_exchanges, road):
-        assert found[:2] == [(True, True), (True, False)]
-        assert found[2] == (False, False)
+@on_ranks(2)
+def test_gradients_and_steps_in_between_are_the_ranks_own(rank: int, road: str) -> None:
+    run, alone = Training(rank, local_sgd(2), road), net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    found = []
+    for step in range(3):
+        run.train()
+        train(alone, optimizer, rank, range(step, step + 1))
+        gradients = ([p.grad for p in model.parameters()] for model in (run.model, alone))
+        found.append((same(*gradients), same(run.parameters, parameters_of(alone))))
+    run.handle.remove()
+    assert found == [(True, True), (True, False), (False, False)]
 
 
-def _regression(rank: int, hook: Any) -> list[float]:
-    """Losses on all ranks' data, which differ, after so many steps on this rank's own."""
-    generator = torch.Generator().manual_seed(1)
-    every = torch.randn(4, 64, 20, generator=generator) + torch.arange(4.0).view(4, 1, 1) / 4
-    truth = torch.randn(20, generator=generator)
-    targets = every @ truth + 0.1 * torch.randn(4, 64, generator=generator)
-    model = nn.Linear(20, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    handle = attach(model, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(64):
-        optimizer.zero_grad()
-        (model(every[rank])[:, 0] - targets[rank]).square().mean().backward()
-        optimizer.step()
-        with torch.no_grad():
-            losses.append((model(every)[..., 0] - targets).square().mean().item())
-    handle.remove()
-    return losses
-
-
-def test_it_converges_on_four_ranks() -> None:
-    runs = {
-        name: run_ranks(_regression, 4, hook)
-        for name, hook in {
-            "allreduce": hooks.allreduce(),
-            "local": local_sgd(8, outer=MEAN),
-            "momentum": local_sgd(8, outer=outer_sgd(0.7, 0.5)),
-            "int4": local_sgd(
-                8, outer=MEAN, hook=hooks.error_feedback(hooks.blockwise(bits=4, block_size=32))
-            ),
-        }.items()
-    }
-    first, optimum = runs["allreduce"][0][0], runs["allreduce"][0][-1]
-    assert first > 100 * optimum
-    for name, losses in runs.items():
-        ends = [of_rank[-1] for of_rank in losses]
-        assert max(ends) == min(ends), name
-        assert ends[0] < 1.5 * optimum, name
-
-
-def test_an_error_that_is_fed_back_is_that_of_the_distances(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_error_that_is_fed_back_is_that_of_the_distances(ranks: int) -> None:
     """Coarse messages lose much of each round, and little of all rounds together."""
 
     def ends(hook: Any) -> list[Tensor]:
-        return two_ranks.run(_trained, "module", local_sgd(2, outer=MEAN, hook=hook), 24)[0]
+        results = run_ranks(_trained, ranks, local_sgd(2, outer=MEAN, hook=hook), 24)
+        assert all_same(results)
+        return results[0]
 
     exact = ends(hooks.allreduce())
     without = farthest(ends(hooks.blockwise(bits=4, block_size=256)), exact)
     fed_back = farthest(ends(hooks.error_feedback(hooks.blockwise(bits=4, block_size=256))), exact)
     assert 0 < fed_back < 0.7 * without
+
+
+# ---- what it sends, and when ---------------------------------------------------------------------
+
+INSIDE = {
+    "allreduce": hooks.allreduce,
+    "cast": lambda: hooks.cast(torch.bfloat16),
+    "int4 with error feedback": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
+}
+NUMEL = sum(parameter.numel() for parameter in net().parameters())
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("name", INSIDE)
+@on_ranks(2)
+def test_traffic_falls_by_h(rank: int, name: str, road: str) -> None:
+    found = []
+    for H in (1, 8):  # noqa: N806
+        run = Training(rank, local_sgd(H, hook=INSIDE[name]()), road)
+        run.train(16)
+        found.append(run.handle.stats())
+        run.handle.remove()
+    each, late = found
+    assert (each.steps, late.steps) == (16, 2)
+    assert len(late.buckets) > 1
+    last = late.bytes_sent_last_step
+    assert last == each.bytes_sent_last_step
+    assert late.bytes_sent == 2 * last
+    if name in ("allreduce", "cast"):
+        assert last == (4 if name == "allreduce" else 2) * NUMEL  # 2 (W - 1) / W = 1 for 2 ranks
+    else:
+        assert last < 4 * NUMEL / 6
+
+
+def _recorded(rank: int, name: str, staged: bool) -> tuple[list[int], int | None, int]:
+    recording = RecordingProcessGroup(dist.group.WORLD)
+    model = net()
+    handle = attach(model, local_sgd(4, hook=INSIDE[name]()), process_group=recording)
+    if staged:
+        handle.register_prehook(lambda gradients: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    recording.clear()  # of what attach() sends
+    counts = []
+    for step in range(8):
+        train(model, optimizer, rank, range(step, step + 1))
+        counts.append(len(recording.records))
+    sent, total = handle.stats().bytes_sent, recording.total.bytes_sent
+    handle.remove()
+    return counts, sent, total
+
+
+@pytest.mark.parametrize(
+    ("name", "staged"),
+    [("allreduce", False), ("allreduce", True), ("int4 with error feedback", False)],
+)
+def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str, staged: bool) -> None:
+    wire_bytes = simulate(INSIDE[name](), [[torch.zeros(NUMEL)]] * 2).bytes_sent
+    results = two_ranks.run(_recorded, name, staged)
+    for (counts, sent, total), of_rank in zip(results, wire_bytes, strict=True):
+        assert counts[:3] == [0, 0, 0] and counts[3] == counts[6] > 0
+        assert sent == total == 2 * of_rank
+
+
+# ---- what counts as a step -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(one_rank: None) -> Iterator[Training]:
+    """A training of one rank, with an exchange after 100 steps."""
+    training = Training(0, local_sgd(100, outer=MEAN))
+    yield training
+    training.handle.remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestSteps:
+    def test_gradients_that_add_up_are_one_step(self, run: Training) -> None:
+        for number in range(3):
+            run.optimizer.zero_grad()
+            with run.handle.no_sync():
+                backward(run.model, 0, 0)
+            backward(run.model, 0, 1)
+            backward(run.model, 0, 2)
+            run.optimizer.step()
+            assert steps_done(run.handle) == number + 1
+
+    @pytest.mark.parametrize("to_none", [False, True])
+    def test_a_step_that_is_skipped_is_one(self, run: Training, to_none: bool) -> None:
+        for number in range(4):
+            run.optimizer.zero_grad(set_to_none=to_none)
+            backward(run.model, 0, 0)
+            assert steps_done(run.handle) == number
+            if number % 2:
+                run.optimizer.step()
+
+    def test_an_update_by_hand_is_a_step(self) -> None:
+        run = Training(0, local_sgd(2, outer=MEAN))
+        for number in range(5):
+            run.model.zero_grad()
+            backward(run.model, 0, number)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter -= 0.01 * parameter.grad
+        assert (run.exchanges, steps_done(run.handle)) == (2, 0)
+        run.handle.synchronize()  # of the fifth nobody has told
+        run.handle.synchronize()
+        assert run.exchanges == 3
+        run.handle.remove()
+
+    def test_a_closure_is_part_of_its_step(self, run: Training) -> None:
+        optimizer = torch.optim.LBFGS(run.model.parameters(), lr=0.01, max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = run.model(batch(0)).square().sum()
+            loss.backward()
+            return loss
+
+        for number in range(2):
+            optimizer.step(closure)
+            assert steps_done(run.handle) == number + 1
+
+    def test_a_forward_without_gradients_ends_nothing(self, run: Training) -> None:
+        backward(run.model, 0, 0)
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            run.model(batch(0))
+        assert steps_done(run.handle) == 0
+        for _ in range(2):
+            run.model(batch(0))
+            assert steps_done(run.handle) == 1
+
+    def test_several_optimizers_of_a_model_take_one_step_together(self, run: Training) -> None:
+        layers = run.model.layers
+        first = torch.optim.SGD(layers[:3].parameters(), lr=0.01)
+        second = torch.optim.AdamW(layers[3:].parameters(), lr=0.01)
+        for number in range(3):
+            run.model.zero_grad()
+            backward(run.model, 0, number)
+            first.step()
+            assert steps_done(run.handle) == number
+            second.step()
+            assert steps_done(run.handle) == number + 1
+
+    def test_parameters_that_nobody_steps_hold_nothing_up(self, run: Training) -> None:
+        optimizer = torch.optim.SGD(run.model.layers[:3].parameters(), lr=0.01)
+        for number in range(3):
+            run.model.zero_grad()
+            backward(run.model, 0, number)
+            assert steps_done(run.handle) == number
+            optimizer.step()
+
+    def test_an_optimizer_of_another_model_is_none_of_its_business(self, run: Training) -> None:
+        other = net()
+        train(other, torch.optim.SGD(other.parameters(), lr=0.01), 0, 2)
+        assert steps_done(run.handle) == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_parameters_that_are_loaded_later_are_the_anchor(self, dtype: torch.dtype) -> None:
+        run = Training(0, local_sgd(2, outer=MEAN), model=net(dtype), lr=0.0)
+        for _ in range(2):
+            before = run.model.state_dict()
+            loaded = {name: torch.randn_like(value) for name, value in before.items()}
+            run.model.load_state_dict(loaded)
+            run.train(4)
+            assert same(run.parameters, list(loaded.values()))
+        run.handle.remove()
+
+    def test_a_copy_of_the_model_is_another_one(self, run: Training) -> None:
+        backward(run.model, 0, 0)
+        copied = copy.deepcopy(run.model)
+        run.model.zero_grad()
+        copied(batch(0))
+        assert steps_done(run.handle) == 0
+        run.model(batch(0))
+        assert steps_done(run.handle) == 1
+
+    def test_small_moves_of_16_bits_add_up(self) -> None:
+        model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        handle = attach(model, local_sgd(1, outer=outer_sgd(0.1, 0.0)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+        ones = torch.ones(1, 1, dtype=torch.bfloat16)
+        for _ in range(10):  # each less than half of what bfloat16 can tell from 1
+            optimizer.zero_grad()
+            model(ones).sum().backward()
+            optimizer.step()
+        assert model.weight.item() == pytest.approx(1 - 10 * 0.1 * 2.0**-6, abs=2.0**-9)
+        handle.remove()
+
+    def test_stages_see_each_backward(self, run: Training) -> None:
+        seen = []
+        run.handle.register_prehook(lambda gradients: tuple(2 * g for g in gradients))
+        run.handle.register_post_accumulate_hook(lambda bucket: seen.append(bucket.index()))
+        other = net()
+        for each in (run.model, other):
+            backward(each, 0, 0)
+        for parameter, plain in zip(run.model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, 2 * plain.grad)
+        assert seen == list(range(len(seen))) and len(seen) > 1
+        assert run.exchanges == 0
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@on_ranks(2)
+def test_a_scaler_that_skips_a_step_on_one_rank(rank: int, road: str) -> None:
+    """Rank 1 alone has an infinite gradient in the step that comes before an exchange."""
+    run = Training(rank, local_sgd(3), road)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    taken = 0
+    for step in range(6):
+        run.optimizer.zero_grad()
+        loss = run.model(batch(rank, step)).square().sum()
+        scaler.scale(loss * torch.inf if (rank, step) == (1, 2) else loss).backward()
+        before = run.parameters
+        scaler.step(run.optimizer)
+        taken += not same(before, run.parameters)
+        scaler.update()
+    assert all_same(of_all_ranks(run.parameters))
+    assert (run.exchanges, taken) == (2, 6 - rank)
+    run.handle.remove()
+
+
+class _Container(torch.optim.Optimizer):
+    """Of an optimizer for each part of a model, which may fail and may be asked to step alone."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts = [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
+        self.fails = False
+        super().__init__([p for part in parts for p in part.parameters()], {})
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise ArithmeticError
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@on_ranks(2)
+def test_an_optimizer_of_optimizers_takes_one_step(rank: int, parts: int) -> None:
+    model, handle = attached(local_sgd(2))
+    layers = model.layers
+    container = _Container(*([model] if parts == 1 else [layers[:3], layers[3:]]))
+    counts = []
+    for step in range(6):
+        backward(model, rank, step)
+        container.fails = step == 3
+        if container.fails:
+            with pytest.raises(ArithmeticError):
+                container.step()
+            for part in container.parts:  # its own step never ends, and those of others count
+                part.step()
+        else:
+            container.step()
+        container.zero_grad()
+        counts.append((steps_done(handle), handle.stats().steps))
+    handle.remove()
+    assert counts == [(1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
+
+
+# ---- together at will ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("road", "uneven"), [("module", False), ("module", True), ("ddp", False)])
+@on_ranks(2)
+def test_synchronize(rank: int, road: str, uneven: bool) -> None:
+    run = Training(rank, local_sgd(4), road)
+    run.handle.register_prehook(lambda gradients: None)  # so that each backward has its stages
+    run.train(4 + (rank if uneven else 2))
+    apart = run.parameters
+    run.handle.synchronize()
+    together = run.parameters
+    assert all_same(of_all_ranks(together)) and not all_same(of_all_ranks(apart))
+    run.handle.synchronize()
+    assert same(together, run.parameters)
+    assert run.exchanges == 2
+    run.handle.remove()
+    with pytest.raises(RuntimeError, match="no longer attached"):
+        run.handle.synchronize()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_synchronize_is_nothing_to_other_hooks() -> None:
+    model, handle = attached(hooks.allreduce())
+    before = parameters_of(model)
+    handle.synchronize()
+    assert same(before, parameters_of(model))
+    handle.remove()
+
+
+# ---- several models, and models that go away -----------------------------------------------------
+
+
+@on_ranks(2)
+def test_two_models_and_one_optimizer(rank: int) -> None:
+    models = first, second = net(), net()
+    handles = [attach(first, local_sgd(2, outer=MEAN)), attach(second, local_sgd(3, outer=MEAN))]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+
+    def train_both(steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            for model in models:
+                backward(model, rank, step)
+            optimizer.step()
+
+    train_both(6)
+    assert [handle.stats().steps for handle in handles] == [3, 2]
+    handles[0].remove()
+    assert all_same(of_all_ranks(parameters_of(first)))
+    train_both(3)
+    assert not all_same(of_all_ranks(parameters_of(first)))  # on their own from there on
+    assert all_same(of_all_ranks(parameters_of(second)))
+    handles[1].remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("road", "removed"),
+    # A DDP gets back PyTorch's Python reducer, whose hooks keep it.
+    [(road, removed) for road in ROADS for removed in (False, True) if road != ROADS[2]]
+    + [(ROADS[2], False)],
+)
+def test_nothing_keeps_a_model(road: str, removed: bool) -> None:
+    model, handle = attached(local_sgd(2), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, 0, 2)
+    copied = copy.deepcopy(model) if road == "module" else None
+    assert torch_optimizer._global_optimizer_post_hooks
+    if removed:
+        handle.remove()
+        assert not torch_optimizer._global_optimizer_post_hooks
+    inner = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert inner() is None
+    assert not torch_optimizer._global_optimizer_post_hooks
+    if copied is not None:
+        train(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 0, 1)
+
+
+# ---- how it prints, and where it refuses to run --------------------------------------------------
+
+
+def test_it_prints_as_it_is_written() -> None:
+    assert str(local_sgd(8)) == "local_sgd(8)"
+    assert str(local_sgd(8, outer=outer_sgd(0.7, 0.9))) == "local_sgd(8)"
+    assert (
+        str(local_sgd(8, outer=MEAN, hook=hooks.cast()))
+        == "local_sgd(8, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True), hook=cast(bfloat16))"
+    )
+    text = "local_sgd(8, fragments=3, delay=2, mix=0.25)"
+    assert str(local_sgd(8, fragments=3, delay=2, mix=0.25)) == text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_it_must_be_attached() -> None:
+    model = DDP(net())
+    model.register_comm_hook(None, local_sgd(2))
+    with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
+        backward(model, 0, 0)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ROADS)
+def test_uneven_inputs_are_refused(road: str) -> None:
+    model, handle = attached(local_sgd(2), road)
+    with pytest.raises(RuntimeError, match="equally many steps"):
+        handle.join()
+    if road == "ddp":
+        with pytest.raises(RuntimeError, match="equally many steps"), model.join():
+            backward(model, 0, 0)
+    with suppress(RuntimeError):
+        handle.remove()

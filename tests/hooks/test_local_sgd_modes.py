@@ -10,13 +10,16 @@ from layered_net import batch
 from local_training import farthest, parameters_of, same
 from modes import Mode
 from rank_pool import RankPool
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from torch_commhook import attach
 from torch_commhook.hooks import Hook, local_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
+
+
+PLAIN, STREAMING = local_sgd(2), local_sgd(4, fragments=2, delay=1, mix=0.5)
 
 
 def _small_net() -> nn.Module:
@@ -27,14 +30,23 @@ def _small_net() -> nn.Module:
 
 
 def _in_mode(
-    rank: int, mode: Mode, compiles_step: bool = False, hook: Any = None
+    rank: int, mode: Mode, hook: Hook = PLAIN, update: str = "optimizer"
 ) -> dict[str, Any]:
+    """Trains with an optimizer, one whose step is compiled, or updates by hand."""
     torch._dynamo.reset()
     counters.clear()
     model = mode.wrap(_small_net())
-    handle = attach(model, local_sgd(2) if hook is None else hook, **mode.attach_options)
+    handle = attach(model, hook, **mode.attach_options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    take_step = torch.compile(optimizer.step) if compiles_step else optimizer.step
+
+    def by_hand() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+
+    take_step = by_hand if update == "by hand" else optimizer.step
+    if update == "compiled":
+        take_step = torch.compile(take_step)
     captures = []
     with mode.step_function(model) as step:
         for number in range(5):
@@ -62,17 +74,14 @@ COMPILED = [
 ]
 
 
-_STREAMING = local_sgd(4, fragments=2, delay=1, mix=0.5)
-
-
 @pytest.mark.parametrize(
     ("mode", "hook"),
-    [(mode, local_sgd(2)) for mode in COMPILED] + [(COMPILED[n], _STREAMING) for n in (0, 2)],
+    [(mode, PLAIN) for mode in COMPILED] + [(COMPILED[n], STREAMING) for n in (0, 2)],
     ids=str,
 )
 def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode, hook: Hook) -> None:
-    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"), False, hook)
-    results = two_ranks.run(_in_mode, mode, False, hook, timeout=120)
+    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"), hook)
+    results = two_ranks.run(_in_mode, mode, hook, timeout=120)
     for result, want in zip(results, wanted, strict=True):
         assert (result["steps"], result["bytes"]) == (want["steps"], want["bytes"])
         assert result["steps"] == 3
@@ -83,35 +92,19 @@ def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode, hook: Hook) -> No
             assert result["breaks"] == 0
 
 
-def _by_hand(rank: int, mode: Mode) -> tuple[list[Tensor], int]:
-    torch._dynamo.reset()
-    model = mode.wrap(_small_net())
-    handle = attach(model, local_sgd(2), **mode.attach_options)
-    with mode.step_function(model) as step:
-        for number in range(5):
-            model.zero_grad()
-            step(batch(rank, number))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.01 * parameter.grad
-    found = parameters_of(model), handle.stats().steps
-    handle.synchronize()
-    handle.remove()
-    return found
-
-
 def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
-    wanted = two_ranks.run(_by_hand, Mode("module", "eager"))
-    results = two_ranks.run(_by_hand, Mode("module", "context", backend="aot_eager"), timeout=120)
-    for (parameters, steps), (eager, eager_steps) in zip(results, wanted, strict=True):
-        assert steps == eager_steps == 2
-        assert same(parameters, eager)
+    eager, compiled = Mode("module", "eager"), Mode("module", "context", backend="aot_eager")
+    wanted = two_ranks.run(_in_mode, eager, PLAIN, "by hand")
+    results = two_ranks.run(_in_mode, compiled, PLAIN, "by hand", timeout=120)
+    for result, want in zip(results, wanted, strict=True):
+        assert result["steps"] == want["steps"] == 3
+        assert same(result["parameters"], want["parameters"])
 
 
 def test_an_optimizer_that_is_compiled(two_ranks: RankPool) -> None:
     mode = Mode("module", "eager")
     wanted = two_ranks.run(_in_mode, mode)
-    results = two_ranks.run(_in_mode, mode, True, timeout=120)
+    results = two_ranks.run(_in_mode, mode, PLAIN, "compiled", timeout=120)
     for result, want in zip(results, wanted, strict=True):
         assert result["steps"] == want["steps"] == 3
         assert farthest(result["parameters"], want["parameters"]) < 1e-4

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -140,18 +141,15 @@ def test_bytes_on_the_wire(world_size: int) -> None:
     )
 
 
-def _counted(rank: int) -> tuple[int | None, float | None]:
+@on_ranks(2)
+def test_stats(rank: int) -> None:
     model = nn.Linear(40, 30)
     handle = attach(model, hooks.error_feedback(hooks.powersgd(2)))
     model(torch.randn(50, 40)).square().sum().backward()
     stats = handle.stats()
-    return stats.bytes_sent_last_step, stats.buckets[0].relative_error
-
-
-def test_stats() -> None:
-    for sent, error in run_ranks(_counted, 2):
-        assert sent == 4 * (2 * (40 + 30) + 30)
-        assert error is not None and 0 < error < 1
+    assert stats.bytes_sent_last_step == 4 * (2 * (40 + 30) + 30)
+    error = stats.buckets[0].relative_error
+    assert error is not None and 0 < error < 1
 
 
 @given(
@@ -638,9 +636,20 @@ def _train(rank: int, model: nn.Module, steps: range) -> list[Tensor]:
     return gradients
 
 
-def _goes_on(rank: int, make: Callable[[], hooks.Hook], settings: dict[str, Any]) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "powersgd(2)",
+        "error_feedback(powersgd(2))",
+        "after(4, error_feedback(powersgd(1)), error_feedback(powersgd(3)))",
+        "policy([('dim <= 1', allreduce())], error_feedback(powersgd(2)))",
+    ],
+)
+@pytest.mark.parametrize("settings", [{"bucket_cap_mb": 0.01}, {}])
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit(rank: int, hook: str, settings: dict[str, Any]) -> None:
     model = Net()
-    handle = attach(model, make(), bucket_cap_mb=0.01)
+    handle = attach(model, hook, bucket_cap_mb=0.01)
     _train(rank, model, range(3))
     weights, state = copy.deepcopy(model.state_dict()), handle.state_dict()
     file = io.BytesIO()
@@ -648,42 +657,21 @@ def _goes_on(rank: int, make: Callable[[], hooks.Hook], settings: dict[str, Any]
     want = _train(rank, model, range(3, 6))
     other = Net()
     other.load_state_dict(weights)
-    handle = attach(other, make(), **settings)
+    handle = attach(other, hook, **settings)
     file.seek(0)
     handle.load_state_dict(torch.load(file, weights_only=True))
-    got = _train(rank, other, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    return state
+    assert all(map(torch.equal, _train(rank, other, range(3, 6)), want))
+    kinds = state["shared"]
+    assert all(kind.startswith("powersgd_q") for kind in kinds)
+    for factors in kinds.values():
+        assert set(factors) == {"conv.weight", "layers.0.weight", "layers.2.weight"}
+        assert all(torch.isfinite(factor).all() for factor in factors.values())
+    if "error" in state[f"rank{rank}"]:
+        assert state[f"rank{rank}"]["error"]["conv.weight"].shape == (16, 3, 3, 3)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: hooks.powersgd(2),
-        lambda: hooks.error_feedback(hooks.powersgd(2)),
-        lambda: hooks.after(
-            4, hooks.error_feedback(hooks.powersgd(1)), hooks.error_feedback(hooks.powersgd(3))
-        ),
-        lambda: hooks.policy(
-            [("dim <= 1", hooks.allreduce())], hooks.error_feedback(hooks.powersgd(2))
-        ),
-    ],
-)
-@pytest.mark.parametrize("settings", [{"bucket_cap_mb": 0.01}, {}])
-def test_training_goes_on_bit_for_bit(
-    make: Callable[[], hooks.Hook], settings: dict[str, Any]
-) -> None:
-    for rank, state in enumerate(run_ranks(_goes_on, 2, make, settings)):
-        kinds = state["shared"]
-        assert all(kind.startswith("powersgd_q") for kind in kinds)
-        for factors in kinds.values():
-            assert set(factors) == {"conv.weight", "layers.0.weight", "layers.2.weight"}
-            assert all(torch.isfinite(factor).all() for factor in factors.values())
-        if "error" in state[f"rank{rank}"]:
-            assert state[f"rank{rank}"]["error"]["conv.weight"].shape == (16, 3, 3, 3)
-
-
-def _another_rank(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_of_another_rank_keeps_its_errors(rank: int) -> None:
     model = Net()
     handle = attach(model, hooks.error_feedback(hooks.powersgd(3)))
     _train(rank, model, range(3))
@@ -695,10 +683,6 @@ def _another_rank(rank: int) -> None:
     assert all(torch.equal(own[name], e) for name, e in state[f"rank{rank}"]["error"].items())
     _train(rank, other, range(1))
     assert "powersgd_q1" in handle.state_dict()["shared"]
-
-
-def test_a_state_of_another_rank_keeps_its_errors() -> None:
-    run_ranks(_another_rank, 2)
 
 
 # ---- processes, compilers ------------------------------------------------------------------------

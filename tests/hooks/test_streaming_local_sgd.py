@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from layered_net import BUCKET_CAP_MB, batch
+from layered_net import BUCKET_CAP_MB
 from local_training import (
     MEAN,
     ROADS,
+    Training,
+    all_same,
     attached,
+    backward,
     farthest,
     net,
     parameters_of,
     same,
     train,
 )
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
-from streaming_reference import Held, Streaming, trained_as
+from streaming_reference import Held, Streaming
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
+from torch_commhook.hooks.fragments import fragments_of
 from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
@@ -39,16 +46,22 @@ _STEPS = 16
 
 
 def _all_trained(rank: int, settings: list[dict[str, Any]], road: str) -> list[Any]:
-    made = [local_sgd(7, outer=_OUTER, **each) for each in settings]
-    return [trained_as(rank, hook, _STEPS, road) for hook in made]
+    """For each of the settings, the parameters, and the anchors by name."""
+    found = []
+    for each in settings:
+        run = Training(rank, local_sgd(7, outer=_OUTER, **each), road, momentum=0.5)
+        run.train(_STEPS)
+        found.append((run.parameters, run.anchors))
+        run.end()
+    return found
 
 
-def _differences(ranks: RankPool, settings: list[dict[str, Any]], road: str) -> list[str]:
-    results = ranks.run(_all_trained, settings, road, timeout=120)
+def _differences(results: list[Any], settings: list[dict[str, Any]]) -> list[str]:
+    """The settings and ranks whose results differ from the reference's."""
     found = []
     start = parameters_of(net())
     for number, each in enumerate(settings):
-        wanted = Streaming(ranks.world_size, 7, outer=_OUTER, **each)
+        wanted = Streaming(len(results), 7, outer=_OUTER, **each)
         for _ in range(_STEPS):
             wanted.step()
         assert farthest(start, parameters_of(wanted.anchor)) > 1e-3
@@ -65,71 +78,72 @@ def _differences(ranks: RankPool, settings: list[dict[str, Any]], road: str) -> 
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
-@pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])
-def test_it_moves_as_plain_pytorch_does(
-    request: pytest.FixtureRequest, pool: str, fragments: int
-) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_moves_as_plain_pytorch_does(two_ranks: RankPool, ranks: int, fragments: int) -> None:
+    """Two ranks are processes, and three are threads."""
     settings = [
         {"fragments": fragments, "delay": delay, "mix": mix}
         for delay in (0, 1, 2)
         for mix in (0.0, 0.5)
     ]
-    assert _differences(request.getfixturevalue(pool), settings, "module") == []
+    if ranks == 2:
+        results = two_ranks.run(_all_trained, settings, "module", timeout=120)
+    else:
+        results = run_ranks(_all_trained, ranks, settings, "module")
+    assert _differences(results, settings) == []
 
 
 @pytest.mark.parametrize("road", ROADS[1:])
-def test_on_each_road(two_ranks: RankPool, road: str) -> None:
-    assert _differences(two_ranks, [{"fragments": 3, "delay": 2, "mix": 0.5}], road) == []
+def test_on_each_road(road: str) -> None:
+    settings = [{"fragments": 3, "delay": 2, "mix": 0.5}]
+    assert _differences(run_ranks(_all_trained, 2, settings, road), settings) == []
 
 
-def _one_fragment_at_once(rank: int) -> list[Any]:
-    """With and without naming what does nothing: parameters, and what a state has."""
+@on_ranks(2)
+def test_one_fragment_without_delay_is_local_sgd(rank: int) -> None:
+    """With and without naming what does nothing. ``test_local_sgd.py`` tests the rest."""
+    assert str(local_sgd(3, fragments=1, delay=0, mix=0)) == "local_sgd(3)"
     found: list[Any] = []
     for settings in ({}, {"fragments": 1, "delay": 0, "mix": 0}):
         model, handle = attached(local_sgd(3, hook=hooks.cast(), **settings))
         train(model, torch.optim.AdamW(model.parameters(), lr=0.01), rank, 7)
         state = handle.state_dict()
-        found.append((parameters_of(model), state["local_steps"], list(state[f"rank{rank}"])))
+        assert state["local_steps"] == {"done": 1, "is_open": False}
+        assert list(state[f"rank{rank}"]) == ["local_sgd_parameter"]
+        found.append(parameters_of(model))
         handle.synchronize()
         handle.remove()
-    return found
+    assert same(*found)
 
 
-def test_one_fragment_without_delay_is_local_sgd(two_ranks: RankPool) -> None:
-    """Of which ``test_local_sgd.py`` tests the rest."""
-    assert str(local_sgd(3, fragments=1, delay=0, mix=0)) == "local_sgd(3)"
-    for plain, named in two_ranks.run(_one_fragment_at_once):
-        assert same(plain[0], named[0])
-        assert plain[1:] == named[1:] == ({"done": 1, "is_open": False}, ["local_sgd_parameter"])
-
-
-def _in_16_bits(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parameters and an anchor; a mixed parameter must be rounded once, from float32."""
+@on_ranks(2)
+def test_anchors_of_16_bits_are_float32(rank: int) -> None:
+    """A mixed parameter is rounded once, from float32."""
+    torch.manual_seed(0)
     model = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
     handle = attach(model, local_sgd(1, outer=MEAN, mix=0.3))
+
+    def anchor() -> Tensor:
+        return handle.state_dict()["shared"]["local_sgd_anchor"]["weight"]
+
     start = model.weight.detach().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
     (model.weight.float() * gradient).sum().backward()
     own = model.weight.detach().add(model.weight.grad, alpha=-0.1)
     optimizer.step()
-    anchor = handle.state_dict()["shared"]["local_sgd_anchor"]["weight"]
-    mixed = (own.float() * 0.3).add(anchor, alpha=1.0 - 0.3)
+    mixed = (own.float() * 0.3).add(anchor(), alpha=1.0 - 0.3)
     assert torch.equal(model.weight, mixed.to(torch.bfloat16))
-    handle.synchronize()
-    anchor = handle.state_dict()["shared"]["local_sgd_anchor"]["weight"]
-    handle.remove()
-    return start, own, anchor
-
-
-def test_anchors_of_16_bits_are_float32(two_ranks: RankPool) -> None:
-    (start, first, anchor), (_, second, other) = two_ranks.run(_in_16_bits)
     # The first exchange leaves ranks apart, and the second takes them together.
-    assert anchor.dtype == torch.float32 and torch.equal(anchor, other)
-    mean = (first.float() + second.float()) / 2
-    mixed = [(0.3 * own.float() + 0.7 * mean).to(torch.bfloat16) for own in (first, second)]
-    assert torch.allclose(anchor, (mixed[0].float() + mixed[1].float()) / 2, atol=2e-3)
-    assert not torch.allclose(anchor, start, atol=2e-2)
+    handle.synchronize()
+    last = anchor()
+    handle.remove()
+    assert last.dtype == torch.float32 and all_same([[each] for each in of_all_ranks(last)])
+    every = [each.float() for each in of_all_ranks(own)]
+    mean = sum(every) / 2
+    mixed = sum((0.3 * each + 0.7 * mean).to(torch.bfloat16).float() for each in every) / 2
+    assert torch.allclose(last, mixed, atol=2e-3)
+    assert not torch.allclose(last, start, atol=2e-2)
 
 
 # ---- what travels, and when ----------------------------------------------------------------------
@@ -172,17 +186,16 @@ def test_a_fragment_travels_at_a_time(two_ranks: RankPool, fragments: int) -> No
 def _late(rank: int) -> list[bool]:
     """Whether results were there when a step returned, until the one that needs them."""
     held = Held()
-    model, handle = attached(local_sgd(4, outer=MEAN, hook=held, delay=3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, 3)
+    run = Training(rank, local_sgd(4, outer=MEAN, hook=held, delay=3))
+    run.train(3)
     found = []
     for step in range(3, 7):
         if step == 6:
             threading.Timer(0.2, held.release.set).start()
-        train(model, optimizer, rank, range(step, step + 1))
+        run.train()
         found.append(held.release.is_set())
-    assert handle.stats().steps == 1
-    handle.remove()
+    assert run.exchanges == 1
+    run.handle.remove()
     return found
 
 
@@ -191,29 +204,6 @@ def test_only_the_step_that_needs_a_result_waits(two_ranks: RankPool) -> None:
 
 
 # ---- together at will ----------------------------------------------------------------------------
-
-
-def _synchronized(rank: int, road: str, steps: int, uneven: bool) -> list[Any]:
-    hook = local_sgd(6, outer=_OUTER, fragments=2, delay=2, mix=0.5)
-    model, handle = attached(hook, road)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, steps + (rank if uneven else 0))
-    apart, before = parameters_of(model), handle.stats().steps
-    handle.synchronize()
-    together, exchanges = parameters_of(model), handle.stats().steps - before
-    handle.synchronize()
-    assert same(together, parameters_of(model))
-    state = handle.state_dict()
-    anchors = state["shared"]["local_sgd_anchor"]
-    names = dict(net().named_parameters())
-    assert same(together, [anchors[name] for name in names])
-    train(model, optimizer, rank, 4)
-    assert handle.stats().steps == before + exchanges  # a round begins anew: 3, and 2 on its way
-    train(model, optimizer, rank, 1)
-    assert handle.stats().steps == before + exchanges + 1
-    handle.synchronize()
-    handle.remove()
-    return [apart, together, exchanges, state["local_steps"]]
 
 
 @pytest.mark.parametrize(
@@ -225,40 +215,46 @@ def _synchronized(rank: int, road: str, steps: int, uneven: bool) -> list[Any]:
         ("ddp", 4, False, 2),
     ],
 )
-def test_synchronize(
-    two_ranks: RankPool, road: str, steps: int, uneven: bool, exchanges: int
-) -> None:
-    first, second = two_ranks.run(_synchronized, road, steps, uneven)
-    assert not same(first[0], second[0])
-    assert same(first[1], second[1])
-    assert first[2] == second[2] == exchanges
-    for position in (first[3], second[3]):
-        assert position.pop("fragments") > 1
-        assert position == {
-            "done": 0,
-            "is_open": False,
-            "steps_of_round": 0,
-            "fragment": 0,
-            "steps_in_flight": -1,
-        }
+@on_ranks(2)
+def test_synchronize(rank: int, road: str, steps: int, uneven: bool, exchanges: int) -> None:
+    run = Training(rank, local_sgd(6, outer=_OUTER, fragments=2, delay=2, mix=0.5), road)
+    run.train(steps + (rank if uneven else 0))
+    apart, before = run.parameters, run.exchanges
+    run.handle.synchronize()
+    together = run.parameters
+    assert all_same(of_all_ranks(together)) and not all_same(of_all_ranks(apart))
+    assert run.exchanges == before + exchanges
+    run.handle.synchronize()
+    assert same(together, run.parameters)
+    anchors = run.anchors
+    assert same(together, [anchors[name] for name, _ in net().named_parameters()])
+    position = run.handle.state_dict()["local_steps"]
+    assert position.pop("fragments") > 1
+    assert position == {
+        "done": 0,
+        "is_open": False,
+        "steps_of_round": 0,
+        "fragment": 0,
+        "steps_in_flight": -1,
+    }
+    run.train(4)
+    assert run.exchanges == before + exchanges  # a round begins anew: 3, and 2 on its way
+    run.train()
+    assert run.exchanges == before + exchanges + 1
+    run.end()
 
 
-def _new_round(rank: int) -> list[int]:
-    """The exchanges after each step that follows a ``synchronize()`` with nothing to do."""
-    model, handle = attached(local_sgd(4, outer=_OUTER, delay=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, 6)  # an exchange has just ended, in the middle of a round
-    handle.synchronize()
-    found = [handle.stats().steps]
-    for step in range(6):
-        train(model, optimizer, rank, range(step, step + 1))
-        found.append(handle.stats().steps)
-    handle.remove()
-    return found
-
-
-def test_synchronize_begins_a_round_where_nobody_is_apart(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_new_round) == [[1, 1, 1, 1, 1, 1, 2]] * 2
+@on_ranks(2)
+def test_synchronize_begins_a_round_where_nobody_is_apart(rank: int) -> None:
+    run = Training(rank, local_sgd(4, outer=_OUTER, delay=2))
+    run.train(6)  # an exchange has just ended, in the middle of a round
+    run.handle.synchronize()
+    found = [run.exchanges]
+    for _ in range(6):
+        run.train()
+        found.append(run.exchanges)
+    run.handle.remove()
+    assert found == [1, 1, 1, 1, 1, 1, 2]
 
 
 # ---- what becomes of an exchange under way -------------------------------------------------------
@@ -266,73 +262,63 @@ def test_synchronize_begins_a_round_where_nobody_is_apart(two_ranks: RankPool) -
 
 def _left(rank: int, way: str) -> list[Any]:
     hook = local_sgd(2, hook=hooks.error_feedback(hooks.blockwise(bits=4)), delay=1)
-    model, handle = attached(hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, 2)
-    here = parameters_of(model)
-    found: list[Any] = []
-    if way == "removed":
-        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
-            handle.remove()
-        state = handle.state_dict()
-        assert state["local_steps"]["steps_in_flight"] == 0
-        model, handle = attached(hook)  # goes on from there
-        handle.load_state_dict(state)
-        train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, range(2, 3))
-        found.append(parameters_of(model))
-    elif way == "replaced":
-        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
-            handle.replace(hooks.allreduce())
-        assert same(here, parameters_of(model))
-        handle.remove()
-    elif way == "lost":
+    run = Training(rank, hook)
+    run.train(2)
+    here = run.parameters
+    if way == "lost":
         with pytest.warns(RuntimeWarning, match="lost its model"):
-            inner = weakref.ref(model)
-            del model, optimizer
+            inner = weakref.ref(run.model)
+            del run.model, run.optimizer
             gc.collect()
         assert inner() is None
-        return found
-    elif way == "goes on":
-        train(model, optimizer, rank, range(2, 3))
-        found.append(parameters_of(model))
-    handle.remove()
-    return found
+        return []
+    if way == "replaced":
+        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
+            run.handle.replace(hooks.allreduce())
+        assert same(here, run.parameters)
+        run.handle.remove()
+        return []
+    if way == "removed":
+        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
+            run.handle.remove()
+        state = run.handle.state_dict()
+        assert state["local_steps"]["steps_in_flight"] == 0
+        run = Training(rank, hook)  # goes on from there
+        run.handle.load_state_dict(state)
+        run.done = 2
+    run.train()
+    run.handle.remove()
+    return run.parameters
 
 
 def test_it_is_left_while_one_is_under_way(two_ranks: RankPool) -> None:
     wanted = two_ranks.run(_left, "goes on")
     got = two_ranks.run(_left, "removed")
-    assert all(same(*a, *b) for a, b in zip(got, wanted, strict=True))
+    assert all(map(same, got, wanted))
     assert two_ranks.run(_left, "replaced") == [[], []]
     assert two_ranks.run(_left, "lost") == [[], []]
 
 
 def _rebuilt(rank: int) -> tuple[list[Tensor], list[bool]]:
     """DDP forms its buckets anew in the fifth step, when an exchange is under way."""
-    model = DDP(net(), bucket_cap_mb=BUCKET_CAP_MB)
     hook = local_sgd(6, outer=_OUTER, fragments=2, delay=2, mix=0.5)
-    handle = attach(model, hook)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.5)
-    steps, changes = handle._attached.local_steps, []
-    settle = handle._attached.memory.before_change
+    run = Training(rank, hook, "ddp", momentum=0.5)
+    steps, memory, changes = run.handle._attached.local_steps, run.handle._attached.memory, []
+    settle = memory.before_change
     assert settle is not None
 
     def change() -> None:
         changes.append(steps._background is not None and steps._background.means is None)
         settle()
 
-    handle._attached.memory.before_change = change
+    memory.before_change = change
     for step in range(10):
-        optimizer.zero_grad()
-        if step < 3:
-            with model.no_sync():
-                model(batch(rank, step)).square().sum().backward()
-        else:
-            model(batch(rank, step)).square().sum().backward()
-        optimizer.step()
-    found = parameters_of(model), changes
-    handle.synchronize()
-    handle.remove()
+        run.optimizer.zero_grad()
+        with run.model.no_sync() if step < 3 else nullcontext():
+            backward(run.model, rank, step)
+        run.optimizer.step()
+    found = run.parameters, changes
+    run.end()
     return found
 
 
@@ -343,3 +329,73 @@ def test_buckets_that_are_formed_anew_meanwhile(two_ranks: RankPool) -> None:
     for rank, (parameters, changes) in enumerate(two_ranks.run(_rebuilt)):
         assert any(changes)
         assert farthest(parameters, parameters_of(wanted.models[rank])) < 2e-6
+
+
+# ---- how parameters are cut into fragments -------------------------------------------------------
+
+
+def _transformer(layers: int) -> dict[str, int]:
+    sizes = {"embed.weight": 100, "head.weight": 60, "norm.weight": 4, "norm.bias": 4}
+    for layer in range(layers):
+        sizes |= {f"layers.{layer}.attn.0.weight": 30, f"layers.{layer}.mlp.2.bias": 5}
+    return sizes
+
+
+def test_layers_are_dealt_out_in_turn() -> None:
+    found = fragments_of(_transformer(12), 3)
+    for layer in range(12):
+        assert found[f"layers.{layer}.attn.0.weight"] == layer % 3
+        assert found[f"layers.{layer}.mlp.2.bias"] == layer % 3
+
+
+def test_modules_outside_of_layers_go_where_there_is_least() -> None:
+    found = fragments_of(_transformer(7), 3)  # 105, 70 and 70 elements in layers
+    assert found["embed.weight"] == 1
+    assert found["head.weight"] == 2
+    assert found["norm.weight"] == found["norm.bias"] == 0
+
+
+def test_layers_of_several_lists_are_numbered_on() -> None:
+    sizes = {f"{part}.{layer}.weight": 1 for part in ("up", "down.blocks") for layer in range(5)}
+    found = fragments_of(sizes, 4)
+    assert [found[f"down.blocks.{layer}.weight"] for layer in range(5)] == [0, 1, 2, 3, 0]
+    assert [found[f"up.{layer}.weight"] for layer in range(5)] == [1, 2, 3, 0, 1]
+
+
+def test_the_order_does_not_matter() -> None:
+    sizes = list(_transformer(11).items())
+    wanted = fragments_of(dict(sizes), 4)
+    for seed in range(5):
+        random.Random(seed).shuffle(sizes)
+        assert fragments_of(dict(sizes), 4) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"a.weight": 8, "a.bias": 1, "b.weight": 4}, 2),
+        ({"a.weight": 8, "a.bias": 1, "b.weight": 4}, 3),
+        ({"layers.0.weight": 8, "layers.1.weight": 8, "head.weight": 2}, 3),
+        ({"weight": 0, "bias": 0, "other": 0}, 3),
+        (_transformer(3), 10),
+    ],
+)
+def test_no_fragment_is_empty(sizes: dict[str, int], count: int) -> None:
+    found = fragments_of(sizes, count)
+    assert found.keys() == sizes.keys()
+    assert set(found.values()) == set(range(count))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_more_fragments_than_parameters() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(
+        ValueError, match="fragments must be at most 2, the number of the model's parameters"
+    ):
+        attach(model, local_sgd(8, fragments=3))
+    attach(model, local_sgd(8, fragments=2)).remove()
+    model, handle = attached(local_sgd(20))
+    with pytest.raises(ValueError, match="fragments must be at most 12"):
+        handle.replace(local_sgd(20, fragments=13))
+    assert handle.is_attached
+    handle.remove()

@@ -7,12 +7,14 @@ gradients are left alone.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from modes import Mode
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -24,11 +26,10 @@ from torch_commhook.metrics import BucketTraffic, as_text, from_text
 class TwoWeights(nn.Module):
     """Of which the second is used in some steps only."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = lambda: nn.Linear(16, 24, False)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.always = nn.Linear(16, 24, bias=False)
-        self.sometimes = nn.Linear(16, 24, bias=False)
+        self.always, self.sometimes = layer(), layer()
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         y = self.always(x)
@@ -39,14 +40,8 @@ EAGER, TRACED = Mode("module", "eager"), Mode("module", "context", backend="aot_
 ON_DDP = Mode("ddp", "eager")
 
 
-def _forward(made: nn.Module, mode: Mode) -> Any:
-    return made if mode.runner == "eager" else torch.compile(made, backend=mode.backend)
-
-
-def _step(forward: Any, mode: Mode, *args: Any) -> None:
-    loss = forward(*args).sum()
-    with mode._backward():
-        loss.backward()
+def _batch(rank: int, number: int, width: int = 16) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
 def _left(state: dict[str, Any], rank: int, name: str) -> Tensor:
@@ -59,29 +54,65 @@ def _left(state: dict[str, Any], rank: int, name: str) -> Tensor:
     return left
 
 
+class Run:
+    """A model with a hook, in a mode."""
+
+    def __init__(self, rank: int, mode: Mode, hook: str, model: nn.Module | None = None) -> None:
+        torch._dynamo.reset()
+        self.rank, self.mode = rank, mode
+        self.model = TwoWeights() if model is None else model
+        self.made = mode.wrap(self.model, find_unused_parameters=isinstance(self.model, TwoWeights))
+        self.handle = attach(self.made, parse_hook(hook), **mode.attach_options)
+        self.forward: Any = self.made
+        if mode.runner != "eager":
+            self.forward = torch.compile(self.made, backend=mode.backend)
+
+    def step(self, *args: Any) -> None:
+        loss = self.forward(*args).sum()
+        with self.mode._backward():
+            loss.backward()
+
+    def left(self, name: str = "sometimes.weight") -> Tensor:
+        return _left(self.handle.state_dict(), self.rank, name)
+
+    def left_after_steps(self, count: int = 3, *, zeroed: bool = True) -> list[Tensor]:
+        """What is left of the second weight, which the first step alone uses, after each step."""
+        found = []
+        for number in range(count):
+            if zeroed:
+                self.made.zero_grad()
+            self.step(_batch(self.rank, number), number == 0)
+            found.append(self.left())
+        return found
+
+    def lost(self, name: str, uses: list[tuple[bool, ...]]) -> float:
+        """The part of a weight's gradients that is neither applied nor left, by its norm.
+
+        Args:
+            name: of the weight.
+            uses: for each step the arguments that follow the input; all true where it is used.
+        """
+        weight = self.model.get_parameter(name)
+        wanted, applied = torch.zeros_like(weight), torch.zeros_like(weight)
+        for number, args in enumerate(uses):
+            x = _batch(self.rank, number, weight.shape[1])
+            self.made.zero_grad()
+            self.step(x, *args)
+            if all(args):
+                mean = x.sum(0).expand_as(weight).clone()
+                dist.all_reduce(mean)
+                wanted += mean / dist.get_world_size()
+            if weight.grad is not None:
+                applied += weight.grad
+        left = self.left(name).view_as(weight)
+        return float((wanted - applied - left).norm() / wanted.norm())
+
+
 def _sometimes_unused(rank: int, hook: str, mode: Mode) -> float:
-    torch._dynamo.reset()
-    model = TwoWeights()
-    made = mode.wrap(model, find_unused_parameters=True)
-    handle = attach(made, parse_hook(hook), **mode.attach_options)
-    weight = model.sometimes.weight
-    wanted, applied = torch.zeros_like(weight), torch.zeros_like(weight)
-    forward = _forward(made, mode)
-    for number in range(9):
-        generator = torch.Generator().manual_seed(10 * number + rank)
-        x = torch.randn(4, 16, generator=generator)
-        made.zero_grad()
-        both = number % 3 == 0
-        _step(forward, mode, x, both)
-        if both:
-            mean = x.sum(0).expand_as(weight).clone()
-            dist.all_reduce(mean)
-            wanted += mean / dist.get_world_size()
-        if weight.grad is not None:
-            applied += weight.grad
-    left = _left(handle.state_dict(), rank, "sometimes.weight").view_as(weight)
-    handle.remove()
-    return float((wanted - applied - left).norm() / wanted.norm())
+    run = Run(rank, mode, hook)
+    lost = run.lost("sometimes.weight", [(number % 3 == 0,) for number in range(9)])
+    run.handle.remove()
+    return lost
 
 
 HOOKS = [
@@ -127,31 +158,15 @@ AFTER = {
 
 
 def _after(rank: int, hook: str, before: str, mode: Mode) -> tuple[float, float]:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Linear(30, 40, bias=False)
-    made = mode.wrap(model)
-    handle = attach(made, parse_hook(f"after(3, {hook}, before={before})"), **mode.attach_options)
-    weight = model.weight
-    wanted, applied = torch.zeros_like(weight), torch.zeros_like(weight)
-    shards = 0.0
-    forward = _forward(made, mode)
-    for number in range(6):
-        generator = torch.Generator().manual_seed(10 * number + rank)
-        x = torch.randn(4, 30, generator=generator)
-        made.zero_grad()
-        _step(forward, mode, x)
-        mean = x.sum(0).expand_as(weight).clone()
-        dist.all_reduce(mean)
-        wanted += mean / dist.get_world_size()
-        assert weight.grad is not None
-        applied += weight.grad
-    state = handle.state_dict()
-    left = _left(state, rank, "weight").view_as(weight)
+    run = Run(rank, mode, f"after(3, {hook}, before={before})", model)
+    lost, shards = run.lost("weight", [()] * 6), 0.0
     if "blockwise" not in hook and "sign" not in hook:
-        shards = float(state[f"rank{rank}"]["shard_error"]["weight"].norm())
-    handle.remove()
-    return float((wanted - applied - left).norm() / wanted.norm()), shards
+        own = run.handle.state_dict()[f"rank{rank}"]
+        shards = float(own["shard_error"]["weight"].norm())
+    run.handle.remove()
+    return lost, shards
 
 
 @pytest.mark.parametrize(
@@ -172,17 +187,14 @@ def test_a_hook_takes_over_what_the_one_before_has_lost(
 
 
 def _traffic(rank: int, hook: str, read_often: bool) -> tuple[int, int]:
-    torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Linear(30, 40)
-    handle = attach(model, parse_hook(hook))
-    forward = _forward(model, TRACED)
+    run = Run(rank, TRACED, hook, nn.Linear(30, 40))
     for _ in range(6):
-        _step(forward, TRACED, torch.ones(4, 30))
+        run.step(torch.ones(4, 30))
         if read_often:
-            handle.stats()
-    stats = handle.stats()
-    handle.remove()
+            run.handle.stats()
+    stats = run.handle.stats()
+    run.handle.remove()
     return stats.steps, stats.bytes_sent
 
 
@@ -202,25 +214,20 @@ def test_traffic_as_text() -> None:
     assert from_text(as_text(buckets)) == buckets
 
 
-def _not_zeroed(rank: int, hook: str, mode: Mode) -> tuple[Tensor, bool]:
-    torch._dynamo.reset()
+def _not_zeroed(rank: int, hook: str, mode: Mode) -> tuple[list[Tensor], bool]:
     model = TwoWeights()
+    weight = model.sometimes.weight
     if "topk" in hook:  # whose memory has the parameters' strides alone
-        model.sometimes.weight = nn.Parameter(model.sometimes.weight.detach().t().clone().t())
-    made = mode.wrap(model, find_unused_parameters=True)
-    handle = attach(made, parse_hook(hook), **mode.attach_options)
-    forward = _forward(made, mode)
-    left = []
-    for number in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
-        _step(forward, mode, x, number == 0)
-        left.append(_left(handle.state_dict(), rank, "sometimes.weight"))
-        if number == 0:
-            assert model.sometimes.weight.grad is not None
-            gradient = model.sometimes.weight.grad.clone()
-    stays = torch.equal(model.sometimes.weight.grad, gradient)
-    handle.remove()
-    return torch.stack(left), stays
+        weight = model.sometimes.weight = nn.Parameter(weight.detach().t().clone().t())
+    run = Run(rank, mode, hook, model)
+    left = run.left_after_steps(1, zeroed=False)
+    assert weight.grad is not None
+    gradient = weight.grad.clone()
+    for number in (1, 2):
+        run.step(_batch(rank, number), False)
+        left.append(run.left())
+    run.handle.remove()
+    return left, torch.equal(weight.grad, gradient)
 
 
 @pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
@@ -241,21 +248,12 @@ def test_a_gradient_that_is_not_zeroed_is_not_remembered(
         assert torch.allclose(later, left[0], atol=1e-5)
 
 
-def _tripled(rank: int, mode: Mode) -> Tensor:
-    torch._dynamo.reset()
-    model = TwoWeights()
-    made = mode.wrap(model, find_unused_parameters=True)
-    handle = attach(made, parse_hook("error_feedback(topk(0.1))"), **mode.attach_options)
-    handle.register_posthook(lambda reduced, local: tuple(r.mul_(3) for r in reduced))
-    forward = _forward(made, mode)
-    left = []
-    for number in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
-        made.zero_grad()
-        _step(forward, mode, x, number == 0)
-        left.append(_left(handle.state_dict(), rank, "sometimes.weight"))
-    handle.remove()
-    return torch.stack(left)
+def _tripled(rank: int, mode: Mode) -> list[Tensor]:
+    run = Run(rank, mode, "error_feedback(topk(0.1))")
+    run.handle.register_posthook(lambda reduced, local: tuple(r.mul_(3) for r in reduced))
+    left = run.left_after_steps()
+    run.handle.remove()
+    return left
 
 
 @pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
@@ -265,28 +263,42 @@ def test_what_posthooks_do_is_not_remembered(two_ranks: RankPool, mode: Mode) ->
         assert torch.allclose(later, left[0], atol=1e-5)
 
 
-def _joined(rank: int) -> Tensor:
-    model = TwoWeights()
-    handle = attach(model, parse_hook("error_feedback(topk(0.5))"))
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
-    model(x, True).sum().backward()
-    before = _left(handle.state_dict(), rank, "sometimes.weight")
-    model.zero_grad()
-    with handle.join():
+def _decayed(rank: int, hook: str, mode: Mode) -> list[Tensor]:
+    run = Run(rank, mode, hook)
+    left = run.left_after_steps(4)
+    run.handle.remove()
+    return left
+
+
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+@pytest.mark.parametrize("hook", ["topk(0.9)", "sign()"])
+def test_that_of_a_parameter_that_no_rank_uses_decays(
+    two_ranks: RankPool, hook: str, mode: Mode
+) -> None:
+    for found in two_ranks.run(_decayed, f"momentum({hook}, 0.5)", mode, timeout=120):
+        assert found[0].any()
+        for step, left in enumerate(found):
+            torch.testing.assert_close(left, found[0] * 0.5**step, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_rank_in_join_remembers_what_went_nowhere(rank: int) -> None:
+    run = Run(rank, EAGER, "error_feedback(topk(0.5))")
+    x = _batch(rank, 0)
+    run.step(x, True)
+    before = run.left()
+    run.model.zero_grad()
+    with run.handle.join():
         if rank == 0:
-            model(x, False).sum().backward()
-    after = _left(handle.state_dict(), rank, "sometimes.weight")
-    handle.remove()
-    return torch.stack([before, after])
-
-
-def test_a_rank_in_join_remembers_what_went_nowhere(two_ranks: RankPool) -> None:
-    before, after = two_ranks.run(_joined)[0]
+            run.step(x, False)
     assert before.any()
-    assert torch.allclose(before, after, atol=1e-7)
+    assert torch.allclose(before, run.left(), atol=1e-7)
+    run.handle.remove()
 
 
-def _joined_ddp(rank: int, hook: str) -> bool:
+@pytest.mark.parametrize("hook", ["clip(1.0)", "error_feedback(blockwise(bits=4))"])
+@on_ranks(2)
+def test_joining_on_ddp(rank: int, hook: str) -> None:
     made = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), find_unused_parameters=True)
     handle = attach(made, parse_hook(hook))
     written = []
@@ -296,31 +308,21 @@ def _joined_ddp(rank: int, hook: str) -> bool:
             made.zero_grad()
             made(torch.ones(4, 8)).sum().backward()
     handle.remove()
-    return len(written) == 2 - rank  # where there are gradients
-
-
-@pytest.mark.parametrize("hook", ["clip(1.0)", "error_feedback(blockwise(bits=4))"])
-def test_joining_on_ddp(two_ranks: RankPool, hook: str) -> None:
-    assert two_ranks.run(_joined_ddp, hook) == [True, True]
+    assert len(written) == 2 - rank  # where there are gradients
 
 
 def _clipped(rank: int, hook: str, zeroed: bool, mode: Mode) -> tuple[float, bool]:
-    torch._dynamo.reset()
-    model = TwoWeights()
-    made = mode.wrap(model, find_unused_parameters=True)
-    handle = attach(made, parse_hook(hook), **mode.attach_options)
-    forward = _forward(made, mode)
-    weight = model.sometimes.weight
+    run = Run(rank, mode, hook)
+    always, sometimes = run.model.always.weight, run.model.sometimes.weight
     for number in range(2):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
         if zeroed:
-            made.zero_grad()
-        stale = None if weight.grad is None else weight.grad.clone()
-        _step(forward, mode, x, number == 0)
-    handle.remove()
-    assert model.always.weight.grad is not None
-    stays = weight.grad is None if stale is None else torch.equal(weight.grad, stale)
-    return float(model.always.weight.grad.norm()), stays
+            run.made.zero_grad()
+        stale = None if sometimes.grad is None else sometimes.grad.clone()
+        run.step(_batch(rank, number), number == 0)
+    run.handle.remove()
+    assert always.grad is not None
+    stays = sometimes.grad is None if stale is None else torch.equal(sometimes.grad, stale)
+    return float(always.grad.norm()), stays
 
 
 @pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
@@ -337,22 +339,9 @@ def test_clip_takes_the_norm_of_gradients_that_are_written(
         assert stays
 
 
-class TwoTables(nn.Module):
-    """With sparse gradients, of which the second is used in some steps only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always = nn.Embedding(10, 4, sparse=True)
-        self.sometimes = nn.Embedding(10, 4, sparse=True)
-
-    def forward(self, rows: Tensor, both: bool) -> Tensor:
-        y = self.always(rows)
-        return y + self.sometimes(rows) if both else y
-
-
-def _clipped_rows(rank: int) -> tuple[float, bool]:
-    model = TwoTables()
+@on_ranks(2)
+def test_clip_leaves_out_sparse_gradients_of_earlier_steps(rank: int) -> None:
+    model = TwoWeights(lambda: nn.Embedding(10, 4, sparse=True))
     handle = attach(model, parse_hook("clip(1.0)"))
     rows = torch.tensor([1, 2, 3 + rank])
     model(rows, True).sum().backward()
@@ -361,10 +350,5 @@ def _clipped_rows(rank: int) -> tuple[float, bool]:
     model(rows, False).sum().backward()
     handle.remove()
     gradients = [table.weight.grad.to_dense() for table in (model.always, model.sometimes)]  # type: ignore[union-attr]
-    return float(gradients[0].norm()), torch.equal(gradients[1], before)
-
-
-def test_clip_leaves_out_sparse_gradients_of_earlier_steps(two_ranks: RankPool) -> None:
-    for norm, stays in two_ranks.run(_clipped_rows):
-        assert norm == pytest.approx(1.0, rel=1e-5)
-        assert stays
+    assert float(gradients[0].norm()) == pytest.approx(1.0, rel=1e-5)
+    assert torch.equal(gradients[1], before)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import of_all_ranks, on_ranks
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -64,10 +65,10 @@ ROADS = pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
 
 
 @ROADS
-def test_after_changes_between_two_steps(two_ranks: RankPool, on_ddp: bool) -> None:
-    plain = two_ranks.run(run, "allreduce()", on_ddp, 4)[0]
-    coded = two_ranks.run(run, "blockwise(bits=4)", on_ddp, 4)[0]
-    both = two_ranks.run(run, "after(2, blockwise(bits=4))", on_ddp, 4)[0]
+def test_after_changes_between_two_steps(on_ddp: bool) -> None:
+    plain = run_ranks(run, 2, "allreduce()", on_ddp, 4)[0]
+    coded = run_ranks(run, 2, "blockwise(bits=4)", on_ddp, 4)[0]
+    both = run_ranks(run, 2, "after(2, blockwise(bits=4))", on_ddp, 4)[0]
     for number in range(4):
         want = plain if number < 2 else coded
         assert same(both["gradients"][number], want["gradients"][number]), number
@@ -85,29 +86,38 @@ def test_after_with_another_hook_before() -> None:
 
 
 @ROADS
-def test_clip_is_clip_grad_norm(two_ranks: RankPool, on_ddp: bool) -> None:
-    plain = two_ranks.run(run, "allreduce()", on_ddp, 2)[0]
+def test_clip_is_clip_grad_norm(on_ddp: bool) -> None:
+    plain = run_ranks(run, 2, "allreduce()", on_ddp, 2)[0]
     norms = []
     for number, gradients in enumerate(plain["gradients"]):
         parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
         for parameter, gradient in zip(parameters, gradients.values(), strict=True):
             parameter.grad = gradient.clone()
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 2.0)))
-        clipped = two_ranks.run(run, "clip(2.0)", on_ddp, 2)
+        clipped = run_ranks(run, 2, "clip(2.0)", on_ddp, 2)
         for rank in range(2):
             for parameter, got in zip(
                 parameters, clipped[rank]["gradients"][number].values(), strict=True
             ):
                 torch.testing.assert_close(got, parameter.grad)
     assert min(norms) > 2
-    untouched = two_ranks.run(run, f"clip({2 * max(norms)})", on_ddp, 2)[0]
+    untouched = run_ranks(run, 2, f"clip({2 * max(norms)})", on_ddp, 2)[0]
     for got, want in zip(untouched["gradients"], plain["gradients"], strict=True):
         assert same(got, want)
 
 
-def test_clip_sees_all_buckets_only_where_it_is_attached() -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks.clip(1.0),
+        hooks.after(1, hooks.clip(1.0)),
+        hooks.error_feedback(hooks.clip(1, hooks.sign())),
+    ],
+    ids=str,
+)
+def test_clip_sees_all_buckets_only_where_it_is_attached(hook: hooks.Hook) -> None:
     with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
-        simulate(hooks.clip(1.0), [[torch.randn(3)]])
+        simulate(hook, [[torch.randn(3)]])
 
 
 # ---- policy --------------------------------------------------------------------------------------
@@ -116,9 +126,9 @@ POLICY = "policy([('dim <= 1', allreduce()), ('embedding*', topk(1.0))], blockwi
 
 
 @ROADS
-def test_policy_gives_each_parameter_its_hook(two_ranks: RankPool, on_ddp: bool) -> None:
-    plain = two_ranks.run(run, "allreduce()", on_ddp, 3)
-    mixed = two_ranks.run(run, POLICY, on_ddp, 3)
+def test_policy_gives_each_parameter_its_hook(on_ddp: bool) -> None:
+    plain = run_ranks(run, 2, "allreduce()", on_ddp, 3)
+    mixed = run_ranks(run, 2, POLICY, on_ddp, 3)
     assert same(mixed[0]["gradients"][2], mixed[1]["gradients"][2])
     for name, want in plain[0]["gradients"][2].items():
         got = mixed[0]["gradients"][2][name]
@@ -146,11 +156,11 @@ def test_policy_by_size_and_in_error_feedback() -> None:
 
 
 @ROADS
-def test_adaptive_keeps_its_budget(two_ranks: RankPool, on_ddp: bool) -> None:
-    four = two_ranks.run(run, "error_feedback(blockwise(bits=4))", on_ddp, 3)[0]["sent"][-1]
-    eight = two_ranks.run(run, "error_feedback(blockwise())", on_ddp, 3)[0]["sent"][-1]
+def test_adaptive_keeps_its_budget(on_ddp: bool) -> None:
+    four = run_ranks(run, 2, "error_feedback(blockwise(bits=4))", on_ddp, 3)[0]["sent"][-1]
+    eight = run_ranks(run, 2, "error_feedback(blockwise())", on_ddp, 3)[0]["sent"][-1]
     for budget in (four, (four + eight) // 2, eight):
-        ranks = two_ranks.run(run, f"adaptive({budget}, every=2)", on_ddp, 5)
+        ranks = run_ranks(run, 2, f"adaptive({budget}, every=2)", on_ddp, 5)
         for result in ranks:
             assert all(sent <= budget for sent in result["sent"][2:])
         assert same(ranks[0]["gradients"][-1], ranks[1]["gradients"][-1])
@@ -225,72 +235,32 @@ class Holder(nn.Module):
         return (self.parameter * gradient).sum()
 
 
-def _own_groups(rank: int) -> list[torch.Tensor]:
+@on_ranks(4)
+def test_error_feedback_over_a_group_of_its_own(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     hook = hooks.error_feedback(hooks.blockwise(bits=4, process_group=pairs[rank // 2]))
     parameter = nn.Parameter(torch.zeros(40, 13))
     model = Holder(parameter)
     handle = attach(model, hook)
+    values = [
+        torch.randn(40, 13, generator=torch.Generator().manual_seed(other)) for other in range(4)
+    ]
     total = torch.zeros(40, 13)
     for _ in range(50):
         parameter.grad = None
-        model(torch.randn(40, 13, generator=torch.Generator().manual_seed(rank))).backward()
+        model(values[rank]).backward()
         assert parameter.grad is not None
         total += parameter.grad
     handle.remove()
-    return [total / 50]
-
-
-def test_error_feedback_over_a_group_of_its_own() -> None:
-    found = run_ranks(_own_groups, 4)
-    for rank, (got,) in enumerate(found):
-        pair = rank // 2 * 2
-        values = [
-            torch.randn(40, 13, generator=torch.Generator().manual_seed(r))
-            for r in (pair, pair + 1)
-        ]
-        assert (got - (values[0] + values[1]) / 2).abs().max() < 0.03
-        assert torch.equal(got, found[pair][0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_clip_of_other_dtypes(dtype: torch.dtype) -> None:
-    def on_rank(rank: int) -> float:
-        parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
-        model = Holder(parameter)
-        handle = attach(model, hooks.clip(1.0))
-        model(torch.full((4,), 3.0, dtype=dtype)).backward()
-        handle.remove()
-        assert parameter.grad is not None and parameter.grad.dtype == dtype
-        return parameter.grad.double().norm().item()
-
-    assert run_ranks(on_rank, 2) == pytest.approx([1.0, 1.0], rel=1e-2)
-
-
-def test_clip_of_float64_is_in_float64() -> None:
-    def on_rank(rank: int) -> None:
-        torch.manual_seed(0)
-        given = torch.randn(100, dtype=torch.float64)
-        parameter = nn.Parameter(torch.zeros(100, dtype=torch.float64))
-        model = Holder(parameter)
-        handle = attach(model, hooks.clip(1.0))
-        model(given).backward()
-        got = parameter.grad
-        parameter.grad = given.clone()
-        nn.utils.clip_grad_norm_([parameter], 1.0)
-        assert got is not None
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-14, atol=0)
-        handle.remove()
-
-    run_ranks(on_rank, 1)
+    pair = rank // 2 * 2
+    assert (total / 50 - (values[pair] + values[pair + 1]) / 2).abs().max() < 0.03
+    every = of_all_ranks(total)
+    assert torch.equal(every[pair], every[pair + 1])
 
 
 @ROADS
-def test_clip_of_complex_and_sparse_gradients(two_ranks: RankPool, on_ddp: bool) -> None:
-    two_ranks.run(_clipped, on_ddp)
-
-
-def _clipped(rank: int, on_ddp: bool) -> None:
+@on_ranks(2)
+def test_clip_of_complex_gradients(rank: int, on_ddp: bool) -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
     model: nn.Module = Holder(parameter)
     model = DDP(model) if on_ddp else model
@@ -299,37 +269,20 @@ def _clipped(rank: int, on_ddp: bool) -> None:
     assert parameter.grad is not None
     assert torch.view_as_real(parameter.grad).norm().item() == pytest.approx(1.0, rel=1e-4)
     handle.remove()
-    model = nn.Embedding(10, 3, sparse=True)
-    weight = model.weight
-    model = DDP(model) if on_ddp else model
-    handle = attach(model, hooks.clip(1.0))
-    model(torch.tensor([1, 1, 4 + rank])).sum().backward()
-    assert weight.grad is not None and weight.grad.is_sparse
-    assert weight.grad.to_dense().norm().item() == pytest.approx(1.0, rel=1e-4)
-    handle.remove()
 
 
 @ROADS
-def test_clip_for_some_of_the_steps(two_ranks: RankPool, on_ddp: bool) -> None:
+def test_clip_for_some_of_the_steps(on_ddp: bool) -> None:
     """Where :class:`after` changes to another hook, what scales its steps changes too."""
-    plain = two_ranks.run(run, "allreduce()", on_ddp, 4)[0]["gradients"]
-    always = two_ranks.run(run, "clip(2.0)", on_ddp, 4)[0]["gradients"]
+    plain = run_ranks(run, 2, "allreduce()", on_ddp, 4)[0]["gradients"]
+    always = run_ranks(run, 2, "clip(2.0)", on_ddp, 4)[0]["gradients"]
     assert not same(plain[0], always[0])
-    first = two_ranks.run(run, "after(2, allreduce(), before=clip(2.0))", on_ddp, 4)[0]
-    last = two_ranks.run(run, "after(2, clip(2.0))", on_ddp, 4)[0]
+    first = run_ranks(run, 2, "after(2, allreduce(), before=clip(2.0))", on_ddp, 4)[0]
+    last = run_ranks(run, 2, "after(2, clip(2.0))", on_ddp, 4)[0]
     for number in range(4):
         early = number < 2
         assert same(first["gradients"][number], (always if early else plain)[number])
         assert same(last["gradients"][number], (plain if early else always)[number])
-
-
-def test_clip_inside_of_others_must_be_attached() -> None:
-    for hook in (
-        hooks.after(1, hooks.clip(1.0)),
-        hooks.error_feedback(hooks.clip(1, hooks.sign())),
-    ):
-        with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
-            simulate(hook, [[torch.randn(3)]])
 
 
 def test_policy_of_complex_gradients() -> None:
@@ -376,35 +329,30 @@ def test_what_a_class_an_object_or_a_property_says_holds_around_it() -> None:
     )
 
 
-def _hooks_of_ones_own(rank: int) -> list[str]:
-    found = []
-    for hook in (Unprinted(), hooks.error_feedback(Unprinted()), hooks.clip(1.0, Unprinted())):
+@on_ranks(2)
+def test_hooks_of_ones_own_inside_of_others(rank: int) -> None:
+    for hook, name in (
+        (Unprinted(), "Unprinted()"),
+        (hooks.error_feedback(Unprinted()), "error_feedback(Unprinted())"),
+        (hooks.clip(1.0, Unprinted()), "clip(1, Unprinted())"),
+    ):
         model = nn.Linear(3, 2)
         handle = attach(model, hook)
         model(torch.full((1, 3), float(rank))).sum().backward()
-        found.append(repr(handle.hook))
+        assert repr(handle.hook) == name
         handle.remove()
-    return found
 
 
-def test_hooks_of_ones_own_inside_of_others(two_ranks: RankPool) -> None:
-    names = ["Unprinted()", "error_feedback(Unprinted())", "clip(1, Unprinted())"]
-    assert two_ranks.run(_hooks_of_ones_own) == [names, names]
-
-
-def _stats_of_moments(rank: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_stats_are_of_their_moment(rank: int) -> None:
     model = nn.Linear(3, 2)
     handle = attach(model, hooks.allreduce())
-    model(torch.ones(1, 3)).sum().backward()
-    first = handle.stats()
-    model(torch.ones(1, 3)).sum().backward()
-    second = handle.stats()
+    found = []
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        found.append(handle.stats())
     handle.remove()
-    return first.bytes_sent, second.bytes_sent - first.bytes_sent
-
-
-def test_stats_are_of_their_moment(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_stats_of_moments) == [(32, 32), (32, 32)]
+    assert [stats.bytes_sent for stats in found] == [32, 64]
 
 
 def _recorded(rank: int, hook: str) -> tuple[int, int]:
@@ -447,14 +395,14 @@ def test_all_gathered_messages_warn_where_a_cast_is_better() -> None:
         simulate(hooks.blockwise(), gradients)
 
 
-def test_stats_of_messages(two_ranks: RankPool) -> None:
-    result = two_ranks.run(run, "error_feedback(blockwise(bits=4))", False, 3)[0]
+def test_stats_of_messages() -> None:
+    result = run_ranks(run, 2, "error_feedback(blockwise(bits=4))", False, 3)[0]
     stats = result["stats"]
     assert 7 < stats.compression_ratio < 8
     assert stats.bytes_received == sum(bucket.bytes_received for bucket in stats.buckets)
     for bucket in stats.buckets:
         assert 0.02 < bucket.relative_error < 0.3
         assert bucket.encode_seconds > 0 and bucket.decode_seconds > 0 and bucket.wire_seconds > 0
-    plain = two_ranks.run(run, "allreduce()", False, 3)[0]["stats"]
+    plain = run_ranks(run, 2, "allreduce()", False, 3)[0]["stats"]
     assert plain.compression_ratio == 1
     assert all(bucket.relative_error is None for bucket in plain.buckets)

@@ -69,55 +69,34 @@ class Problem:
         return self.buffer[beside]
 
 
-def run_left(p: Problem) -> None:
-    ops.low_rank_left(p.matrices, p.right, p.left)
+RUNS: dict[str, Callable[[Problem], None]] = {
+    "run_left": lambda p: ops.low_rank_left(p.matrices, p.right, p.left),
+    "run_gather": lambda p: ops.low_rank_gather_left(p.gradients, p.matrices, p.right, p.left),
+    "run_gather_adds": lambda p: ops.low_rank_gather_left(
+        p.gradients, p.matrices, p.right, p.left, adds=True
+    ),
+    "run_right": lambda p: ops.low_rank_right(p.matrices, p.left, p.right),
+    "run_right_error": lambda p: ops.low_rank_right_error(p.matrices, p.left, p.right),
+    "run_product": lambda p: ops.low_rank_product(p.left, p.right, p.matrices),
+}
+of_each_run = pytest.mark.parametrize("run", RUNS)
 
 
-def run_gather(p: Problem) -> None:
-    ops.low_rank_gather_left(p.gradients, p.matrices, p.right, p.left)
-
-
-def run_gather_adds(p: Problem) -> None:
-    ops.low_rank_gather_left(p.gradients, p.matrices, p.right, p.left, adds=True)
-
-
-def run_right(p: Problem) -> None:
-    ops.low_rank_right(p.matrices, p.left, p.right)
-
-
-def run_right_error(p: Problem) -> None:
-    ops.low_rank_right_error(p.matrices, p.left, p.right)
-
-
-def run_product(p: Problem) -> None:
-    ops.low_rank_product(p.left, p.right, p.matrices)
-
-
-RUNS: Sequence[Callable[[Problem], None]] = (
-    run_left,
-    run_gather,
-    run_gather_adds,
-    run_right,
-    run_right_error,
-    run_product,
-)
-
-
-def wanted(run: Callable[[Problem], None], p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def wanted(run: str, p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Matrices, left and right afterwards, computed in float64."""
     m, left, right = p.matrices.double(), p.left.double(), p.right.double()
     gradients = torch.stack(p.gradients).double() if p.gradients else m
-    if run is run_gather:
+    if run == "run_gather":
         m = gradients
-    if run is run_gather_adds:
+    if run == "run_gather_adds":
         m = m + gradients
-    if run in (run_left, run_gather, run_gather_adds):
+    if run in ("run_left", "run_gather", "run_gather_adds"):
         left = right @ m.transpose(1, 2)
-    if run in (run_right, run_right_error):
+    if run in ("run_right", "run_right_error"):
         right = left @ m
-    if run is run_right_error:
+    if run == "run_right_error":
         m = m - left.transpose(1, 2) @ right
-    if run is run_product:
+    if run == "run_product":
         m = left.transpose(1, 2) @ right
     return m, left, right
 
@@ -129,23 +108,23 @@ def assert_near(got: Tensor, want: Tensor, terms: int) -> None:
         assert most <= 30 * torch.finfo(got.dtype).eps * (terms + 1), most
 
 
-@pytest.mark.parametrize("run", RUNS)
+@of_each_run
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", LEVELS)
-def test_against_float64(run: Callable[[Problem], None], dtype: torch.dtype, level: str) -> None:
+def test_against_float64(run: str, dtype: torch.dtype, level: str) -> None:
     with cpu_level(level):
         for shape in SHAPES:
             for rank in (1, 2, 3, 4, 5, 9):
                 p = Problem(shape, rank, dtype=dtype)
                 wants = wanted(run, p)
-                run(p)
+                RUNS[run](p)
                 for got, want in zip((p.matrices, p.left, p.right), wants, strict=True):
                     assert_near(got, want, rank * max(1, *shape[1:]))
                 assert (p.sevens() == 7).all()
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_the_same_bits_on_all_processors_and_threads(run: Callable[[Problem], None]) -> None:
+@of_each_run
+def test_the_same_bits_on_all_processors_and_threads(run: str) -> None:
     for shape in ((2, 300, 67), (1, 260, 1030), (40, 64, 65), (2, 40_000, 3)):
         for dtype in (torch.float32, torch.float64):
             found = []
@@ -153,7 +132,7 @@ def test_the_same_bits_on_all_processors_and_threads(run: Callable[[Problem], No
                 for count in (1, 3):
                     with cpu_level(level), threads(count):
                         p = Problem(shape, 3, dtype=dtype)
-                        run(p)
+                        RUNS[run](p)
                         found.append((p.matrices, p.left, p.right))
             for other in found[1:]:
                 assert all(map(torch.equal, other, found[0]))
@@ -164,11 +143,11 @@ def test_the_same_bits_on_all_processors_and_threads(run: Callable[[Problem], No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_any_dtype(dtype: torch.dtype, of_gradients: torch.dtype, level: str) -> None:
     for shape in ((3, 7, 5), (1, 3, 2100)):
-        for run in (run_gather, run_gather_adds):
+        for run in ("run_gather", "run_gather_adds"):
             p = Problem(shape, 5, dtype=dtype, of_gradients=of_gradients)
             m, left, _ = wanted(run, p)
             with cpu_level(level):
-                run(p)
+                RUNS[run](p)
             assert_near(p.matrices, m, 2)
             assert_near(p.left, left, 5 * shape[2])
 
@@ -203,34 +182,32 @@ def test_what_is_not_finite_stays_so() -> None:
     for value in (float("nan"), float("inf")):
         p = Problem((3, 20, 30), 2)
         p.matrices[1, 4, 5] = value
-        run_left(p)
-        run_right_error(p)
+        RUNS["run_left"](p)
+        RUNS["run_right_error"](p)
         assert not p.left[1, :, 4].isfinite().any()
         assert not p.right[1, :, 5].isfinite().any()
         assert p.left[[0, 2]].isfinite().all() and p.right[[0, 2]].isfinite().all()
         assert p.matrices[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_versions_move(run: Callable[[Problem], None]) -> None:
+@pytest.mark.parametrize(
+    ("run", "moved"),
+    [
+        ("run_left", [0, 1, 0]),
+        ("run_gather", [1, 1, 0]),
+        ("run_gather_adds", [1, 1, 0]),
+        ("run_right", [0, 0, 1]),
+        ("run_right_error", [1, 0, 1]),
+        ("run_product", [1, 0, 0]),
+    ],
+)
+def test_versions_move(run: str, moved: list[int]) -> None:
     p = Problem((2, 3, 4), 2)
-    before = [tensor._version for tensor in (p.buffer, p.left, p.right)]
-    run(p)
-    moved = [
-        tensor._version - version
-        for tensor, version in zip((p.buffer, p.left, p.right), before, strict=True)
-    ]
-    assert (
-        moved
-        == {
-            run_left: [0, 1, 0],
-            run_gather: [1, 1, 0],
-            run_gather_adds: [1, 1, 0],
-            run_right: [0, 0, 1],
-            run_right_error: [1, 0, 1],
-            run_product: [1, 0, 0],
-        }[run]
-    )
+    tensors = (p.buffer, p.left, p.right)
+    before = torch.tensor([tensor._version for tensor in tensors])
+    RUNS[run](p)
+    after = torch.tensor([tensor._version for tensor in tensors])
+    assert (after - before).tolist() == moved
 
 
 def test_opcheck() -> None:
@@ -329,4 +306,4 @@ def test_memory_that_is_gone() -> None:
     p = Problem((2, 3, 4), 2)
     p.buffer.untyped_storage().resize_(8)
     with pytest.raises(ValueError, match="matrices must have a storage of"):
-        run_left(p)
+        RUNS["run_left"](p)

@@ -75,15 +75,6 @@ def test_backward(backend):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_there_are_no_graph_breaks():
-    inputs = tensors()
-    count = sum(tensor.numel() for tensor in inputs)
-    explained = torch._dynamo.explain(pass_through_every_operator)(
-        inputs, torch.zeros(count), [torch.zeros_like(tensor) for tensor in inputs]
-    )
-    assert explained.graph_break_count == 0 and explained.graph_count == 1
-
-
 def graphs_of(function, *args) -> list[torch.fx.GraphModule]:
     """The graphs that a compiler gets from the function, functional and traced to ATen."""
     graphs = []

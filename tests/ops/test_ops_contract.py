@@ -5,12 +5,16 @@ Their derivatives stand in test_ops_autograd.py, compilation in test_ops_compile
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ops_reference import (
     PAIRS,
     SHAPE_CLASSES,
     SOURCE_CLASSES,
+    assert_same_bits,
+    cpu_level,
     make,
     maker,
     one_thread,  # noqa: F401
@@ -215,3 +219,23 @@ def test_results_share_no_memory_with_the_inputs():
     for result in (ops.flatten([source]), *ops.unflatten(source, [source])):
         result.zero_()
     assert (source == 1).all()
+
+
+# ---- the helpers of these tests ------------------------------------------------------------------
+
+
+def test_assert_same_bits_can_fail():
+    ones = torch.ones(3)
+    assert_same_bits(torch.tensor([math.nan, 0.0]), torch.tensor([-math.nan, 0.0]))
+    for other in (torch.tensor([1.0, 1.0, 1.0 + 2**-23]), ones.double(), torch.ones(1, 3)):
+        with pytest.raises(AssertionError):
+            assert_same_bits(other, ones)
+    with pytest.raises(AssertionError, match=r"1 of 1 elements differ, the first at \(0,\): -0.0"):
+        assert_same_bits(torch.tensor([-0.0]), torch.tensor([0.0]))
+
+
+def test_cpu_level_is_restored():
+    before = ops.cpu_capability()
+    with cpu_level("default"):
+        assert ops.cpu_capability() == "default"
+    assert ops.cpu_capability() == before

@@ -47,18 +47,23 @@ def values():
     return memory
 
 
+def check_writes(write, expected: torch.Tensor) -> None:
+    """That write(destination) writes nothing but that, at several offsets and on threads."""
+    memory = torch.empty(expected.numel() + 7, dtype=expected.dtype)
+    for offset, count in ((0, 1), (3, 2), (5, 1)):
+        memory.fill_(7)
+        part = memory[offset : offset + expected.numel()]
+        with threads(count):
+            write(part)
+        assert_same_bits(part, expected, f"offset {offset}")
+        assert (memory[:offset] == 7).all() and (memory[offset + expected.numel() :] == 7).all()
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_flatten(values, target):
     source = values[: elements(target)]
     expected = converted(source, 1 / 3, target)
-    out = torch.empty(expected.numel() + 7, dtype=target)
-    for offset, count in ((0, 1), (3, 2)):
-        out.fill_(7)
-        part = out[offset : offset + expected.numel()]
-        with threads(count):
-            ops.flatten(split(source), scale=1 / 3, out=part)
-        assert_same_bits(part, expected, f"offset {offset}")
-        assert (out[:offset] == 7).all() and (out[offset + expected.numel() :] == 7).all()
+    check_writes(lambda out: ops.flatten(split(source), scale=1 / 3, out=out), expected)
 
 
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float64])
@@ -98,15 +103,8 @@ def test_flatten_stats(values, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_unflatten_into(values, target):
     buffer = values[: elements(target)]
-    memory = torch.empty(buffer.numel() + 7, dtype=target)
-    for offset, count in ((0, 2), (5, 1)):
-        memory.fill_(7)
-        tensors = split(memory[offset : offset + buffer.numel()])
-        with threads(count):
-            ops.unflatten_into(buffer, tensors, scale=1 / 3)
-        expected = converted(buffer, 1 / 3, target)
-        assert_same_bits(memory[offset : offset + buffer.numel()], expected, f"offset {offset}")
-        assert (memory[:offset] == 7).all() and (memory[offset + buffer.numel() :] == 7).all()
+    expected = converted(buffer, 1 / 3, target)
+    check_writes(lambda out: ops.unflatten_into(buffer, split(out), scale=1 / 3), expected)
 
 
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])

@@ -236,87 +236,68 @@ def test_names_and_keys_of_nothing() -> None:
             call()
 
 
-#: Arguments of write_missing that do not fit, made when they are used: no test may print them.
-MISSING: dict[str, Callable[[], Arguments]] = {
-    "used must be of dtype": lambda: {"used": used().float()},
-    "numbers must be numbers from 0 to 0": lambda: {"used": used()[:1].clone()},
-    "numbers must be as many as gradients, 2, got 1": lambda: {"numbers": [0]},
-    "numbers must be numbers from 0 to 1": lambda: {"numbers": [0, 2]},
-    "parameter 1 must have a storage of 12": lambda: {
-        "gradients": [torch.randn(3, 4), freed(torch.randn(3))]
-    },
-    "must be of sizes [3], got [4]": lambda: {"gradients": [torch.randn(3, 4), torch.randn(4)]},
-    "must be dense": lambda: {"gradients": [torch.randn(3, 4).to_sparse(), torch.randn(3)]},
-}
-
-
 def _key_of(handle: HookHandle) -> int:
     """Of the reducer of a module that a hook is attached to."""
     (key,) = (key for key, one in tracing.reducers.items() if one.attached is handle._attached)
     return key
 
 
-def _write_missing(rank: int, expected: str | None) -> str:
-    model = nn.Linear(4, 3)
-    handle = attach(model, hooks.allreduce())
-    key = _key_of(handle)
-    arguments = {
-        "token": torch.zeros(1),
-        "used": used(),
-        "gradients": [torch.randn(3, 4), torch.randn(3)],
-        "numbers": [0, 1],
-        "key": key,
-    }
-    model(torch.randn(2, 4)).sum().backward()
-    changed = {} if expected is None else MISSING[expected]()
-    got = outcome(tracing.write_missing, {**arguments, **changed})
-    handle.remove()
-    return got
+def arguments_of(operator: str) -> Arguments:
+    """Those that an operator takes for a module of two parameters, without its key."""
+    if operator == "leave_out":
+        return {"used": used(), "touched": used(), "missing": [0, 1], "needs_all": False}
+    gradients = [torch.randn(3, 4), torch.randn(3)]
+    return {"token": torch.zeros(1), "used": used(), "gradients": gradients, "numbers": [0, 1]}
 
 
-def test_write_missing_takes_what_fits() -> None:
-    assert run_ranks(_write_missing, 1, None) == ["taken"]
-
-
-@pytest.mark.parametrize("expected", MISSING)
-def test_write_missing_refuses(expected: str) -> None:
-    (got,) = run_ranks(_write_missing, 1, expected)
-    assert got.partition(": ")[2].startswith("write_missing: ") and expected in got
-
-
-#: Arguments of leave_out that do not fit.
-LEFT_OUT: dict[str, Callable[[], Arguments]] = {
-    "used must be of dtype": lambda: {"used": used().float()},
-    "touched must be of dtype": lambda: {"touched": used().float()},
-    "used and touched must have 2 elements, got 4 and 2": lambda: {"used": used().repeat(2)},
-    "used and touched must have 2 elements, got 2 and 1": lambda: {"touched": used()[:1].clone()},
-    "missing must be numbers from 0 to 1": lambda: {"missing": [2]},
+#: Of each operator, arguments that do not fit, made when they are used: no test may print them.
+UNFIT: dict[str, dict[str, Callable[[], Arguments]]] = {
+    "write_missing": {
+        "used must be of dtype": lambda: {"used": used().float()},
+        "numbers must be numbers from 0 to 0": lambda: {"used": used()[:1].clone()},
+        "numbers must be as many as gradients, 2, got 1": lambda: {"numbers": [0]},
+        "numbers must be numbers from 0 to 1": lambda: {"numbers": [0, 2]},
+        "parameter 1 must have a storage of 12": lambda: {
+            "gradients": [torch.randn(3, 4), freed(torch.randn(3))]
+        },
+        "must be of sizes [3], got [4]": lambda: {"gradients": [torch.randn(3, 4), torch.randn(4)]},
+        "must be dense": lambda: {"gradients": [torch.randn(3, 4).to_sparse(), torch.randn(3)]},
+    },
+    "leave_out": {
+        "used must be of dtype": lambda: {"used": used().float()},
+        "touched must be of dtype": lambda: {"touched": used().float()},
+        "must have 2 elements, got 4 and 2": lambda: {"used": used().repeat(2)},
+        "must have 2 elements, got 2 and 1": lambda: {"touched": used()[:1].clone()},
+        "missing must be numbers from 0 to 1": lambda: {"missing": [2]},
+    },
 }
 
 
-def _leave_out(rank: int, expected: str | None) -> str:
-    handle = attach(nn.Linear(4, 3), hooks.allreduce())
-    arguments = {
-        "used": used(),
-        "touched": used(),
-        "missing": [0, 1],
-        "needs_all": False,
-        "key": _key_of(handle),
-    }
-    changed = {} if expected is None else LEFT_OUT[expected]()
-    got = outcome(tracing.leave_out, {**arguments, **changed})
-    handle.remove()
-    return got
+def outcome_in_a_module(operator: str, change: Callable[[], Arguments] = dict) -> str:
+    def run(rank: int) -> str:
+        model = nn.Linear(4, 3)
+        handle = attach(model, hooks.allreduce())
+        if operator == "write_missing":
+            model(torch.randn(2, 4)).sum().backward()
+        arguments = {**arguments_of(operator), **change(), "key": _key_of(handle)}
+        got = outcome(getattr(tracing, operator), arguments)
+        handle.remove()
+        return got
+
+    return run_ranks(run, 1)[0]
 
 
-def test_leave_out_takes_what_fits() -> None:
-    assert run_ranks(_leave_out, 1, None) == ["taken"]
+@pytest.mark.parametrize("operator", UNFIT)
+def test_operators_of_a_reducer_take_what_fits(operator: str) -> None:
+    assert outcome_in_a_module(operator) == "taken"
 
 
-@pytest.mark.parametrize("expected", LEFT_OUT)
-def test_leave_out_refuses(expected: str) -> None:
-    (got,) = run_ranks(_leave_out, 1, expected)
-    assert got.partition(": ")[2].startswith("leave_out: ") and expected in got
+@pytest.mark.parametrize(
+    ("operator", "expected"), [(op, text) for op in UNFIT for text in UNFIT[op]]
+)
+def test_operators_of_a_reducer_refuse(operator: str, expected: str) -> None:
+    got = outcome_in_a_module(operator, UNFIT[operator][expected])
+    assert got.partition(": ")[2].startswith(f"{operator}: ") and expected in got
 
 
 def test_traffic_that_is_no_text_of_it_counts_no_step() -> None:

@@ -24,7 +24,6 @@ from torch_commhook.planning.formulas import (
 )
 from torch_commhook.planning.hook_work import gradients_of
 from torch_commhook.planning.schedule import agreement_of
-from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.step import step_end
 from torch_commhook.testing import run_ranks, simulate
 
@@ -54,33 +53,27 @@ def _formula(text: str, ranks: int, nodes: int = 1, elements: int = ELEMENTS) ->
     return found
 
 
-def _simulated(text: str, ranks: int) -> tuple[float, tuple[Issued, ...]]:
-    gradients = [gradients_of(ELEMENTS, ELEMENTS) for _ in range(ranks)]
-    found = simulate(parse_hook(text), gradients, steps=2, timeout=600)
-    return found.wire_bytes, tuple(found.issued)
-
-
 def _with_numbered_groups(issued: Any) -> list[tuple[int, Any]]:
     numbers: dict[str, int] = {}
     return [(numbers.setdefault(one.group, len(numbers)), one.traffic) for one in issued]
 
 
-@pytest.mark.parametrize("ranks", [8, 32])
-@pytest.mark.parametrize("text", HOOKS)
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        *((text, ranks) for text in HOOKS for ranks in (8, 32)),
+        ("blockwise()", 128),
+        ("hierarchical(blockwise(), levels=[8, 4])", 128),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 def test_formulas_are_what_simulated_ranks_do(text: str, ranks: int) -> None:
-    sent, issued = _simulated(text, ranks)
+    gradients = [gradients_of(ELEMENTS, ELEMENTS) for _ in range(ranks)]
+    found = simulate(parse_hook(text), gradients, steps=2, timeout=600)
     formula = _formula(text, ranks)
-    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(issued)
-    assert formula.bytes_sent == pytest.approx(sent, rel=1e-3)  # the simulation rounds
-
-
-@pytest.mark.parametrize("text", ["blockwise()", "hierarchical(blockwise(), levels=[8, 4])"])
-def test_formulas_are_what_many_simulated_ranks_do(text: str) -> None:
-    sent, issued = _simulated(text, 128)
-    formula = _formula(text, 128)
-    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(issued)
-    assert formula.bytes_sent == sent
+    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(found.issued)
+    tolerance = 0 if ranks == 128 else 1e-3  # the simulation rounds
+    assert formula.bytes_sent == pytest.approx(found.wire_bytes, rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("numel", [1, 7, 1000])
@@ -199,29 +192,21 @@ def _established() -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "connections"),
+    ("pool", "text", "connections"),
     [
-        ("allreduce()", 1),
-        ("blockwise()", 1),
-        ("blockwise()", 3),
-        ("topk(0.01)", 1),
-        ("hierarchical(blockwise(), levels=[2])", 1),
+        ("four_ranks", "allreduce()", 1),
+        ("four_ranks", "blockwise()", 1),
+        ("four_ranks", "blockwise()", 3),
+        ("four_ranks", "topk(0.01)", 1),
+        ("four_ranks", "hierarchical(blockwise(), levels=[2])", 1),
+        ("two_ranks", "blockwise()", 1),
+        ("two_ranks", "allreduce()", 2),
     ],
 )
 def test_messages_and_connections_of_processes(
-    four_ranks: RankPool, text: str, connections: int
+    request: pytest.FixtureRequest, pool: str, text: str, connections: int
 ) -> None:
-    check_counts(four_ranks, text, connections)
-
-
-@pytest.mark.parametrize(("text", "connections"), [("blockwise()", 1), ("allreduce()", 2)])
-def test_messages_and_connections_of_two_processes(
-    two_ranks: RankPool, text: str, connections: int
-) -> None:
-    check_counts(two_ranks, text, connections)
-
-
-def check_counts(ranks: RankPool, text: str, connections: int) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
     size = ranks.world_size
     formula = _formula(text, size, 1, BUCKETS * WIDTH * WIDTH)
     messages = count_messages(formula.issued, agreement_of(size), [1 / BUCKETS] * BUCKETS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_sums import SUMS, group_of, issue_sum, options
+from group_doubles import Alike, completed, registered_mesh
 from layered_net import Net, batch, gradients_of
 from rank_pool import RankPool
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
@@ -22,8 +24,6 @@ from torch_commhook.process_group import (
     CompressedProcessGroup,
     ProcessGroup,
     RecordingProcessGroup,
-    Work,
-    register,
 )
 from torch_commhook.testing import run_ranks
 
@@ -37,43 +37,32 @@ class Twice(ProcessGroup):
         super().__init__(0, 2)
         self.sent: list[torch.Tensor] = []
 
-    def _done(self, value: Any) -> Any:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(value)
-        return future
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         assert opts is None or opts.reduceOp == SUM or opts.reduceOp == MAX
         self.sent += [tensor.clone() for tensor in tensors]
         for tensor in tensors:
             tensor.mul_(2)
-        return self._done(tensors)
+        return completed(tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         self.sent.append(input.clone())
         output.copy_(2 * input.view(2, -1)[0].view_as(output))
-        return self._done([output])
+        return completed([output])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self.sent += inputs[0]
         outputs[0].copy_(2 * inputs[0][0])
-        return self._done(outputs)
+        return completed(outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input)
-        return self._done(outputs)
+        return completed(outputs)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return self._done(tensors)
-
-
-def options(make: Any, op: Any = SUM) -> Any:
-    made = make()
-    made.reduceOp = op
-    return made
+        return completed(tensors)
 
 
 def reduce_options(op: Any = SUM) -> Any:
@@ -119,7 +108,7 @@ def test_several_tensors() -> None:
     parent = Twice()
     group = CompressedProcessGroup(parent, min_numel=0)
     tensors = [torch.ones(3), torch.full((2, 2), 2.0)]
-    group.allreduce_coalesced(tensors, options(dist.AllreduceCoalescedOptions)).wait()
+    group.allreduce_coalesced(tensors, options(dist.AllreduceCoalescedOptions, SUM)).wait()
     assert len(parent.sent) == 1 and parent.sent[0].numel() == 7
     assert [tensor.unique().tolist() for tensor in tensors] == [[2.0], [4.0]]
 
@@ -170,61 +159,39 @@ def test_what_passes_as_it_is(tensor: torch.Tensor, op: Any) -> None:
 #: Sizes that no number of ranks divides, and those of a rank's share.
 SIZES = (37, 501)
 SHARES = (3, 17)
-CALLS = {
-    "allreduce": ("reduce", 1),
-    "allreduce_coalesced": ("reduce", 2),
-    "reduce_scatter_single": ("scatter", 1),
-    "reduce_scatter": ("lists", 1),
-    "reduce_scatter_coalesced": ("lists", 2),
-    "reduce_scatter_single_coalesced": ("scatter", 2),
-}
 
 
-def _given(rank: int, ranks: int, kind: str, count: int) -> list[torch.Tensor]:
+def _given(rank: int, ranks: int, name: str, count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    sizes = SIZES if kind == "reduce" else [ranks * share for share in SHARES]
+    sizes = SIZES if name.startswith("allreduce") else [ranks * share for share in SHARES]
     # All of one sign: none of the sum cancels, so that an error of it is one of its own size.
     return [0.5 + torch.rand(size, generator=generator) for size in sizes[:count]]
 
 
-def _call_on(rank: int, name: str, op: Any, codec: torch.dtype) -> tuple[list[torch.Tensor], int]:
-    kind, count = CALLS[name]
-    parent = dist.group.WORLD
-    assert parent is not None
-    group = CompressedProcessGroup(parent, codec, min_numel=0)
-    tensors = _given(rank, group.size(), kind, count)
-    if name == "allreduce":
-        work = group.allreduce(tensors, reduce_options(op))
-    elif name == "allreduce_coalesced":
-        work = group.allreduce_coalesced(tensors, options(dist.AllreduceCoalescedOptions, op))
-    else:
-        inputs: list[Any] = tensors
-        tensors = [torch.empty(len(each) // group.size()) for each in inputs]
-        if kind == "lists":
-            inputs = [list(each.chunk(group.size())) for each in inputs]
-            work = group.reduce_scatter(tensors, inputs, scatter_options(op))
-        elif name == "reduce_scatter_single":
-            work = group.reduce_scatter_single(tensors[0], inputs[0], scatter_options(op))
-        else:
-            work = group.reduce_scatter_single_coalesced(tensors, inputs, scatter_options(op))
+def _call_on(
+    rank: int, name: str, count: int, op: Any, codec: torch.dtype
+) -> tuple[list[torch.Tensor], int]:
+    group = group_of(codec)
+    work, results = issue_sum(group, name, op, _given(rank, group.size(), name, count))
     assert work.wait() and work.is_completed() and work.is_success()
-    return tensors, group.compressed
+    return results, group.compressed
 
 
 @pytest.mark.parametrize("codec", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("name", CALLS)
-def test_the_error_does_not_grow_with_the_ranks(name: str, ranks: int, codec: torch.dtype) -> None:
-    kind, count = CALLS[name]
-    given = [_given(rank, ranks, kind, count) for rank in range(ranks)]
+@pytest.mark.parametrize(("name", "count"), [*SUMS.items(), ("reduce_scatter", 2)])
+def test_the_error_does_not_grow_with_the_ranks(
+    name: str, count: int, ranks: int, codec: torch.dtype
+) -> None:
+    given = [_given(rank, ranks, name, count) for rank in range(ranks)]
     sums = [torch.stack(each).double().sum(0) for each in zip(*given, strict=True)]
     roundoff = 2.0**-8 if codec == torch.bfloat16 else 2.0**-11
     for op, factor in ((SUM, 1), (AVG, ranks)):
-        results = run_ranks(_call_on, ranks, name, op, codec)
+        results = run_ranks(_call_on, ranks, name, count, op, codec)
         for rank, (tensors, compressed) in enumerate(results):
             assert compressed == 1
             for i, (got, exact) in enumerate(zip(tensors, sums, strict=True)):
-                if kind == "reduce":  # whose sum is rounded, too
+                if name.startswith("allreduce"):  # whose sum is rounded, too
                     assert torch.equal(got, results[0][0][i])
                     torch.testing.assert_close(
                         got.double(), exact / factor, rtol=2 * roundoff, atol=0
@@ -252,10 +219,17 @@ def test_bytes_of_what_is_compressed(ranks: int) -> None:
     assert run_ranks(_bytes, ranks) == [(2 * values, 2 * values)] * ranks
 
 
-def _bytes_of_two_groups(rank: int) -> int:
+@contextmanager
+def _in_float32() -> Iterator[None]:
+    """Two ranks add their values as many do: each rank its part, in float32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
-        group = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
+        yield
+
+
+def _bytes_of_two_groups(rank: int) -> int:
+    with _in_float32():
+        group = group_of()
         group.allreduce([torch.ones(160)], reduce_options()).wait()
         return group.bytes_sent
 
@@ -265,9 +239,7 @@ def test_bytes_on_a_second_group(two_ranks: RankPool) -> None:
 
 
 def _uneven(rank: int) -> torch.Tensor:
-    parent = dist.group.WORLD
-    assert parent is not None
-    group = CompressedProcessGroup(parent, min_numel=0)
+    group = group_of()
     parts = [torch.full((place,), rank + 10.0 * place) for place in range(8)]
     output = torch.empty(rank, dtype=torch.float64)
     group.reduce_scatter([output], [parts], scatter_options()).get_future().wait()
@@ -279,30 +251,8 @@ def test_lists_of_uneven_parts() -> None:
         assert output.tolist() == [28.0 + 80.0 * rank] * rank
 
 
-class EightAlike(ProcessGroup):
-    """Eight ranks that hold the same, whose works know nothing but to be waited for."""
-
-    class Done(Work):
-        def wait(self, timeout: Any) -> bool:
-            return True
-
-    def __init__(self) -> None:
-        super().__init__(0, 8)
-        self.called: list[tuple[str, Any]] = []
-
-    def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
-        self.called.append(("all_to_all_single", opts.timeout))
-        output.copy_(input.view(8, -1)[0].repeat(8))
-        return self.Done()
-
-    def all_gather_single(self, output: Any, input: Any, opts: Any) -> Any:
-        self.called.append(("all_gather_single", opts.timeout))
-        output.copy_(input.repeat(8))
-        return self.Done()
-
-
 def test_works_that_have_no_future() -> None:
-    parent = EightAlike()
+    parent = Alike(8)
     group = CompressedProcessGroup(parent, min_numel=0)
     x = torch.ones(16)
     given = reduce_options(SUM)
@@ -319,9 +269,8 @@ def test_works_that_have_no_future() -> None:
 def _several_at_once(rank: int) -> list[Any]:
     """On Gloo, waited for in another order than that of the calls, and by another one on a rank."""
     found: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
-        group = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
+    with _in_float32():
+        group = group_of()
         tensors = [torch.full((1001 * (9 - i),), rank + i + 1.0) for i in range(9)]
         works = [group.allreduce([tensor], reduce_options()) for tensor in tensors]
         output = torch.empty(3)
@@ -342,47 +291,8 @@ def test_several_at_once_over_gloo(two_ranks: RankPool) -> None:
     assert two_ranks.run(_several_at_once) == [[*sums, [2.0], [True] * 3, True]] * 2
 
 
-def _errors_on_gloo(rank: int) -> list[str]:
-    """A rank that fails between the stages of an all-reduce."""
-    ranks = dist.new_group(timeout=timedelta(seconds=3))
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
-        if rank == 0:
-            patch.setattr("torch_commhook.process_group.compressed.sum_rows", _fail)
-        group = CompressedProcessGroup(ranks, min_numel=0)
-        work = group.allreduce([torch.ones(9)], reduce_options())
-        try:
-            work.wait()
-        except Exception as error:
-            found.append(str(error).splitlines()[0])
-        found.append(type(work.exception()).__name__)
-    return found
-
-
-def _fail(*arguments: Any) -> Any:
-    raise ArithmeticError("between the stages")
-
-
-def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool) -> None:
-    (own, *first), (other, *second) = two_ranks.run(_errors_on_gloo)
-    assert "between the stages" in own
-    assert re.search("(?i)timed? ?out", other)
-    assert first and second and "NoneType" not in first + second
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(
-        TypeError, match=r"codec must be torch\.bfloat16, torch\.float16 or a codec"
-    ):
-        CompressedProcessGroup(Twice(), torch.float32)
-    with pytest.raises(ValueError, match="min_numel must be an int of at least 0, got -1"):
-        CompressedProcessGroup(Twice(), min_numel=-1)
-
-
 def _train_in_float32(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
+    with _in_float32():
         return _train(rank, kind)
 
 
@@ -393,30 +303,25 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
     plain = RecordingProcessGroup(dist.group.WORLD)
     found, sent = [], []
     for group, counted in ((plain, plain), (compressed, recording)):
-        register(group, f"compressed {kind} {len(found)}")
-        torch.manual_seed(0)
-        model: Any = Net()
-        if kind == "ddp":
-            model = DDP(model, process_group=group)
-        else:
-            # By its own name: DTensor takes equal meshes for one, whatever their groups.
-            name = f"compressed_{len(found)}"
-            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        counted.clear()
-        model(batch(rank)).square().sum().backward()
-        operations = ["allreduce"] if kind == "ddp" else ["reduce_scatter_single"]
-        if "all_to_all_single" in counted.counters:
-            operations = ["all_to_all_single"] + ["all_gather_single"] * (kind == "ddp")
-        sent.append(sum(counted.counters[name].bytes_sent for name in operations))
-        gradients = gradients_of(model)
-        if kind != "ddp":
-            gradients = [gradient.full_tensor() for gradient in gradients]
-        found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
-    for group in (plain, compressed):
-        dist.destroy_process_group(group)
+        with registered_mesh(group, f"compressed {kind} {len(found)}") as mesh:
+            torch.manual_seed(0)
+            model: Any = Net()
+            if kind == "ddp":
+                model = DDP(model, process_group=group)
+            else:
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            counted.clear()
+            model(batch(rank)).square().sum().backward()
+            operations = ["allreduce"] if kind == "ddp" else ["reduce_scatter_single"]
+            if "all_to_all_single" in counted.counters:
+                operations = ["all_to_all_single"] + ["all_gather_single"] * (kind == "ddp")
+            sent.append(sum(counted.counters[name].bytes_sent for name in operations))
+            gradients = gradients_of(model)
+            if kind != "ddp":
+                gradients = [gradient.full_tensor() for gradient in gradients]
+            found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
     return *found, *sent
 
 
@@ -431,16 +336,12 @@ def test_models_send_half(two_ranks: RankPool, kind: str, train: Any) -> None:
 
 
 def _partial(rank: int) -> tuple[int, float]:
-    compressed = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
-    register(compressed, "compressed tensors")
-    try:
-        mesh = DeviceMesh.from_group(compressed, "cpu", mesh_dim_names=("compressed",))
+    compressed = group_of()
+    with registered_mesh(compressed, "compressed tensors") as mesh:
         x = distribute_tensor(torch.ones(4), mesh, [Replicate()])
         local = x.to_local() * (rank + 1)
         summed = type(x).from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
         return compressed.compressed, summed.to_local().sum().item()
-    finally:
-        dist.destroy_process_group(compressed)
 
 
 def test_dtensor(two_ranks: RankPool) -> None:

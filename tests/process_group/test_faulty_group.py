@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from group_doubles import completed, wait_until
 from rank_pool import RankPool
 
 from torch_commhook.process_group import (
@@ -36,9 +37,7 @@ class Parent(ProcessGroup):
 
     def _done(self, *tensors: Any) -> Any:
         self.calls.append(tensors)
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(list(tensors))
-        return future
+        return completed(list(tensors))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors[0].add_(1)
@@ -215,10 +214,7 @@ def test_what_hangs_can_be_ended(end: str) -> None:
         with pytest.raises(RuntimeError, match="hung and was"):
             wait()
     thread.join(20)
-    deadline = time.monotonic() + 20
-    while any(each.name == "commhook-faults" for each in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(t.name == "commhook-faults" for t in threading.enumerate()))
 
 
 def test_the_groups_timeout_is_that_of_what_hangs() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from group_doubles import DoneWork, completed, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -30,33 +31,20 @@ from torch_commhook.process_group import (
 SUM = dist.AllreduceOptions()
 
 
-def done(value: Any = None) -> torch.futures.Future:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
-class Finished(Work):
-    """Without a Future."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
 class Alone(ProcessGroup):
     """One rank."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return done(tensors)
+        return completed(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return Finished()
+        return DoneWork()
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         raise ValueError("no gathering")
 
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        return done()
+        return completed(None)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         pass
@@ -151,7 +139,7 @@ def test_work_that_calls_super() -> None:
 
     class Own(Work):
         def get_future(self) -> torch.futures.Future:
-            return done()
+            return completed(None)
 
         def wait(self, *timeout: Any) -> bool:
             calls.append("own")
@@ -251,10 +239,7 @@ def test_work_with_nothing_but_wait(device: str) -> None:
     work = group.broadcast([torch.ones(1, device=device)])
     assert not work.is_completed()
     assert work.wait() and work.is_completed()
-    deadline = time.monotonic() + 20
-    while not log.completed:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: log.completed)
 
 
 def test_work_without_a_future_tells_when_it_is_waited_for() -> None:
@@ -275,7 +260,7 @@ def test_work_on_an_accelerator_is_asked(fails: bool) -> None:
 
     class Late(Work):
         def get_future(self) -> torch.futures.Future:
-            return done()
+            return completed(None)
 
         def is_completed(self) -> bool:
             return flag.is_set()
@@ -293,10 +278,8 @@ def test_work_on_an_accelerator_is_asked(fails: bool) -> None:
     time.sleep(0.01)
     assert not log.completed
     flag.set()
-    deadline = time.monotonic() + 20
-    while not log.completed or any(t.name == "commhook-completion" for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: log.completed)
+    wait_until(lambda: not any(t.name == "commhook-completion" for t in threading.enumerate()))
     assert (log.completed[0].error is not None) == fails
 
 
@@ -369,7 +352,7 @@ def test_what_a_hook_calls_is_done_and_not_told() -> None:
         def allreduce(self, tensors: Any, opts: Any = None) -> Any:
             for tensor in tensors:
                 tensor.add_(9)
-            return done(tensors)
+            return completed(tensors)
 
     group, found, told = Own(0, 1), [], []
 
@@ -406,7 +389,7 @@ def test_methods_of_a_mixin() -> None:
 
 def test_methods_that_are_no_functions_have_hooks_from_cpp() -> None:
     class Own(ProcessGroup):
-        allreduce = functools.partialmethod(lambda self, tensors, opts: done(tensors))
+        allreduce = functools.partialmethod(lambda self, tensors, opts: completed(tensors))
 
     group = Own(0, 1)
     log = Log(group)

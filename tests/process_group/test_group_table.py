@@ -6,7 +6,8 @@ Methods are called on 1 to 8 ranks, in Python and as C++ calls them; functions o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,16 @@ def values(rank: int, *shape: int) -> Tensor:
 Call = Callable[..., Any]
 
 
+class Counting(WrapperProcessGroup):
+    """Counts the calls that pass through it."""
+
+    calls = 0
+
+    def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.calls += 1
+        return arguments
+
+
 def _hooked(parent: Any) -> WrapperProcessGroup:
     group = WrapperProcessGroup(parent)
     for register_hook in (
@@ -52,7 +63,7 @@ def _hooked(parent: Any) -> WrapperProcessGroup:
 
 #: Around Gloo's group.
 AROUND: dict[str, Callable[[Any], Any]] = {
-    "wrapper": WrapperProcessGroup,
+    "wrapper": Counting,
     "hooked": _hooked,
     "recording": RecordingProcessGroup,
     "throttled": lambda parent: ThrottledProcessGroup(parent, bandwidth=10e9, latency=1e-4),
@@ -203,24 +214,14 @@ def _barriers(call: Call, rank: int, size: int) -> list[Tensor]:
 
 
 METHODS: dict[str, Callable[[Call, int, int], list[Tensor]]] = {
-    "allreduce": _allreduce,
-    "allreduce_coalesced": _allreduce_coalesced,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "allgather": _allgather,
-    "allgather_coalesced": _allgather_coalesced,
-    "all_gather_single": _all_gather_single,
-    "all_gather_single_coalesced": _all_gather_single_coalesced,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "reduce_scatter_single_coalesced": _reduce_scatter_single_coalesced,
-    "alltoall": _alltoall,
-    "all_to_all_single": _all_to_all_single,
-    "messages": _messages,
-    "any source": _any_source,
-    "barriers": _barriers,
+    method.__name__.removeprefix("_"): method
+    for method in (
+        *(_allreduce, _allreduce_coalesced, _broadcast, _reduce),
+        *(_allgather, _allgather_coalesced, _all_gather_single, _all_gather_single_coalesced),
+        *(_gather, _scatter),
+        *(_reduce_scatter, _reduce_scatter_single, _reduce_scatter_single_coalesced),
+        *(_alltoall, _all_to_all_single, _messages, _any_source, _barriers),
+    )
 }
 
 #: The name in Python of a method that PyTorch's bindings have by an older one.
@@ -333,20 +334,37 @@ def test_gloo_has_nearly_all(references: References) -> None:
 # ---- functions of torch.distributed --------------------------------------------------------------
 
 
-def _functions(rank: int, kind: str) -> dict[str, Any]:
-    group = dist.group.WORLD if kind == "gloo" else AROUND[kind](dist.group.WORLD)
-    if kind != "gloo":
-        register(group, f"functions {kind}")
-    found: dict[str, Any] = {}
+@contextmanager
+def _group_of(kind: str) -> Iterator[Any]:
+    """Gloo's group, or a registered one around it."""
+    if kind == "gloo":
+        yield dist.group.WORLD
+        return
+    group = AROUND[kind](dist.group.WORLD)
+    register(group, f"table {kind}")
     try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _passed_through(group: Any, call: Callable[[], Any]) -> Any:
+    """What a call gives; some collective of it has passed through a group that counts them."""
+    before = getattr(group, "calls", -1)
+    found = call()
+    assert getattr(group, "calls", 0) > before
+    return found
+
+
+def _functions(rank: int, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with _group_of(kind) as group:
         for name, case in CASES.items():
             try:
-                found[name] = [tensor.tolist() for tensor in case(rank, 2, group)]
+                tensors = _passed_through(group, lambda case=case: case(rank, 2, group))
+                found[name] = [tensor.tolist() for tensor in tensors]
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 found[name] = type(error).__name__
-    finally:
-        if kind != "gloo":
-            dist.destroy_process_group(group)
     return found
 
 
@@ -361,23 +379,16 @@ def test_functions(two_ranks: RankPool, kind: str) -> None:
 
 
 def _functional(rank: int, kind: str, backend: str | None) -> dict[str, list[Any]]:
-    group = dist.group.WORLD if kind == "gloo" else AROUND[kind](dist.group.WORLD)
-    if kind != "gloo":
-        register(group, f"functional {kind}")
-    try:
-        found = {}
-        for name, function in FUNCTIONAL.items():
-            torch._dynamo.reset()
-            call = (
-                function
-                if backend is None
-                else torch.compile(function, backend=backend, fullgraph=True)
-            )
-            found[name] = call(values(rank, 4), group.group_name).tolist()
-        return found
-    finally:
-        if kind != "gloo":
-            dist.destroy_process_group(group)
+    found = {}
+    with _group_of(kind) as group:
+        for name, call in FUNCTIONAL.items():
+            if backend is not None:
+                torch._dynamo.reset()
+                call = torch.compile(call, backend=backend, fullgraph=True)
+            x = values(rank, 4)
+            result = _passed_through(group, lambda call=call, x=x: call(x, group.group_name))
+            found[name] = result.tolist()
+    return found
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
@@ -420,10 +431,6 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
 def test_functions_in_compiled_code(kind: str, function: Callable[..., Tensor]) -> None:
     if function is _root and torch.__version__.startswith("2.11."):
         pytest.skip("this torch's compiler knows ranks of no group whose class is in Python")
-    group = AROUND[kind](dist.group.WORLD)
-    register(group, f"compiled {kind}")
-    try:
+    with _group_of(kind) as group:
         compiled = torch.compile(function, backend="eager")
         assert compiled(torch.ones(2), group).tolist() == [3.0, 3.0]
-    finally:
-        dist.destroy_process_group(group)

@@ -112,21 +112,33 @@ HOOKS = {
 }
 
 
+def _steps(rank: int, hook: Any, group: Any) -> tuple[Any, list[Tensor]]:
+    """The hook's handle and the gradients of two steps."""
+    model = module()
+    handle = attach(model, hook, process_group=group, init_sync=False, bucket_cap_mb=BUCKET_CAP_MB)
+    found = []
+    for number in range(2):
+        model.zero_grad()
+        model(batch(rank, number)).square().sum().backward()
+        found += [parameter.grad for parameter in model.parameters()]
+    return handle, found
+
+
+def _same(want: list[list[Tensor]], got: list[list[Tensor]]) -> bool:
+    return all(
+        all(map(torch.equal, plain, managed)) for plain, managed in zip(want, got, strict=True)
+    )
+
+
 def _gradients(rank: int, name: str, around: str) -> list[Tensor]:
     group: Any = dist.new_group()
     if around != "Gloo":
         group = ManagedGroup(group)
     if around == "recorded":
         group = RecordingProcessGroup(group)
-    model = module()
-    handle = attach(
-        model, HOOKS[name](), process_group=group, init_sync=False, bucket_cap_mb=BUCKET_CAP_MB
-    )
-    for number in range(2):
-        model.zero_grad()
-        model(batch(rank, number)).square().sum().backward()
+    handle, found = _steps(rank, HOOKS[name](), group)
     handle.remove()
-    return [parameter.grad for parameter in model.parameters()]
+    return found
 
 
 @pytest.mark.parametrize("around", ["managed", "recorded"])
@@ -136,8 +148,7 @@ def test_futures_that_complete_when_they_are_waited_for(
 ) -> None:
     want = two_ranks.run(_gradients, name, "Gloo")
     got = two_ranks.run(_gradients, name, around, timeout=20)
-    for plain, managed in zip(want, got, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, managed, strict=True))
+    assert _same(want, got)
 
 
 def _shards(rank: int, how: str, around: bool) -> str:
@@ -194,16 +205,7 @@ def _placed(how: str) -> Any:
 
 
 def _in_shards(rank: int, how: str) -> list[Tensor]:
-    hook = hooks.error_feedback(hooks.blockwise(8))
-    model = module()
-    handle = attach(
-        model, hook, process_group=_placed(how), init_sync=False, bucket_cap_mb=BUCKET_CAP_MB
-    )
-    found = []
-    for number in range(2):
-        model.zero_grad()
-        model(batch(rank, number)).square().sum().backward()
-        found += [parameter.grad for parameter in model.parameters()]
+    handle, found = _steps(rank, hooks.error_feedback(hooks.blockwise(8)), _placed(how))
     state = handle.state_dict()
     assert f"rank{rank}" in state and state["world_size"] == 2
     handle.remove()
@@ -214,8 +216,7 @@ def _in_shards(rank: int, how: str) -> list[Tensor]:
 def test_shards_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: str) -> None:
     want = two_ranks.run(_in_shards, "Gloo")
     got = two_ranks.run(_in_shards, how, timeout=20)
-    for plain, managed in zip(want, got, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, managed, strict=True))
+    assert _same(want, got)
 
 
 def _synced(rank: int) -> list[Any]:

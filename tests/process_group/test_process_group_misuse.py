@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from group_calls import ANSWERS, CALLS, X, ask, group_with
+from group_doubles import completed
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -121,9 +122,7 @@ def test_methods_of_a_work(
 
 class _Good(Work):
     def get_future(self) -> Any:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result([X])
-        return future
+        return completed([X])
 
 
 def _group_of(method: str, where: str, what: str) -> ProcessGroup:

@@ -46,18 +46,14 @@ def test_what_the_registry_has() -> None:
     assert not dist.is_backend_available("own_backend")
 
 
-@pytest.mark.parametrize("devices", [["own_device"], ("own_device",)], ids=["list", "tuple"])
+@pytest.mark.parametrize("devices", [["own_device"], ("own_device",), "own_device"], ids=repr)
 def test_the_devices_of_a_backend(devices: Any) -> None:
+    before = dict(dist.Backend.default_device_backend_map)
     with registered(MarkingGroup, "own_backend", devices=devices):
         assert dist.Backend.backend_capability["own_backend"] == ["own_device"]
-        assert dist.Backend.default_device_backend_map["own_device"] == "own_backend"
-    assert "own_device" not in dist.Backend.default_device_backend_map
-
-
-def test_one_device_as_a_string() -> None:
-    with registered(MarkingGroup, "own_backend", devices="own_device"):
-        assert dist.Backend.backend_capability["own_backend"] == ["own_device"]
-        assert "o" not in dist.Backend.default_device_backend_map
+        now = {**before, "own_device": "own_backend"}
+        assert dist.Backend.default_device_backend_map == now
+    assert dist.Backend.default_device_backend_map == before
 
 
 @pytest.mark.parametrize(
@@ -125,17 +121,12 @@ def test_send_and_recv_of_the_default_group() -> None:
 
 
 def test_several_devices_and_one_backend() -> None:
-    with registered(MarkingGroup, "own_backend"):
-        dist.init_process_group(
-            "cpu:own_backend,cuda:own_backend", rank=0, world_size=2, store=dist.HashStore()
-        )
-        try:
-            assert isinstance(dist.group.WORLD, MarkingGroup)
-            outputs = [torch.zeros(2, 2) for _ in range(2)]
-            dist.all_gather(outputs, SEVEN)
-            assert all(torch.equal(output, SEVEN) for output in outputs)
-        finally:
-            dist.destroy_process_group()
+    devices = "cpu:own_backend,cuda:own_backend"
+    with default_group(MarkingGroup, asked=devices) as group:
+        assert isinstance(group, MarkingGroup)
+        outputs = [torch.zeros(2, 2) for _ in range(2)]
+        dist.all_gather(outputs, SEVEN)
+        assert all(torch.equal(output, SEVEN) for output in outputs)
 
 
 def _around(kind: Any) -> Any:
@@ -238,19 +229,15 @@ def _batch() -> tuple[list[Any], torch.Tensor, torch.Tensor]:
     return works, sent, received
 
 
-def test_a_batch_is_sent_one_by_one() -> None:
-    with default_group(WithItsBackend) as group:
+@pytest.mark.parametrize(
+    "make", [WithItsBackend, _around(WithItsBackend)], ids=["plain", "wrapped"]
+)
+def test_a_batch_is_sent_one_by_one(make: Any) -> None:
+    with default_group(make) as group:
         works, sent, received = _batch()
         assert (sent.tolist(), received.tolist()) == ([4, 4], [5, 5])
-        assert group.called == ["send", "recv"]
+        assert getattr(group, "parent", group).called == ["send", "recv"]
         assert len(works) == 2
-
-
-def test_a_batch_through_a_wrapper() -> None:
-    with default_group(_around(WithItsBackend)) as group:
-        _, sent, received = _batch()
-        assert (sent.tolist(), received.tolist()) == ([4, 4], [5, 5])
-        assert group.parent.called == ["send", "recv"]
 
 
 class CoalescingBackend(CoalescingGroup):

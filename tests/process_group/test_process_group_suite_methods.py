@@ -116,46 +116,6 @@ def test_abort_and_shutdown_do_nothing(kind: type[ProcessGroup]) -> None:
 # ---- collectives ---------------------------------------------------------------------------------
 
 OWN = torch.arange(4.0)
-ZEROS = torch.zeros(4)
-#: By method: its arguments before the options, and the first of them that is written, afterwards.
-MARKED: dict[str, tuple[Callable[[torch.Tensor], tuple[Any, ...]], torch.Tensor]] = {
-    "broadcast": (lambda x: ([x],), ZEROS + 1),
-    "allreduce": (lambda x: ([x],), ZEROS + 2),
-    "reduce": (lambda x: ([x],), ZEROS + 3),
-    "send": (lambda x: ([x], 0, 7), ZEROS + 4),
-    "recv": (lambda x: ([x], 0, 7), ZEROS + 5),
-    "recv_anysource": (lambda x: ([x], 7), ZEROS + 6),
-    "allgather": (lambda x: ([[x]], [OWN]), OWN),
-    "gather": (lambda x: ([[x]], [OWN]), OWN),
-    "scatter": (lambda x: ([x], [[OWN]]), OWN),
-    "reduce_scatter": (lambda x: ([x], [[OWN]]), OWN),
-    "alltoall": (lambda x: ([x], [OWN]), OWN),
-    "all_gather_single": (lambda x: (x, OWN), OWN),
-    "reduce_scatter_single": (lambda x: (x, OWN), OWN),
-}
-if hasattr(base, "gather_single"):
-    MARKED["gather_single"] = (lambda x: (x, OWN), OWN)
-#: What the bindings of older releases are called.
-OLDER = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-}
-
-
-@pytest.mark.parametrize("called_by", ["Python", "C++"])
-@pytest.mark.parametrize("name", MARKED)
-def test_a_collective_leaves_its_mark(name: str, called_by: str) -> None:
-    group = MarkingGroup(None, 0, 1)
-    arguments, expected = MARKED[name]
-    output = torch.zeros(4)
-    if called_by == "Python":
-        work = getattr(group, name)(*arguments(output))
-    else:
-        binding = name if hasattr(base, name) else OLDER[name]
-        work = getattr(base, binding)(group, *arguments(output))
-    assert work.wait()
-    assert group.called == [name]
-    assert output.tolist() == expected.tolist()
 
 
 def test_an_operator_finds_the_group_by_its_name() -> None:

@@ -49,7 +49,6 @@ def _sequence(rank: int) -> list[int]:
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=group)
         numbers.append(group._get_sequence_number_for_group())
-    dist.destroy_process_group(group)
     return numbers
 
 
@@ -75,9 +74,7 @@ def _members(rank: int) -> tuple[list[int], list[str]] | None:
         _message(ValueError, lambda: dist.get_group_rank(ours, 0)),
         _message(ValueError, lambda: dist.get_global_rank(ours, 0)),
     ]
-    found += dist.get_process_group_ranks(group)
-    dist.destroy_process_group(group)
-    return found, messages
+    return [*found, *dist.get_process_group_ranks(group)], messages
 
 
 def test_who_is_in_a_group(two_ranks: RankPool) -> None:
@@ -104,8 +101,6 @@ def _outside(rank: int) -> list[str]:
         with pytest.warns(UserWarning, match="does not belong to") as warnings:
             call()
         warned += [str(warning.message) for warning in warnings]
-    if rank == 0:
-        dist.destroy_process_group(group)
     return warned
 
 
@@ -143,13 +138,7 @@ def test_groups_made_by_their_members_alone(two_ranks: RankPool) -> None:
 
 def _ordered(rank: int) -> tuple[list[int], list[int], int]:
     group = _new_group([1, 0], sort_ranks=False)
-    found = (
-        dist.get_process_group_ranks(group),
-        _gathered(group, rank),
-        group.rank(),
-    )
-    dist.destroy_process_group(group)
-    return found
+    return dist.get_process_group_ranks(group), _gathered(group, rank), group.rank()
 
 
 @pytest.mark.skipif(
@@ -179,9 +168,7 @@ def _mismatches(rank: int) -> list[str]:
         lambda: dist.scatter(x, mixed, group=group),
         lambda: dist.gather(half, plain, group=group),
     ]
-    messages = [_message(ValueError, call) for call in calls]
-    dist.destroy_process_group(group)
-    return messages
+    return [_message(ValueError, call) for call in calls]
 
 
 def test_dtypes_that_differ(two_ranks: RankPool) -> None:
@@ -199,7 +186,6 @@ def _dtypes(rank: int) -> tuple[bool, bool]:
     truth = torch.tensor([True, False, True])
     got = truth.clone() if rank == 0 else torch.zeros(3, dtype=torch.bool)
     dist.broadcast(got, src=0, group=group)
-    dist.destroy_process_group(group)
     return complex_ones, torch.equal(got, truth)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from collective_cases import FUNCTIONAL
+from group_doubles import completed, wait_until
 from layered_net import Net, differing, train
 from rank_pool import RankPool
 from torch import nn
@@ -55,115 +53,10 @@ def _x(rank: int) -> torch.Tensor:
     return torch.arange(4.0) + 10 * rank
 
 
-def _all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    pieces = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(pieces, x, group=group)
-    return torch.cat(pieces)
-
-
-def _into(call: Callable[..., Any], size: int) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, group: Any) -> torch.Tensor:
-        output = torch.empty(size)
-        call(output, x, group=group)
-        return output
-
-    return run
-
-
-def _in_place(call: Callable[..., Any], **options: Any) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, group: Any) -> torch.Tensor:
-        call(x, group=group, **options)
-        return x
-
-    return run
-
-
-def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    pieces = [torch.zeros_like(x) for _ in range(2)]
-    dist.gather(x, pieces if dist.get_rank() == 0 else None, dst=0, group=group)
-    return torch.cat(pieces)
-
-
-def _scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
-    output = torch.empty_like(x)
-    dist.scatter(output, [x, x + 1] if dist.get_rank() == 0 else None, src=0, group=group)
-    return output
-
-
-def _send_and_recv(x: torch.Tensor, group: Any) -> torch.Tensor:
-    if dist.get_rank() == 0:
-        dist.send(x, 1, group=group)
-        return x
-    output = torch.empty_like(x)
-    dist.recv(output, 0, group=group)
-    return output
-
-
-def _barrier(x: torch.Tensor, group: Any) -> torch.Tensor:
-    dist.barrier(group=group)
-    # The function of torch.distributed asks for Gloo's by name.
-    (group or dist.group.WORLD).monitored_barrier(timedelta(seconds=20), True)
-    return x
-
-
-#: Functions of torch.distributed.
-FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "all_reduce": _in_place(dist.all_reduce),
-    "all_reduce max": _in_place(dist.all_reduce, op=dist.ReduceOp.MAX),
-    "broadcast": _in_place(dist.broadcast, src=1),
-    "reduce": _in_place(dist.reduce, dst=0),
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _into(dist.all_gather_into_tensor, 8),
-    "reduce_scatter_tensor": _into(dist.reduce_scatter_tensor, 2),
-    "all_to_all_single": _into(dist.all_to_all_single, 4),
-    "gather": _gather,
-    "scatter": _scatter,
-    "send and recv": _send_and_recv,
-    "barriers": _barrier,
-}
-
-
-#: Functional collectives, which find the group by its name.
 def _wrapped(name: str) -> Noting:
     group = Noting(dist.new_group())
     register(group, name)
     return group
-
-
-def _functions(rank: int) -> dict[str, bool]:
-    group = _wrapped("functions")
-    equal = {}
-    for name, run in FUNCTIONS.items():
-        count = len(group.events)
-        got, expected = run(_x(rank), group), run(_x(rank), None)
-        equal[name] = torch.equal(got, expected) and len(group.events) > count
-    dist.destroy_process_group(group)
-    return equal
-
-
-def test_functions_of_torch_distributed(two_ranks: RankPool) -> None:
-    for equal in two_ranks.run(_functions):
-        assert equal == dict.fromkeys(FUNCTIONS, True)
-
-
-def _by_name(rank: int, compiled: bool) -> dict[str, bool]:
-    group = _wrapped(f"by name {compiled}")
-    equal = {}
-    for name, run in FUNCTIONAL.items():
-        torch._dynamo.reset()
-        call = torch.compile(run, fullgraph=True) if compiled else run
-        count = len(group.events)
-        got = call(_x(rank), group.group_name)
-        expected = run(_x(rank), dist.group.WORLD.group_name)
-        equal[name] = torch.equal(got, expected) and len(group.events) > count
-    dist.destroy_process_group(group)
-    return equal
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_functional_collectives_by_name(two_ranks: RankPool, compiled: bool) -> None:
-    for equal in two_ranks.run(_by_name, compiled):
-        assert equal == dict.fromkeys(FUNCTIONAL, True)
 
 
 def _models(rank: int, kind: str) -> tuple[list[int], bool]:
@@ -179,9 +72,7 @@ def _models(rank: int, kind: str) -> tuple[list[int], bool]:
             if kind == "hooked":
                 attach(model, hooks.cast(torch.bfloat16))
         found.append(train(model, rank))
-    used = ("work", "allreduce") in group.events
-    dist.destroy_process_group(group)
-    return differing(*found), used
+    return differing(*found), ("work", "allreduce") in group.events
 
 
 @pytest.mark.parametrize("kind", ["ddp", "hooked", "module"])
@@ -202,9 +93,7 @@ def _sharded(rank: int) -> tuple[list[int], set[str]]:
         fully_shard(model, mesh=mesh)
         gradients = train(model, rank)
         found.append([gradient.full_tensor() for gradient in gradients])
-    operations = {operation for _, operation in group.events}
-    dist.destroy_process_group(group)
-    return differing(*found), operations
+    return differing(*found), {operation for _, operation in group.events}
 
 
 def test_fully_shard(two_ranks: RankPool) -> None:
@@ -223,9 +112,7 @@ def _tensors(rank: int) -> tuple[list[float], list[float], set[str]]:
         product = (rows @ columns).redistribute(mesh, [Replicate()])
         product.square().sum().backward()
         found.append([*product.to_local().flatten().tolist(), *rows.grad.full_tensor().flatten()])
-    operations = {operation for _, operation in group.events}
-    dist.destroy_process_group(group)
-    return *found, operations
+    return *found, {operation for _, operation in group.events}
 
 
 def test_dtensor(two_ranks: RankPool) -> None:
@@ -239,9 +126,7 @@ def _mesh(rank: int) -> tuple[list[float], list[float]]:
     mesh = DeviceMesh.from_group(group, "cpu")
     got = functional.all_reduce(_x(rank), "sum", mesh)
     expected = functional.all_reduce(_x(rank), "sum", dist.group.WORLD)
-    sizes = (mesh.size(), mesh.get_local_rank())
-    assert sizes == (2, rank)
-    dist.destroy_process_group(group)
+    assert (mesh.size(), mesh.get_local_rank()) == (2, rank)
     return got.tolist(), expected.tolist()
 
 
@@ -254,7 +139,6 @@ def _seams(rank: int) -> list[tuple[str, str]]:
     group = _wrapped("seams")
     group.allreduce([_x(rank)], dist.AllreduceOptions()).wait()
     group.broadcast(_x(rank), 0).wait()  # PyTorch's short forms
-    dist.destroy_process_group(group)
     return group.events
 
 
@@ -315,9 +199,7 @@ def test_another_thread_leaves_the_parent_to_the_main_one() -> None:
         else:
             thread.start()
             thread.join()
-        deadline = time.monotonic() + 20
-        while not dropped:
-            assert time.monotonic() < deadline
+        wait_until(lambda: dropped)
         assert dropped.pop() == threading.get_ident()
 
 
@@ -339,9 +221,7 @@ def test_a_backend() -> None:
         def allreduce(self, tensors: Any, opts: Any) -> Any:
             for tensor in tensors:
                 tensor.add_(1)
-            future: torch.futures.Future = torch.futures.Future()
-            future.set_result(tensors)
-            return future
+            return completed(tensors)
 
     register(Own, "backend_of_this_test")
     group = dist.new_group(backend="backend_of_this_test", timeout=timedelta(seconds=7))

@@ -22,6 +22,7 @@ from mode_cases import batch, module
 from modes import Mode
 from rank_pool import KEPT_GROUPS, RankPool
 from stream_devices import DEVICE, MIXED, NAME
+from stream_training import assert_same, attached, parameters_of_steps
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,13 +55,8 @@ def _compare(
     """What there is on the CPU, where results are there when Futures are complete."""
     want = ranks.run(train, *arguments, None)
     got = ranks.run(train, *arguments, MIXED)
-    for on_cpu, on_device in zip(want, got, strict=True):
-        for a, b in zip(on_cpu, on_device, strict=True):
-            assert bool(a.isfinite().all())
-            if same_bits:
-                assert torch.equal(a, b)
-            else:
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert all(tensor.isfinite().all() for on_cpu in want for tensor in on_cpu)
+    assert_same(want, got, same_bits)
 
 
 def _device(backend: str | None) -> str:
@@ -96,6 +92,14 @@ def _parameters(model: nn.Module) -> list[Tensor]:
     return [(p.to_local() if isinstance(p, DTensor) else p).cpu().clone() for p in own]
 
 
+def _ended(handle: HookHandle, model: nn.Module, found: list[Tensor]) -> list[Tensor]:
+    """Adds the parameters after the last synchronization."""
+    handle.synchronize()
+    found += _parameters(model)
+    handle.remove()
+    return found
+
+
 def _feedback() -> Any:
     return hooks.error_feedback(hooks.blockwise(8, 64))
 
@@ -125,27 +129,23 @@ def _train(rank: int, path: str, name: str, model: str, backend: str | None) -> 
     stream_devices.load(path)  # on the CPU too: before the process's first backward
     group = [_group([0, 1], backend), _group([2, 3], backend)][rank // 2]
     mode = Mode(model, "eager")
-    of_model = {"process_group": group}
-    net = mode.wrap(module().to(_device(backend)), **(of_model if model == "ddp" else {}))
-    own = {**mode.attach_options, **(of_model if model == "module" else {})}
     found = []
-    with _late(path, backend) as hold_up, mode.step_function(net) as step:
-        handle = attach(net, {**HOOKS, **LOCAL}[name](), **own)
+    with _late(path, backend) as hold_up:
+        hook = {**HOOKS, **LOCAL}[name]()
+        net, handle = attached(mode, module().to(_device(backend)), hook, group)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for number in range(5):
-            if number == 2:  # as a load does it, just after local steps have come together
-                with torch.no_grad():
-                    next(net.parameters()).mul_(0.5)
-            optimizer.zero_grad()
-            hold_up()
-            step(batch(rank, number).to(_device(backend)))
-            hold_up()
-            optimizer.step()
-            found += _parameters(net)
-        handle.synchronize()
-        found += _parameters(net)
-        handle.remove()
-    return found
+        with mode.step_function(net) as step:
+            for number in range(5):
+                if number == 2:  # as a load does it, just after local steps have come together
+                    with torch.no_grad():
+                        next(net.parameters()).mul_(0.5)
+                optimizer.zero_grad()
+                hold_up()
+                step(batch(rank, number).to(_device(backend)))
+                hold_up()
+                optimizer.step()
+                found += _parameters(net)
+        return _ended(handle, net, found)
 
 
 @pytest.mark.parametrize("model", ["module", "ddp"])
@@ -216,10 +216,7 @@ def _train_sharded(rank: int, path: str, name: str, backend: str | None) -> list
             hold_up()
             optimizer.step()
             found += _parameters(model)
-        handle.synchronize()
-        found += _parameters(model)
-        handle.remove()
-    return found
+        return _ended(handle, model, found)
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -244,16 +241,8 @@ def _train_compiled(rank: int, path: str, name: str, backend: str | None) -> lis
     if rank > 1:
         return []
     mode = Mode("module", "context", fullgraph=True, backend="aot_eager")
-    model = module().to(_device(backend))
-    handle = attach(model, COMPILED[name](), process_group=group, **mode.attach_options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    with mode.step_function(model) as step:
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            step(batch(rank, number).to(_device(backend)))
-            optimizer.step()
-            found += _parameters(model)
+    model, handle = attached(mode, module().to(_device(backend)), COMPILED[name](), group)
+    found = parameters_of_steps(rank, mode, model)
     handle.remove()
     return found
 

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from cpp_libraries import library
 from echo_group import EchoGroup
-from mode_cases import OwnError, batch, module, with_futures
+from mode_cases import OwnError, batch, module
 from modes import Mode
 from rank_pool import KEPT_GROUPS, RankPool
 from stream_devices import DEVICE, MIXED, NAME, STAGED
-from stream_training import attached, parameters_of_steps
+from stream_training import NAMES, assert_same, attached, hook_of, parameters_of_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_commhook import GradBucket, attach, hooks, load_cpp_hooks
-from torch_commhook.codecs import CODECS
 
 Paths = tuple[str, str]
 
@@ -46,30 +45,6 @@ def ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
-def _hook(name: str, group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Any:
-    made = {
-        "cpp": lambda: hooks.cpp(name.partition(" ")[2]),
-        "with_futures": lambda: with_futures,
-        "adaptive": lambda: hooks.adaptive(20_000, every=1, block_size=64),
-        "cast": hooks.cast,
-        "clip": lambda: hooks.clip(0.1, hooks.blockwise(8)),
-        "error_feedback": lambda: hooks.error_feedback(hooks.topk(0.1)),
-        "hierarchical": lambda: hooks.hierarchical(
-            CODECS["blockwise"](8), intra_group=alone, inter_group=group
-        ),
-        "local_sgd": lambda: hooks.local_sgd(2),
-        "streaming": lambda: hooks.local_sgd(2, hook=hooks.blockwise(8), delay=1, mix=0.5),
-        "policy": lambda: hooks.policy(
-            [("numel > 2500", hooks.allreduce()), ("numel < 1000", hooks.cast())],
-            hooks.error_feedback(hooks.blockwise(8)),
-        ),
-        "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
-        "sign": lambda: hooks.sign(block_size=256),
-    }
-    simple = {each: getattr(hooks, each) for each in ("allreduce", *CODECS)}
-    return {**simple, **made}[name.partition(" ")[0]]()
-
-
 def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) -> list[Tensor]:
     torch._dynamo.reset()
     load_cpp_hooks(paths[1])
@@ -77,7 +52,7 @@ def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) 
     device = "cpu" if backend is None else DEVICE
     group = dist.new_group(backend=backend or "gloo")
     alone = [dist.new_group([each], backend=backend or "gloo") for each in range(2)][rank]
-    return _steps(rank, mode, module(), _hook(name, group, alone), group, device)
+    return _steps(rank, mode, module(), hook_of(name, group, alone), group, device)
 
 
 def _steps(
@@ -89,29 +64,6 @@ def _steps(
     return found
 
 
-NAMES = [
-    "cpp allreduce",
-    "cpp cast",
-    "cpp gradients",
-    "cpp torch_allreduce",
-    "cpp torch_style",
-    "with_futures",
-    "allreduce",
-    "cast",
-    "adaptive",
-    "blockwise",
-    "fp8",
-    "sign",
-    "topk",
-    "randomk",
-    "error_feedback",
-    "powersgd",
-    "policy",
-    "hierarchical",
-    "clip",
-    "local_sgd",
-    "streaming",
-]
 CASES = [(name, Mode(model, "eager")) for name in NAMES for model in ("module", "ddp")]
 
 
@@ -120,12 +72,7 @@ def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, m
     """The same bits as on the CPU, where results are there when Futures are complete."""
     want = ranks.run(_train, paths, name, mode, None)
     got = ranks.run(_train, paths, name, mode, MIXED)
-    for over_gloo, over_streams in zip(want, got, strict=True):
-        for a, b in zip(over_gloo, over_streams, strict=True):
-            if name == "powersgd":  # whose products are ATen's on a device
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-            else:
-                assert torch.equal(a, b)
+    assert_same(want, got, same_bits=name != "powersgd")  # whose products are ATen's on a device
 
 
 @functools.cache
@@ -146,7 +93,7 @@ def _train_sharded(rank: int, paths: Paths, name: str, backend: str | None) -> l
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    handle = attach(model, _hook(name, group, group))
+    handle = attach(model, hook_of(name, group, group))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for number in range(3):
@@ -163,8 +110,7 @@ def test_results_of_shards_are_those_over_gloo(ranks: RankPool, paths: Paths, na
     """Of fully_shard, as on the CPU."""
     want = ranks.run(_train_sharded, paths, name, None)
     got = ranks.run(_train_sharded, paths, name, MIXED)
-    for over_gloo, over_streams in zip(want, got, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(over_gloo, over_streams, strict=True))
+    assert_same(want, got)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +121,7 @@ def test_a_group_that_knows_no_streams(ranks: RankPool, paths: Paths, name: str)
     mode = Mode("module", "eager")
     want = ranks.run(_train, paths, name, mode, None)
     got = ranks.run(_train, paths, name, mode, STAGED)
-    for over_gloo, over_streams in zip(want, got, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(over_gloo, over_streams, strict=True))
+    assert_same(want, got)
 
 
 # ---- on one device, without other processes ------------------------------------------------------
@@ -195,7 +140,7 @@ def _train_with_echo(
     torch.manual_seed(0)
     sizes = [(48, 64), (64, 64), (64, 8)]  # of which each rank has as many blocks
     net = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
-    return _steps(rank, mode, net, _hook(name, group, group), group, device)
+    return _steps(rank, mode, net, hook_of(name, group, group), group, device)
 
 
 ECHO_NAMES = [name for name in NAMES if name not in ("adaptive", "hierarchical")]
@@ -206,9 +151,8 @@ ECHO_NAMES = [name for name in NAMES if name not in ("adaptive", "hierarchical")
 def test_results_are_waited_for(ranks: RankPool, paths: Paths, name: str, model: str) -> None:
     """The same bits as where the host waits in each collective."""
     arguments = paths, DEVICE, name, Mode(model, "eager")
-    want = ranks.run(_train_with_echo, *arguments, False)[0]
-    got = ranks.run(_train_with_echo, *arguments, True)[0]
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    want = ranks.run(_train_with_echo, *arguments, False)
+    assert_same(want[:1], ranks.run(_train_with_echo, *arguments, True)[:1])
 
 
 @pytest.mark.cuda
@@ -218,8 +162,7 @@ def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -
     """The same, behind a kernel that sleeps."""
     arguments = ("", _cpp_hooks()), "cuda:0", name, Mode(model, "eager")
     want = _train_with_echo(0, *arguments, False)
-    got = _train_with_echo(0, *arguments, True)
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert_same([want], [_train_with_echo(0, *arguments, True)])
 
 
 # ---- overlap -------------------------------------------------------------------------------------

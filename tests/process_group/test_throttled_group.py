@@ -7,14 +7,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from group_doubles import DoneWork, completed, wait_until
 
-from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work, throttled
+from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, throttled
 from torch_commhook.process_group.gloo_messages import Traffic, link_bytes
 from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.slow_link import GlooGroup
@@ -28,11 +30,10 @@ class Parent(ProcessGroup):
         self.error: Exception | None = None
 
     def _done(self, tensors: Any, opts: Any = None) -> Any:
+        if self.error is None:
+            return completed(tensors)
         future: torch.futures.Future = torch.futures.Future()
-        if self.error is not None:
-            future.set_exception(self.error)
-        else:
-            future.set_result(tensors)
+        future.set_exception(self.error)
         return future
 
     allreduce = broadcast = _done
@@ -41,11 +42,7 @@ class Parent(ProcessGroup):
         return self._done([])
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        class WithoutFuture(Work):
-            def wait(self, timeout: Any = None) -> bool:
-                return True
-
-        return WithoutFuture()
+        return DoneWork()
 
     def monitored_barrier(self, *arguments: Any) -> None:
         pass
@@ -106,8 +103,6 @@ def test_errors_come_at_once() -> None:
 
 
 def test_a_timeout_is_kept() -> None:
-    from datetime import timedelta
-
     group = ThrottledProcessGroup(Parent(), bandwidth=8e6)
     work = group.allreduce([MEGABYTE])
     with pytest.raises(TimeoutError):
@@ -153,10 +148,7 @@ def test_timers_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_thread_stays() -> None:
     ThrottledProcessGroup(Parent(), bandwidth=800e6).allreduce([MEGABYTE]).wait()
-    deadline = time.monotonic() + 20
-    while any(each.name == "commhook-throttle" for each in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: not any(t.name == "commhook-throttle" for t in threading.enumerate()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

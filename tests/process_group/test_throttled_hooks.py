@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +39,17 @@ class _Noting(throttled._ClockedLink):
         super().issue(group, when, traffic, done)
 
 
-def _step(rank: int, text: str) -> dict[str, Any]:
-    parent = dist.new_group()
+def _throttled(parent: Any) -> tuple[ThrottledProcessGroup, _Noting]:
     group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
     link = _Noting()
     group._use(link)
     register(group, "throttled")
+    return group, link
+
+
+def _step(rank: int, text: str) -> dict[str, Any]:
+    parent = dist.new_group()
+    group, link = _throttled(parent)
     found: dict[str, Any] = {"gradients": [], "issued": []}
     for process_group in (group, parent):
         model = small_model(process_group=process_group)
@@ -92,10 +99,7 @@ def test_stages_have_groups_of_their_own_on_one_link(
 
 def _large_step(rank: int) -> tuple[bool, list[str]]:
     parent = dist.new_group()
-    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
-    link = _Noting()
-    group._use(link)
-    register(group, "throttled")
+    group, link = _throttled(parent)
     gradients = []
     for process_group in (group, parent):
         torch.manual_seed(0)
@@ -116,10 +120,7 @@ def test_large_messages_are_exchanged(two_ranks: RankPool) -> None:
 
 def _uneven_exchange(rank: int) -> tuple[float, float, float]:
     """Rank 0 sends 10 bytes and gets 1000."""
-    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
-    link = _Noting()
-    group._use(link)
-    register(group, "throttled")
+    group, link = _throttled(dist.new_group())
     sizes = (10, 1000) if rank == 0 else (1000, 10)
     sent, received = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
     kept = torch.zeros(5, dtype=torch.uint8)
@@ -135,9 +136,6 @@ def test_an_uneven_exchange_takes_its_longer_direction(two_ranks: RankPool) -> N
 
 
 def _no_cycle(rank: int) -> bool:
-    import gc
-    import weakref
-
     gc.collect()
     group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
     register(group, "dropped")

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import bench_loss_local as bench
 import pytest
 
 from torch_commhook.hooks.expressions import check_hook
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    import bench_loss_local
-
-    return bench_loss_local
 
 
 def _run(hook: str, seed: int, loss: float) -> dict[str, Any]:
     return {"hook": hook, "seed": seed, "held_out_loss": loss, "bytes_per_step": 10.0}
 
 
-def test_its_hooks_can_be_written_so(bench: ModuleType) -> None:
+def test_its_hooks_can_be_written_so() -> None:
     for H in bench.ROUNDS:  # noqa: N806
         for job in bench.JOBS:
             check_hook(job.hook(H, 1800))
 
 
-def test_a_run_is_compared_with_the_plain_one_of_its_seed(bench: ModuleType) -> None:
+def test_a_run_is_compared_with_the_plain_one_of_its_seed() -> None:
     int2_with_reset = next(job for job in bench.JOBS if job.at_most is not None)
     jobs = (bench.PLAIN, int2_with_reset, bench.JOBS[-1])
     plain, int2, last = (job.hook(15, 60) for job in jobs)
@@ -49,9 +42,7 @@ def test_a_run_is_compared_with_the_plain_one_of_its_seed(bench: ModuleType) -> 
     assert bench.cells(rows[1])[-3:] == ["+2.3 %", "+1.0 to +3.0 %", "at most +1.0 %, **missed**"]
 
 
-def test_what_is_stored_is_not_run_again(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_stored_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran = []
 
     def train(hook: str, seed: int, *of_size: Any) -> dict[str, Any]:

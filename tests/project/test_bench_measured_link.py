@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import bench_measured_link as bench
 import pytest
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    import bench_measured_link
-
-    return bench_measured_link
 
 
 @pytest.mark.parametrize(
@@ -26,13 +20,13 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_all_runs_must_be_near_the_truth(
-    bench: ModuleType, round_trip: float, rates: list[float], trips: list[float], holds: bool
+    round_trip: float, rates: list[float], trips: list[float], holds: bool
 ) -> None:
     row = bench.Row(2, 100_000_000, round_trip, rates, trips)
     assert row.holds is holds
 
 
-def test_the_worst_run_is_shown(bench: ModuleType) -> None:
+def test_the_worst_run_is_shown() -> None:
     row = bench.Row(4, 200_000_000, 10.0, [199e6, 170e6], [10.1, 9.5])
     assert bench.cells(vars(row)) == [
         "4",
@@ -44,7 +38,7 @@ def test_the_worst_run_is_shown(bench: ModuleType) -> None:
     ]
 
 
-def test_many_hosts_have_slow_links_alone(bench: ModuleType) -> None:
+def test_many_hosts_have_slow_links_alone() -> None:
     options = SimpleNamespace(hosts=[2, 8], rates=[10**8, 10**9], round_trips=[0.0, 50.0])
     found = [(case.hosts, case.rate, case.round_trip_ms) for case in bench.cases(options)]
     assert found == [

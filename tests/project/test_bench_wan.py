@@ -6,14 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bench_wan as bench
 import pytest
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import bench_wan
-
-    return bench_wan
 
 
 def _run(way: str, seed: int, seconds: list[float], losses: list[float]) -> dict[str, Any]:
@@ -22,7 +16,7 @@ def _run(way: str, seed: int, seconds: list[float], losses: list[float]) -> dict
     return {"way": way, "seed": seed, **figures}
 
 
-def test_time_to_the_loss_of_ddp(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     runs = []
     for seed, speed in ((1, 1.0), (2, 2.0), (3, 3.0)):
         # DDP's own time is that to its last loss, too: here it comes to that early, and again.
@@ -44,7 +38,7 @@ def test_time_to_the_loss_of_ddp(bench: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_runs_with_other_settings_are_run_again(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran = []
 
@@ -76,7 +70,7 @@ def test_runs_with_other_settings_are_run_again(
     ],
 )
 def test_what_is_refused_before_anything_runs(
-    bench: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
         bench.main(arguments)

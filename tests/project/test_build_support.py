@@ -86,26 +86,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallLibrary:
     return made
 
 
-def test_files_of_a_folder_are_compiled_together(library: SmallLibrary) -> None:
+def test_files_of_a_folder_are_compiled_together_and_kernels_alone(library: SmallLibrary) -> None:
     _, parts = write_joined(library.folder)
     assert parts[str(library.object("first"))] == parts[str(library.object("second"))]
-
-
-def test_kernels_are_compiled_alone(library: SmallLibrary) -> None:
-    _, parts = write_joined(library.folder)
     kernels = str(library.object("kernels"))
     assert parts[kernels] == kernels
     assert list(parts.values()).count(kernels) == 1
-
-
-def test_all_objects_are_there(library: SmallLibrary) -> None:
-    library.build()
-    _, parts = write_joined(library.folder)
+    said = library.build()
     assert all(Path(path).exists() for path in parts.values())
-
-
-def test_nothing_is_compiled_twice(library: SmallLibrary) -> None:
-    library.build()
+    assert said.count("\n") == 1 and "\r" not in said
     assert library.build().startswith("native build: nothing to compile, ")
 
 
@@ -121,12 +110,6 @@ def test_a_change_of_a_precompiled_header_compiles_what_includes_it(library: Sma
     library.build()
     library.write("library/value.h", "#pragma once\nconstexpr int kValue = 2;\n")
     assert library.build().startswith("native build: 2 of 2 files, ")  # the header and one object
-
-
-def test_one_line_is_printed(library: SmallLibrary) -> None:
-    said = library.build()
-    assert said.count("\n") == 1
-    assert "\r" not in said
 
 
 def test_the_line_rewrites_itself_on_a_terminal(library: SmallLibrary) -> None:
@@ -150,18 +133,10 @@ def test_an_error_is_shown_whole(library: SmallLibrary) -> None:
     assert "return nothing_known;" in library.said
 
 
-def test_every_source_is_compiled_once() -> None:
+def test_every_source_is_compiled_once_the_largest_kernels_first() -> None:
     sources = sorted(map(str, CSRC.rglob("*.cpp")))
     groups = groups_of(sources)
     assert sorted(source for group in groups for source in group) == sources
     assert max(map(len, groups)) <= JOINED_FILES
-
-
-def test_files_that_are_joined_are_of_one_folder() -> None:
-    for group in groups_of(sorted(map(str, CSRC.rglob("*.cpp")))):
-        assert len({Path(source).parent for source in group}) == 1
-
-
-def test_the_largest_kernels_come_first() -> None:
-    first = groups_of(sorted(map(str, CSRC.rglob("*.cpp"))))[0]
-    assert [Path(source).name for source in first] == ["blockwise.cpp"]
+    assert all(len({Path(source).parent for source in group}) == 1 for group in groups)
+    assert [Path(source).name for source in groups[0]] == ["blockwise.cpp"]

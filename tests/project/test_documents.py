@@ -22,31 +22,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_leaves
 
 from torch_commhook import attach, codecs, hooks, load_cpp_hooks
 from torch_commhook.testing import DeadlockError, run_ranks, simulate
 
 Names = dict[str, Any]
 
+#: Pages with blocks that run elsewhere: in these files, or in tests/integrations.
+ELSEWHERE = {
+    "README.md": "tests/project/test_readme.py",
+    "docs/tutorial.md": "tests/project/test_tutorial.py",
+    "docs/elastic.md": "tests/elastic/test_elastic_training.py",
+    "docs/integrations.md": "tests/integrations",
+    "docs/process_groups.md 7": "tests/integrations/test_torchft.py",
+}
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"))
+    if str(path.relative_to(ROOT)) not in ELSEWHERE
 )
-
-#: Blocks that run elsewhere.
-ELSEWHERE = {"README.md 1": "tests/project/test_readme.py runs it"}
-ELSEWHERE |= {
-    f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
-    for number in range(1, 9)
-}
-ELSEWHERE |= {
-    f"docs/elastic.md {number}": "tests/elastic/test_elastic_training.py runs the like"
-    for number in (1, 2)
-}
-ELSEWHERE |= {
-    f"docs/tutorial.md {number}": "tests/project/test_tutorial.py runs it" for number in range(1, 8)
-}
-ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 
 
 def _blocks(page: str) -> list[str]:
@@ -117,10 +112,6 @@ def _a_loop(names: Names) -> None:
     names["loss_of"] = nn.functional.mse_loss
 
 
-def _a_large_model(names: Names) -> None:
-    names["model"] = nn.Linear(100, 100)
-
-
 def _a_model_of_blocks(names: Names) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     model.blocks = list(model)
@@ -146,7 +137,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 7": _a_checkpoint,
     "docs/hooks.md 10": _a_model,
     "docs/local_sgd.md 1": _a_loop,
-    "docs/process_groups.md 4": _a_large_model,
+    "docs/process_groups.md 4": lambda names: names.update(model=nn.Linear(100, 100)),
     "docs/process_groups.md 6": _a_group_and_a_model,
     "docs/sharded.md 1": _a_model_of_blocks,
 }
@@ -172,43 +163,29 @@ def _the_gradient_is_clipped(names: Names) -> None:
 def _gradients_are_compressed(names: Names) -> None:
     _step(names["model"])
     assert names["handle"].stats().steps == 1
-    names["handle"].remove()
 
 
 def _the_scale_is_known(names: Names) -> None:
     _step(names["model"])
     assert names["handle"]._attached.memory.scaler is names["scaler"]
-    names["handle"].remove()
 
 
 def _the_state_is_there(names: Names) -> None:
-    assert names["handle"].state_dict()["steps"] == 1
+    state = names["handle"].state_dict()
+    assert state["steps"] == 1 and _has_memory(state)
 
 
-def _as_it_was_saved(names: Names) -> None:
-    saved, loaded = names["saved"], names["handle"].state_dict()
-    assert saved["steps"] == loaded["steps"] == 1
-    torch.testing.assert_close(saved["rank0"], loaded["rank0"])
-    assert any(bool(tensor.any()) for tensor in _tensors(loaded["rank0"]))
+def _has_memory(state: Any) -> bool:
+    return any(torch.is_tensor(each) and bool(each.any()) for each in tree_leaves(state["rank0"]))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
-
-
-def _the_error_is_remembered(names: Names) -> None:
-    assert _step(names["model"]) == [4.0, 4.0]
-    assert any(bool(tensor.any()) for tensor in _tensors(names["handle"].state_dict()["rank0"]))
-    names["handle"].remove()
+def _the_error_is_remembered(names: Names, tolerance: float = 0.0) -> None:
+    assert _step(names["model"]) == pytest.approx([4.0, 4.0], rel=tolerance)
+    assert _has_memory(names["handle"].state_dict())
 
 
 def _the_codec_has_a_hook(names: Names) -> None:
-    assert _step(names["model"]) == pytest.approx([4.0, 4.0], rel=0.1)
-    assert any(bool(tensor.any()) for tensor in _tensors(names["handle"].state_dict()["rank0"]))
-    names["handle"].remove()
+    _the_error_is_remembered(names, tolerance=0.1)
     values = torch.linspace(-1, 1, 1000)
     kept = [values.clone(), values.clone()]
     kept[1][500] = math.nan
@@ -220,31 +197,23 @@ def _the_codec_has_a_hook(names: Names) -> None:
 
 def _the_rounds_are_counted(names: Names) -> None:
     assert names["handle"].stats().steps == 2  # the eighth step, and the end
-    names["handle"].remove()
 
 
-def _the_hook_attaches(names: Names) -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    handle = attach(model, names["hook"])
-    for _ in range(2):
-        _step(model)
-        optimizer.step()
-    handle.synchronize()
-    assert handle.stats().steps == 3  # each step, and the end
-    handle.remove()
+def _exchanges_after(step: int) -> Callable[[Names], None]:
+    """Of a hook in the text, whose first exchange ends with this step."""
 
+    def check(names: Names) -> None:
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle = attach(model, names["hook"])
+        for number in range(1, step + 1):
+            _step(model)
+            optimizer.step()
+            assert handle.stats().steps == (number == step)
+        handle.synchronize()
+        handle.remove()
 
-def _a_fragment_is_exchanged(names: Names) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    handle = attach(model, names["hook"])
-    for step in range(16):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        assert handle.stats().steps == (step + 1 >= 10 + 5)
-    handle.synchronize()
-    handle.remove()
+    return check
 
 
 def _the_mean_in_each_mode(names: Names) -> None:
@@ -316,13 +285,13 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 4": _gradients_are_compressed,
     "docs/hooks.md 5": _the_scale_is_known,
     "docs/hooks.md 6": _the_state_is_there,
-    "docs/hooks.md 7": _as_it_was_saved,
+    "docs/hooks.md 7": _the_state_is_there,
     "docs/index.md 1": _gradients_are_compressed,
     "docs/write_a_hook.md 2": _the_error_is_remembered,
     "docs/write_a_hook.md 3": _the_codec_has_a_hook,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
-    "docs/local_sgd.md 2": _a_fragment_is_exchanged,
-    "docs/local_sgd.md 3": _the_hook_attaches,
+    "docs/local_sgd.md 2": _exchanges_after(step=15),
+    "docs/local_sgd.md 3": _exchanges_after(step=1),
     "docs/modes.md 1": _the_mean_in_each_mode,
     "docs/process_groups.md 1": _every_rank_for_itself,
     "docs/process_groups.md 2": _known_to_torch_distributed,
@@ -377,4 +346,6 @@ def test_examples(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_tables_name_blocks_that_are_there() -> None:
     there = {f"{page} {number}" for page in PAGES for number in range(1, len(_blocks(page)) + 1)}
-    assert {*BEFORE, *AFTER, *RANKS, *RAISES, *ELSEWHERE} <= there
+    pages = {name for name in ELSEWHERE if name.endswith(".md")}
+    assert {*BEFORE, *AFTER, *RANKS, *RAISES, *ELSEWHERE} - pages <= there
+    assert all((ROOT / name).exists() for name in (*pages, *ELSEWHERE.values()))

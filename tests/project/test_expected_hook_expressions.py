@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import expecttest
 import named_hooks
-from refusals import refusals
+from refusals import RefusalCase
 
 from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
 
 
-class TestExpressions(expecttest.TestCase):
+class TestExpressions(RefusalCase):
     def test_wrong_expressions(self) -> None:
         """Of a module of few hooks, whose names end each message."""
 
@@ -22,30 +21,8 @@ class TestExpressions(expecttest.TestCase):
                 raise
 
         names = {"parse": parse}
-        calls = """
-            parse("casst(bfloat16)")
-            parse("secret()")
-            parse("__import__('os').system('true')")
-            parse("hooks.cast(bfloat16)")
-            parse("cast(bfloat17)")
-            parse("cast(torch.load)")
-            parse("cast(8)")
-            parse("cast()")
-            parse("blockwise(process_group=1)")
-            parse("blockwise(4, (1, 2))")
-            parse("error_feedback(blockwise(4, 'x'))")
-            parse("cast(**{})")
-            parse("blockwise(1 + 1)")
-            parse("blockwise([x for x in y])")
-            parse("cast(bfloat16")
-            parse("")
-            parse("3")
-            parse("part()")
-            parse("part")
-            parse("cast(bfloat16); 1")
-        """
-        self.assertExpectedInline(
-            refusals(calls, names),
+        self.assert_refused(
+            names,
             """\
 parse("casst(bfloat16)")
     HookExpressionError: hook 'casst(bfloat16)' names the unknown hook 'casst' (did you mean 'cast'?); a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME

@@ -6,10 +6,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import expecttest
 import hook_examples
 import torch
-from refusals import refusals
+from refusals import RefusalCase
 
 from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
 
@@ -54,27 +53,11 @@ def returns_list(state: object, bucket: GradBucket) -> list[torch.Tensor]:
     raise NotImplementedError
 
 
-class TestResults(expecttest.TestCase):
+class TestResults(RefusalCase):
     def test_what_is_no_hook(self) -> None:
         names = {**NAMES, **globals()}
-        calls = """
-            check_hook(3)
-            check_hook(None)
-            check_hook(hook_examples.Callable)
-            check_hook(hooks.cast)
-            check_hook(lambda bucket: bucket)
-            check_hook(lambda a, b, c: a)
-            check_hook(is_coroutine)
-            check_hook(AsyncCallable())
-            check_hook(is_generator)
-            check_hook(takes_int)
-            check_hook(functools.partial(takes_int))
-            check_hook(takes_gradient)
-            check_hook(returns_none)
-            check_hook(returns_list)
-        """
-        self.assertExpectedInline(
-            refusals(calls, names),
+        self.assert_refused(
+            names,
             """\
 check_hook(3)
     TypeError: check_hook: a hook must be callable as hook(state, bucket), got int
@@ -111,25 +94,8 @@ check_hook(returns_list)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(torch.ones(6))
         names = {**NAMES, "bucket": hook_examples.one_bucket(), "future": future}
-        calls = """
-            parse_hook_result(ones(7), bucket)
-            parse_hook_result(ones(5), bucket)
-            parse_hook_result(ones(6).double(), bucket)
-            parse_hook_result(ones(6, device="meta"), bucket)
-            parse_hook_result(ones(6).to_sparse(), bucket)
-            parse_hook_result([ones(6), ones(6)], bucket)
-            parse_hook_result([], bucket)
-            parse_hook_result([3], bucket)
-            parse_hook_result(None, bucket)
-            parse_hook_result(future, bucket)
-            run_hook(lambda state, bucket: None, None, bucket)
-            run_hook(lambda state, bucket: 3, None, bucket)
-            run_hook(lambda state, bucket: [ones(6)], None, bucket)
-            run_hook(lambda state, bucket: 3, None, None)
-            run_hook(lambda state, bucket: bucket.buffer(), None, None)
-        """
-        self.assertExpectedInline(
-            refusals(calls, names),
+        self.assert_refused(
+            names,
             """\
 parse_hook_result(ones(7), bucket)
     ValueError: bucket 1 of 4: the result must have 6 elements, one for each of the bucket's, got 7 elements

@@ -7,7 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from gpu_runs import running, wait_for
+from gpu_runs import running
+from train_processes import wait_for
 
 from benchmarks.gpu.commands import Ended, Task, read_lines, run_task, run_tasks, write_line
 
@@ -18,7 +19,8 @@ def test_a_command_that_hangs_ends_with_its_group(tmp_path: Path) -> None:
     text = f"trap '' TERM; echo begun; {child} & {child}"
     how = run_task(Task("slow", ["sh", "-c", text], 1), logs=tmp_path, end=time.monotonic() + 6000)
     assert how.status is None and how.text.endswith("begun") and not how.is_cut_off
-    wait_for(lambda: not running(f"^{child}$"), 20)  # and not by itself
+    # And not by itself.
+    wait_for(lambda: not running(f"^{child}$"), "its child goes on", 20)
 
 
 def test_how_commands_end(tmp_path: Path) -> None:

@@ -25,19 +25,14 @@ def test_targets_are_met_or_missed() -> None:
         time_row(work="copy", of_copy=1.0, least=None, most_host_seconds=None),
         time_row(work="blockwise(): encode", of_copy=0.95, most_host_seconds=None),
     ]
-    found = {
-        (each["what"], each["wanted"]): each
-        for each in targets(document(dry_run=False, times=rows))
-    }
-    flatten = "flatten, 161x40704, 8 shards"
-    encode = "blockwise(): encode, 161x40704, 8 shards"
-    assert {key: each["met"] for key, each in found.items()} == {
-        (flatten, "at least 0.9"): False,
-        (flatten, "at most 15"): False,
-        (encode, "at least 0.9"): True,
-    }
+    found = targets(document(dry_run=False, times=rows))
+    assert [(each["what"].split(",")[0], each["wanted"], each["met"]) for each in found] == [
+        ("flatten", "at least 0.9", False),
+        ("flatten", "at most 15", False),
+        ("blockwise(): encode", "at least 0.9", True),
+    ]
+    assert found[1]["reached"] == "16.0 us of the host"
     assert targets(document(times=rows)) == []  # of a dry run
-    assert found[flatten, "at most 15"]["reached"] == "16.0 us of the host"
 
 
 def test_the_page_shows_what_was_found() -> None:
@@ -59,7 +54,7 @@ def test_the_page_shows_what_was_found() -> None:
     assert "- smoke: flatten: ended by SIGABRT" in text
     assert "| flatten, 161x40704, 8 shards | 0.850 x the copy | at least 0.9 | **no** |" in text
     assert "| 10.00 | 9.00 to 11.00 | 30 | graph | 16.0 | 1000 | 0.850 |" in text
-    assert text.index("\n| flatten | 10.00 |") < text.index("8 shards, without targets\n")
-    assert text.index("8 shards, without targets\n") < text.index("\n| copy | 20.00 |")
+    found = [text.index(f"\n{each}") for each in ("| flatten | 10.00 |", "| copy | 20.00 |")]
+    assert found[0] < text.index("8 shards, without targets\n") < found[1]
     assert "| 12.0 | 1.20 | 0.50 | 25.0 |" in text
     assert "| smoke | 1980 MHz |" in text

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_runs import items, part_of, running, stored, wait_for
+from gpu_runs import items, part_of, running, stored
 from repository import ROOT
+from train_processes import wait_for
 
 from benchmarks.gpu import carried, counters, parts
 from benchmarks.gpu.__main__ import main, parse, resumed
@@ -240,14 +241,17 @@ def test_a_killed_run_leaves_its_results_and_a_later_one_goes_on(tmp_path: Path)
     environment = {**os.environ, "OUT": str(out)}
     with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
         try:
-            wait_for(lambda: any("test_d.py" in path.read_text() for path in out.glob("*.json")))
+            wait_for(
+                lambda: any("test_d.py" in path.read_text() for path in out.glob("*.json")),
+                "test_d.py is not stored",
+            )
         finally:
             process.kill()
     [path] = out.glob("*.json")
     assert json.loads(path.read_text())["commit"] == "abc"
     assert path.with_suffix(".md").exists()
     # Nothing outlives it. The test would end by itself, but later.
-    wait_for(lambda: not running(f"pytest.*{planted}"), 20)
+    wait_for(lambda: not running(f"pytest.*{planted}"), "its tests go on", 20)
 
     (planted / "test_z.py").unlink()
     (planted / "test_d.py").write_text("does not parse")  # and is not looked at again

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import bench_plan
+import hook_choice
 import pytest
 
 
-@pytest.fixture
-def hook_choice(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import hook_choice
-
-    return hook_choice
-
-
-@pytest.fixture
-def bench_plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import bench_plan
-
-    return bench_plan
-
-
-def test_the_page_has_the_table_that_plan_makes(hook_choice: Any) -> None:
+def test_the_page_has_the_table_that_plan_makes() -> None:
     """``python benchmarks/hook_choice.py`` writes it."""
     text = hook_choice.PAGE.read_text()
     table = list(hook_choice.lines_of(hook_choice.measured_seconds()))
@@ -29,7 +17,7 @@ def test_the_page_has_the_table_that_plan_makes(hook_choice: Any) -> None:
     assert hook_choice.page(text, table) == text
 
 
-def test_rows_of_bench_link(bench_plan: Any) -> None:
+def test_rows_of_bench_link() -> None:
     rows: list[dict[str, Any]] = [
         {"group": "1gbit, buckets of 2 MiB, batches of 2", "job": job, "seconds": seconds}
         for job, seconds in (
@@ -46,7 +34,7 @@ def test_rows_of_bench_link(bench_plan: Any) -> None:
     ]
 
 
-def test_rows_of_bench_wan(bench_plan: Any) -> None:
+def test_rows_of_bench_wan() -> None:
     def run(way: str, seconds: float, alone: float) -> dict[str, Any]:
         return {
             "way": way,
@@ -65,9 +53,7 @@ def test_rows_of_bench_wan(bench_plan: Any) -> None:
     ]
 
 
-def test_the_share_of_rows_that_are_near(
-    bench_plan: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_share_of_rows_that_are_near(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {
             "source": "bench_link",

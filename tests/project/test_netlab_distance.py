@@ -1,4 +1,4 @@
-"""Hosts of netlab that are far apart: round trips, the rate of TCP, lost frames, the end."""
+"""Hosts of netlab that are far apart: round trips, TCP, lost frames, connections, the end."""
 
 from __future__ import annotations
 
@@ -16,37 +16,17 @@ from netlab_hosts import (
     lines_of,
     skip_without_far_hosts,
     transfer,
-    wait_for,
 )
 from repository import ROOT
+from train_processes import wait_for
 
 from benchmarks.netlab import Lab, LabError, lab, why_impossible
-from benchmarks.netlab.cli import main
 from benchmarks.netlab.distance import buffer_limit, check_compiler
 from benchmarks.netlab.tools import call
 
 DELAY = 0.02
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--delay", "-1"], "delay must be 0 to 10 seconds, got -0.001"),
-        (["--delay", "nan"], "delay must be 0 to 10 seconds, got nan"),
-        (["--delay", "1e6"], "delay must be 0 to 10 seconds, got 1000"),
-        (["--loss", "100"], "loss must be at least 0 and below 1, got 1"),
-        (["--loss", "-1"], "loss must be at least 0 and below 1, got -0.01"),
-    ],
-)
-def test_wrong_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--", "true"])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_it_says_that_it_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +180,54 @@ def test_buffers_are_asked_for_when_they_must_grow(monkeypatch: pytest.MonkeyPat
 def test_a_lab_that_is_near_stays_near() -> None:
     with Lab(2, "1gbit", loss=0.5) as near, pytest.raises(LabError, match="made with a delay"):
         near.set_delay(0.01)
+
+
+# ---- a hook's connections: several where one cannot fill a far link ------------------------------
+
+_ATTACH = """
+import torch, torch.distributed as dist
+from torch_commhook import attach, hooks
+from torch_commhook.step.step_group import groups_by_name
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+attach(model, hooks.blockwise())
+model(torch.ones(1, 4)).sum().backward()
+(group,) = groups_by_name.values()
+link = group.connections.link(group.group)
+print("link", link.connections, link.round_trip, link.rate / 1e6, link.rate_of_many / 1e6)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def _attached(buffers: str | None) -> list[tuple[float, ...]]:
+    """For each rank: connections, round trip, and the rates of one connection and of four."""
+    with Lab(2, "200mbit", delay=0.02) as far:
+        for host in range(far.hosts) if buffers else ():
+            path = "/proc/sys/net/ipv4/tcp_wmem"
+            call("ip", "netns", "exec", far.namespace(host), "tee", path, stdin=buffers)
+        lines = lines_of(far, _ATTACH)
+    return [tuple(map(float, line.split()[1:])) for line in lines if line.startswith("link ")]
+
+
+@needs_namespaces
+def test_one_that_fills_the_link() -> None:
+    found = []
+    while len(found) < 3 and not (found and found[-1][0] == 1):  # others may need the machine
+        found.append(_attached(None)[0])
+    count, round_trip, rate, _ = found[-1]
+    assert count == 1, found
+    assert 0.04 <= round_trip < 0.2
+    assert rate > 100
+
+
+@needs_namespaces
+def test_several_where_buffers_are_small() -> None:
+    """128 KiB in a round trip of 40 ms are 26 Mbit/s."""
+    for count, _, rate, rate_of_many in _attached("4096 16384 131072"):
+        assert count == 4
+        assert rate < 60 and rate_of_many > 1.2 * rate
 
 
 # ---- nothing stays -------------------------------------------------------------------------------

@@ -32,13 +32,9 @@ def test_each_test_that_the_table_names_exists(suite: str) -> None:
     }
     reasons = [reason for tests in table["not_expressed"].values() for reason in tests.values()]
     named = expressed | {name for reason in reasons for name in NAME.findall(reason)}
-    missing = []
-    for name in sorted(named):
-        file, _, test = name.partition("::")
-        if test not in _tests_in(file):
-            missing.append(name)
     assert named
-    assert missing == []
+    parts = [name.partition("::") for name in sorted(named)]
+    assert [(file, test) for file, _, test in parts if test not in _tests_in(file)] == []
 
 
 @of_each_suite
@@ -52,10 +48,6 @@ def test_a_test_is_expressed_or_not(suite: str) -> None:
 
 def test_each_test_of_the_process_group_suite_expresses_something() -> None:
     table = str(_table("process_group_suite"))
-    idle = [
-        f"{path.name}::{test}"
-        for path in sorted(TESTS.glob("*/test_process_group_suite_*.py"))
-        for test in sorted(_tests_in(path.name))
-        if test.startswith("test_") and f"{path.name}::{test}" not in table
-    ]
-    assert idle == []
+    files = [path.name for path in TESTS.glob("*/test_process_group_suite_*.py")]
+    tests = [(file, test) for file in files for test in _tests_in(file) if test[:5] == "test_"]
+    assert [each for each in tests if "::".join(each) not in table] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import venv
 import zipfile
@@ -14,7 +13,7 @@ import pytest
 import torch
 from doctor_reports import finding
 from repository import ROOT
-from train_processes import TINY
+from train_processes import TINY, finished
 
 import torch_commhook
 
@@ -26,14 +25,8 @@ _RELEASE = ".".join(torch.__version__.split(".")[:2])
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from what was compiled for the build in place."""
     folder = tmp_path_factory.mktemp("dist")
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "wheel", "--dist-dir", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (sys.executable, "setup.py", "--quiet", "wheel", "--dist-dir", folder)
+    finished(*command, seconds=SECONDS)
     (found,) = folder.iterdir()
     return found
 
@@ -45,11 +38,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False)
     found = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(found), "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)],
-        check=True,
-        timeout=SECONDS,
-    )
+    finished(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, seconds=SECONDS)
     (packages,) = folder.glob("lib/python3*/site-packages")
     # A path alone: the files *.pth of the other environment, such as an editable install's, do
     # not count.
@@ -60,16 +49,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(python: Path, folder: Path, *arguments: str) -> str:
     """What a module of the wheel prints, away from the repository."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return finished(python, *arguments, folder=folder, environment=environment).stdout
 
 
 def test_its_name_and_metadata(wheel: Path) -> None:

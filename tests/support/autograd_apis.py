@@ -73,10 +73,6 @@ both = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
 in_modes = pytest.mark.parametrize("mode", MODES)
 
 
-def ours_differs(reason: str) -> Any:
-    """Like `both`, for cases in which this library does not yet do what PyTorch does."""
-    fails = (AssertionError, pytest.fail.Exception)
-    differs = pytest.param(
-        Ours, marks=pytest.mark.xfail(strict=True, raises=fails, reason=reason), id=Ours.name
-    )
-    return pytest.mark.parametrize("api", [pytest.param(PyTorchs, id=PyTorchs.name), differs])
+def both_in_modes(test: Callable[..., None]) -> Callable[..., None]:
+    """Tests both registrations, each in eager and compiled."""
+    return both(in_modes(test))

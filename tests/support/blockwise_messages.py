@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import codec_examples
 from torch import Tensor
 
 from torch_commhook.codecs.blockwise import blockwise
@@ -17,41 +17,24 @@ LEVELS = {
     (4, False): 15,
     (2, False): 3,
 }
+_SETTINGS = ("bits", "block_size", "symmetric")
 
 
-def codec_for(rounding: Tensor | None = None, **form: Any) -> blockwise:
-    return blockwise(rounding="nearest" if rounding is None else "stochastic", **form)
+def _codec_and_arguments(options: dict[str, Any]) -> tuple[blockwise, dict[str, Any]]:
+    """The codec, whose rounding is random if ``rounding`` is given, and its arguments."""
+    settings = {name: options.pop(name) for name in _SETTINGS if name in options}
+    rounding = "nearest" if options.get("rounding") is None else "stochastic"
+    return blockwise(rounding=rounding, **settings), options
 
 
-def encode(
-    tensors: list[Tensor],
-    *,
-    shards: int = 1,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-    **form: Any,
-) -> Tensor:
-    codec = codec_for(rounding, **form)
-    numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.full((codec.nbytes(numel, shards),), 77, dtype=torch.uint8)
-    codec.encode(tensors, message, shards=shards, scale=scale, error=error, rounding=rounding)
-    return message
+def encode(tensors: list[Tensor], **options: Any) -> Tensor:
+    codec, arguments = _codec_and_arguments(options)
+    return codec_examples.encode(codec, tensors, **arguments)
 
 
-def restore(
-    x: Tensor,
-    *,
-    shards: int = 1,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-    **form: Any,
-) -> Tensor:
-    message = encode([x], shards=shards, scale=scale, error=error, rounding=rounding, **form)
-    out = torch.empty_like(x)
-    blockwise(**form).decode(message, [out], shards=shards)
-    return out
+def restore(x: Tensor, **options: Any) -> Tensor:
+    codec, arguments = _codec_and_arguments(options)
+    return codec_examples.restore(codec, x, **arguments)
 
 
 def steps_of(x: Tensor, bits: int, symmetric: bool, block_size: int) -> Tensor:

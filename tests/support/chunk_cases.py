@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.sparse_codec import OneShardCodec, SparseCodec
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
+from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.process_group import RecordingProcessGroup
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 FIRST = [cls.examples()[0] for cls in CODECS.values()]
 of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+
+#: How many ranks simulated groups have, and how many calls follow one another.
+RANKS = [1, 2, 3, 4, 8]
+STEPS = 2
 
 #: Elements of all chunks, or a function that returns each chunk's for a number of ranks.
 Sizes = int | Callable[[int], list[int]]
@@ -53,6 +60,50 @@ def rounding_of(codec: Codec, rank: int, seed: int) -> Tensor | None:
 
 def error_of(codec: Codec, rank: int, numel: int, seed: int) -> Tensor | None:
     return values(rank, numel, 4 * seed + 100) * 0.01 if codec.takes_error else None
+
+
+def counted_bytes(
+    call: Callable[..., Any], numel: int, codec: Codec, rounding: Tensor | None
+) -> tuple[int, int, int]:
+    """As the library counts them, by a group that is waited for, and by the way to that."""
+    own, through = WireMeter(), WireMeter()
+    x, group = torch.randn(numel), RecordingProcessGroup(dist.group.WORLD)
+    with counting(own):
+        call(x, codec, rounding=rounding).wait()
+    with counting(through):
+        call(x, codec, rounding=rounding, group=group).wait()
+    return own.bytes_sent, through.bytes_sent, group.total.bytes_sent
+
+
+def bytes_of_value(codec: Codec) -> float:
+    if isinstance(codec, BlockCodec):
+        form = codec._form
+        return form.bits / 8 + 4 * form.parameters / form.block_size
+    return codec.nbytes(1 << 20) / (1 << 20)  # of which nothing is known but what it says
+
+
+#: Results in eager, results compiled, and the graphs that this took.
+Modes = tuple[list[Tensor], list[Tensor], int]
+
+
+def in_both_modes(
+    rank: int,
+    backend: str,
+    call: Callable[..., Tensor],
+    memory: Callable[[], list[Tensor | None]],
+    rounding: Callable[[int], Tensor | None],
+) -> Modes:
+    """Three calls on 1301 values in each mode, with memory, which counts among the results."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    results: list[list[Tensor]] = []
+    for function in (call, torch.compile(call, backend=backend, fullgraph=True)):
+        kept, found = memory(), []
+        for step in range(3):
+            x, y = values(rank, 301, 4 * step + 2), values(rank, 1000, 4 * step + 2).view(100, 10)
+            found.append(function(x, y, *kept, rounding(step)))
+        results.append([*found, *(each for each in kept if each is not None)])
+    return results[0], results[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def most_lost(codec: Codec, x: Tensor) -> float:

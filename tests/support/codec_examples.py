@@ -34,9 +34,26 @@ def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
     numel = sum(tensor.numel() for tensor in tensors)
     device = tensors[0].device
     nbytes = codec.nbytes(numel, options.get("shards", 1))
-    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    message = torch.full((nbytes,), 77, dtype=torch.uint8, device=device)
     codec.encode(tensors, message, **{"rounding": rounding_for(codec, device=device), **options})
     return message
+
+
+def encode_chunks(codec: Codec, tensors: list[Tensor], sizes: list[int], **options: Any) -> Tensor:
+    device = tensors[0].device
+    nbytes = sum(part.nbytes for part in codec.chunks(sizes))
+    message = torch.full((nbytes,), 77, dtype=torch.uint8, device=device)
+    options = {"rounding": rounding_for(codec, device=device), **options}
+    codec.encode_chunks(tensors, message, sizes, **options)
+    return message
+
+
+def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
+    """The values in a message of ``x``."""
+    message, out = encode(codec, [x], **options), torch.empty_like(x)
+    rounding = options.get("rounding", rounding_for(codec))
+    codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)
+    return out
 
 
 def some_tensors(rng: random.Random) -> list[Tensor]:
@@ -56,28 +73,65 @@ def some_tensors(rng: random.Random) -> list[Tensor]:
     return tensors
 
 
+def some_chunks(rng: random.Random) -> tuple[list[Tensor], list[int]]:
+    """Tensors, and sizes of chunks that end anywhere in them."""
+    tensors = some_tensors(rng)
+    numel = sum(tensor.numel() for tensor in tensors)
+    ends = sorted(rng.randint(0, numel) for _ in range(rng.randint(0, 4)))
+    return tensors, [b - a for a, b in zip([0, *ends], [*ends, numel], strict=True)]
+
+
+def _copy_of(x: Tensor) -> Tensor:
+    """A flat copy, as badly aligned."""
+    memory = x.new_empty(x.storage_offset() + x.numel())
+    return memory[x.storage_offset() :].copy_(x)
+
+
 def everything(
-    codec: Codec, tensors: list[Tensor], shards: int, scale: float, error: Tensor | None
+    codec: Codec,
+    tensors: list[Tensor],
+    shards: int,
+    scale: float,
+    error: Tensor | None,
+    sizes: list[int] | None = None,
+    *,
+    rounding: Tensor | None = None,
+    added: int = 3,
 ) -> list[Tensor]:
-    """The outputs of all methods."""
+    """The outputs of all methods, the errors last.
+
+    Args:
+        sizes: of chunks; by default, there are none.
+        rounding: by default, :func:`rounding_for`.
+        added: the number of messages in sums.
+    """
     is_sharded = codec.exchange == "all_to_all"
     shards = shards if is_sharded else 1
     error = error if codec.takes_error else None
-    rounding = rounding_for(codec, device=tensors[0].device)
-    errors = [None if error is None else error.clone() for _ in range(2)]
-    drawn = rounding_of_error(codec, error, tensors[0].device)
-    message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0], rounding=drawn)
-    out = [torch.empty_like(tensor) for tensor in tensors]
+    device = tensors[0].device
+    drawn = rounding_of_error(codec, error, device) if rounding is None else rounding
+    rounding = rounding_for(codec, device=device) if rounding is None else rounding
+    errors = [] if error is None else [_copy_of(error) for _ in range(2 if sizes is None else 3)]
+    first, second, third = [*errors, None, None, None][:3]
+    message = encode(codec, tensors, shards=shards, scale=scale, error=first, rounding=drawn)
+    out = [torch.full_like(tensor, 7) for tensor in tensors]
     codec.decode(message, out, shards=shards, rounding=rounding)
     numel = sum(tensor.numel() for tensor in tensors)
     halves = [tensor / 2 for tensor in tensors]
-    stacked = torch.stack([encode(codec, each) for each in (tensors, halves, tensors)])
+    sources = [tensors, halves, tensors, halves][:added]
+    stacked = torch.stack([encode(codec, each) for each in sources])
     reduced = torch.full_like(stacked[0], 3)
     if is_sharded:
-        codec.reduce(stacked, reduced, numel, scale=scale, error=errors[1], rounding=rounding)
-    sums = [torch.empty_like(tensor) for tensor in tensors]
+        codec.reduce(stacked, reduced, numel, scale=scale, error=second, rounding=rounding)
+    sums = [torch.full_like(tensor, 7) for tensor in tensors]
     codec.decode_sum(stacked, sums, scale=scale, rounding=rounding)
-    return [message, reduced, *out, *sums, *(each for each in errors if each is not None)]
+    found = [message, reduced, *out, *sums]
+    if sizes is not None:
+        chunks = encode_chunks(codec, tensors, sizes, scale=scale, error=third, rounding=drawn)
+        of_chunks = [torch.full_like(tensor, 7) for tensor in tensors]
+        codec.decode_chunks(chunks, of_chunks, sizes, rounding=rounding)
+        found += [chunks, *of_chunks]
+    return [*found, *errors]
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -204,7 +204,7 @@ def _objects(rank: int, size: int, group: Any) -> list[Tensor]:
     return [torch.tensor([each["rank"] + len(each["more"]) for each in every] + one)]
 
 
-def _batch(rank: int, size: int, group: Any) -> list[Tensor]:
+def _batch_isend_irecv(rank: int, size: int, group: Any) -> list[Tensor]:
     output = torch.empty(4)
     ops = [
         dist.P2POp(dist.irecv, output, (rank - 1) % size, group),
@@ -215,7 +215,7 @@ def _batch(rank: int, size: int, group: Any) -> list[Tensor]:
     return [output]
 
 
-def _async(rank: int, size: int, group: Any) -> list[Tensor]:
+def _futures(rank: int, size: int, group: Any) -> list[Tensor]:
     first, second = values(rank, 4), values(rank, 2)
     works = [dist.all_reduce(x, group=group, async_op=True) for x in (first, second)]
     futures = [work.get_future().then(lambda f: f.value()[0] * 2) for work in works]
@@ -230,7 +230,7 @@ def _coalescing_manager(rank: int, size: int, group: Any) -> list[Tensor]:
     return [first, second]
 
 
-def _empty(rank: int, size: int, group: Any) -> list[Tensor]:
+def _all_reduce_empty(rank: int, size: int, group: Any) -> list[Tensor]:
     x = torch.empty(0)
     dist.all_reduce(x, group=group)
     dist.broadcast(x, 0, group=group)
@@ -245,30 +245,15 @@ def _barriers(rank: int, size: int, group: Any) -> list[Tensor]:
 
 #: By name. Gloo supports all of these.
 CASES: dict[str, Case] = {
-    "all_reduce_coalesced": _all_reduce_coalesced,
-    "all_reduce_sparse": _all_reduce_sparse,
-    "all_reduce_empty": _empty,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "all_gather_in_place": _all_gather_in_place,
-    "all_gather_coalesced": _all_gather_coalesced,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "ring": _ring,
-    "tags": _tags,
-    "any_source": _any_source,
-    "objects": _objects,
-    "batch_isend_irecv": _batch,
-    "futures": _async,
-    "coalescing_manager": _coalescing_manager,
-    "barriers": _barriers,
-    "all_reduce_not_contiguous": _all_reduce_not_contiguous,
+    case.__name__.removeprefix("_"): case
+    for case in (
+        *(_all_reduce_coalesced, _all_reduce_sparse, _all_reduce_empty, _broadcast, _reduce),
+        *(_all_gather, _all_gather_single, _all_gather_in_place, _all_gather_coalesced),
+        *(_gather, _scatter, _reduce_scatter, _reduce_scatter_single),
+        *(_all_to_all, _all_to_all_single, _ring, _tags, _any_source, _objects),
+        *(_batch_isend_irecv, _futures, _coalescing_manager, _barriers),
+        _all_reduce_not_contiguous,
+    )
 }
 
 REDUCTIONS: dict[str, Case] = {

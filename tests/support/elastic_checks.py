@@ -17,16 +17,7 @@ LONGEST = 90.0
 
 @dataclass
 class Outcome:
-    """The facts to check.
-
-    Attributes:
-        training: the settings of the ranks.
-        trainers: all trainers that have started.
-        views: the agreed views, in order.
-        seconds: of virtual time.
-        splits: whether a network was split.
-        loses_store: whether a rank was cut off from the store.
-    """
+    """The facts to check. ``seconds`` are of virtual time, ``views`` those agreed on, in order."""
 
     training: TrainingPlan
     trainers: Sequence[Trainer]

@@ -44,7 +44,6 @@ class History:
     """The outcome of a history.
 
     Attributes:
-        seed: of the history.
         problems: the violations; empty for a good history.
         faults: the number of faults of each kind.
         views: the number of agreed views.
@@ -128,12 +127,9 @@ class Run:
 
         self.world.after(self._sometime(), happen)
 
-    def _ends(self) -> None:
-        self._do(self._victim(), "a process ends", self._end)
-
-    def _vanishes(self) -> None:
-        end = partial(self._end, silently=True)
-        self._do(self._victim(), "a host vanishes", end)
+    def _ends(self, *, silently: bool = False) -> None:
+        fault = "a host vanishes" if silently else "a process ends"
+        self._do(self._victim(), fault, partial(self._end, silently=silently))
 
     def _stops(self) -> None:
         seconds = self.chance.choice([0.1, 0.4, 0.7, 1.0, 2.0, 5.0])
@@ -177,13 +173,7 @@ class Run:
             self.faults["a rank starts anew"] += 1
             self._comes(0.02 + self.chance.random(), process.host)
 
-    def _splits(self) -> None:
-        self._split(False)
-
-    def _cuts_off(self) -> None:
-        self._split(True)
-
-    def _split(self, with_store: bool) -> None:
+    def _splits(self, *, with_store: bool = False) -> None:
         chance = self.chance
         hosts = list(range(len(self._plans)))
         side = chance.sample(hosts, chance.randint(1, len(hosts) - 1))
@@ -271,11 +261,11 @@ class Run:
 
 _KINDS: dict[str, Callable[[Run], None]] = {
     "ends": Run._ends,
-    "vanishes": Run._vanishes,
+    "vanishes": partial(Run._ends, silently=True),
     "stops": Run._stops,
     "ends at a point": Run._ends_at_a_point,
     "splits": Run._splits,
-    "is cut off": Run._cuts_off,
+    "is cut off": partial(Run._splits, with_store=True),
     "joins": Run._joins,
     "leaves": Run._leaves,
     "raises": Run._raises,

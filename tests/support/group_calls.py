@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from group_doubles import completed
 
 from torch_commhook import _C, ProcessGroup, Work
 
@@ -20,178 +21,104 @@ SECOND = timedelta(seconds=1)
 Call = Callable[[Any], Any]
 base: Any = dist.ProcessGroup
 c10d: Any = torch._C._distributed_c10d
+_HOOKED = ("pre", "post", "abort")
 
 
 def done(*tensors: torch.Tensor) -> Work:
     class Done(Work):
         def get_future(self) -> torch.futures.Future:
-            future: torch.futures.Future = torch.futures.Future()
-            future.set_result(list(tensors))
-            return future
+            return completed(list(tensors))
 
     return Done()
 
 
-def _deprecated(name: str, *arguments: Any) -> Call:
-    return lambda group: getattr(base, name)(group, *arguments)
+def _call(binding: str, arguments: tuple[Any, ...]) -> Call:
+    """Calls a method of PyTorch's class, or reads a property of it."""
+
+    def call(group: Any) -> Any:
+        method = getattr(base, binding)
+        return method.fget(group) if isinstance(method, property) else method(group, *arguments)
+
+    return call
 
 
-#: By a name that a class may give the method: a call that reaches C++, and a possible result.
-CALLS: dict[str, tuple[Call, Any]] = {
-    "rank": (lambda group: base.rank(group), 1),
-    "getRank": (lambda group: base.rank(group), 1),
-    "size": (lambda group: base.size(group), 3),
-    "getSize": (lambda group: base.size(group), 3),
-    "name": (lambda group: base.name(group), "own"),
-    "getBackendName": (lambda group: base.name(group), "own"),
-    "getGroupName": (lambda group: base.group_name.fget(group), "a group"),
-    "getGroupDesc": (lambda group: base.group_desc.fget(group), "of ranks"),
-    "_set_group_name": (lambda group: base._set_group_name(group, "a group"), None),
-    "setGroupName": (lambda group: base._set_group_name(group, "a group"), None),
-    "_set_group_desc": (lambda group: base._set_group_desc(group, "of ranks"), None),
-    "set_timeout": (lambda group: base.set_timeout(group, SECOND), None),
-    "setTimeout": (lambda group: base.set_timeout(group, SECOND), None),
-    "shutdown": (lambda group: base.shutdown(group), None),
-    "abort": (lambda group: base.abort(group), None),
-    "broadcast": (lambda group: base.broadcast(group, [X], dist.BroadcastOptions()), Work),
-    "allreduce": (lambda group: base.allreduce(group, [X], dist.AllreduceOptions()), Work),
-    "allreduce_coalesced": (
-        lambda group: base.allreduce_coalesced(group, [X], dist.AllreduceCoalescedOptions()),
-        Work,
-    ),
-    "reduce": (lambda group: base.reduce(group, [X], dist.ReduceOptions()), Work),
-    "allgather": (lambda group: base.allgather(group, [[X]], [X]), Work),
-    "allgather_coalesced": (lambda group: base.allgather_coalesced(group, [[X]], [X]), Work),
-    "all_gather_single": (_deprecated("_allgather_base", X, X), Work),
-    "_allgather_base": (_deprecated("_allgather_base", X, X), Work),
-    "all_gather_single_coalesced": (
-        _deprecated("allgather_into_tensor_coalesced", [X], [X]),
-        Work,
-    ),
+#: By PyTorch's name of the binding: the names that a class may give the method, arguments with
+#: which the call reaches C++, and a possible result.
+_BINDINGS: dict[str, tuple[str, tuple[Any, ...], Any]] = {
+    "rank": ("rank getRank", (), 1),
+    "size": ("size getSize", (), 3),
+    "name": ("name getBackendName", (), "own"),
+    "group_name": ("getGroupName", (), "a group"),
+    "group_desc": ("getGroupDesc", (), "of ranks"),
+    "_set_group_name": ("_set_group_name setGroupName", ("a group",), None),
+    "_set_group_desc": ("_set_group_desc", ("of ranks",), None),
+    "set_timeout": ("set_timeout setTimeout", (SECOND,), None),
+    "shutdown": ("shutdown", (), None),
+    "abort": ("abort", (), None),
+    "broadcast": ("broadcast", ([X], dist.BroadcastOptions()), Work),
+    "allreduce": ("allreduce", ([X], dist.AllreduceOptions()), Work),
+    "allreduce_coalesced": ("allreduce_coalesced", ([X], dist.AllreduceCoalescedOptions()), Work),
+    "reduce": ("reduce", ([X], dist.ReduceOptions()), Work),
+    "allgather": ("allgather", ([[X]], [X]), Work),
+    "allgather_coalesced": ("allgather_coalesced", ([[X]], [X]), Work),
+    "_allgather_base": ("all_gather_single _allgather_base", (X, X), Work),
     "allgather_into_tensor_coalesced": (
-        _deprecated("allgather_into_tensor_coalesced", [X], [X]),
+        "all_gather_single_coalesced allgather_into_tensor_coalesced",
+        ([X], [X]),
         Work,
     ),
-    "gather": (lambda group: base.gather(group, [[X]], [X], dist.GatherOptions()), Work),
-    "scatter": (lambda group: base.scatter(group, [X], [[X]], dist.ScatterOptions()), Work),
-    "reduce_scatter": (
-        lambda group: base.reduce_scatter(group, [X], [[X]], dist.ReduceScatterOptions()),
-        Work,
-    ),
-    "reduce_scatter_single": (_deprecated("_reduce_scatter_base", X, X), Work),
-    "_reduce_scatter_base": (_deprecated("_reduce_scatter_base", X, X), Work),
-    "reduce_scatter_single_coalesced": (
-        _deprecated("reduce_scatter_tensor_coalesced", [X], [X]),
-        Work,
-    ),
+    "gather": ("gather", ([[X]], [X], dist.GatherOptions()), Work),
+    "scatter": ("scatter", ([X], [[X]], dist.ScatterOptions()), Work),
+    "reduce_scatter": ("reduce_scatter", ([X], [[X]], dist.ReduceScatterOptions()), Work),
+    "_reduce_scatter_base": ("reduce_scatter_single _reduce_scatter_base", (X, X), Work),
     "reduce_scatter_tensor_coalesced": (
-        _deprecated("reduce_scatter_tensor_coalesced", [X], [X]),
+        "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
+        ([X], [X]),
         Work,
     ),
-    "all_to_all_single": (_deprecated("alltoall_base", X, X, [], []), Work),
-    "alltoall_base": (_deprecated("alltoall_base", X, X, [], []), Work),
-    "alltoall": (lambda group: base.alltoall(group, [X], [X], dist.AllToAllOptions()), Work),
-    "send": (lambda group: base.send(group, [X], 1, 2), Work),
-    "recv": (lambda group: base.recv(group, [X], 1, 2), Work),
-    "recv_anysource": (lambda group: base.recv_anysource(group, [X], 2), Work),
-    "recvAnysource": (lambda group: base.recv_anysource(group, [X], 2), Work),
-    "barrier": (lambda group: base.barrier(group, dist.BarrierOptions()), Work),
-    "monitored_barrier": (lambda group: base.monitored_barrier(group, SECOND, True), None),
-    "monitoredBarrier": (lambda group: base.monitored_barrier(group, SECOND, True), None),
+    "alltoall_base": ("all_to_all_single alltoall_base", (X, X, [], []), Work),
+    "alltoall": ("alltoall", ([X], [X], dist.AllToAllOptions()), Work),
+    "send": ("send", ([X], 1, 2), Work),
+    "recv": ("recv", ([X], 1, 2), Work),
+    "recv_anysource": ("recv_anysource recvAnysource", ([X], 2), Work),
+    "barrier": ("barrier", (dist.BarrierOptions(),), Work),
+    "monitored_barrier": ("monitored_barrier monitoredBarrier", (SECOND, True), None),
     "_get_sequence_number_for_group": (
-        lambda group: base._get_sequence_number_for_group(group),
+        "_get_sequence_number_for_group getSequenceNumberForGroup",
+        (),
         7,
     ),
-    "getSequenceNumberForGroup": (lambda group: base._get_sequence_number_for_group(group), 7),
-    "start_coalescing": (lambda group: base._start_coalescing(group, torch.device("cpu")), None),
-    "startCoalescing": (lambda group: base._start_coalescing(group, torch.device("cpu")), None),
-    "end_coalescing": (lambda group: base._end_coalescing(group, torch.device("cpu")), Work),
-    "_end_coalescing": (lambda group: base._end_coalescing(group, torch.device("cpu")), Work),
-    "split_group": (lambda group: base.split_group(group, [0]), ProcessGroup),
-    "merge_remote_group": (
-        lambda group: base.merge_remote_group(group, dist.HashStore(), 2),
-        ProcessGroup,
-    ),
-    "splitGroup": (lambda group: base.split_group(group, [0]), ProcessGroup),
+    "_start_coalescing": ("start_coalescing startCoalescing", (torch.device("cpu"),), None),
+    "_end_coalescing": ("end_coalescing _end_coalescing", (torch.device("cpu"),), Work),
+    "split_group": ("split_group splitGroup", ([0],), ProcessGroup),
+    "merge_remote_group": ("merge_remote_group", (dist.HashStore(), 2), ProcessGroup),
 }
-
-#: The same for methods that only some versions of torch have.
-_NEWER: dict[str, tuple[str, Call, Any]] = {
-    "_set_sequence_number_for_group": (
-        "_set_sequence_number_for_group",
-        lambda group: base._set_sequence_number_for_group(group),
-        None,
-    ),
-    "add_ephemeral_timeout": (
-        "_add_ephemeral_timeout",
-        lambda group: base._add_ephemeral_timeout(group, SECOND),
-        None,
-    ),
-    "gather_single": ("gather_single", lambda group: base.gather_single(group, X, X), Work),
-    "gather_into_tensor": (
-        "gather_into_tensor",
-        lambda group: base.gather_into_tensor(group, X, X),
-        Work,
-    ),
-    "get_reconfigure_handle": (
-        "get_reconfigure_handle",
-        lambda group: base.get_reconfigure_handle(group),
-        "a handle",
-    ),
-    "reconfigure": (
-        "reconfigure",
-        lambda group: base.reconfigure(group, c10d.ReconfigureOptions()),
-        Work,
-    ),
-    "supports_reconfigure": (
-        "supports_reconfigure",
-        lambda group: base.supports_reconfigure.fget(group),
-        True,
-    ),
-    "supports_window": ("supports_window", lambda group: base.supports_window.fget(group), True),
-    "new_window": ("new_window", lambda group: base.new_window(group, X), None),
-    "register_pre_hook": (
-        "register_pre_hook",
-        lambda group: base.register_pre_hook(group, 1, print),
-        None,
-    ),
-    "register_post_hook": (
-        "register_post_hook",
-        lambda group: base.register_post_hook(group, 1, print),
-        None,
-    ),
-    "register_abort_hook": (
-        "register_abort_hook",
-        lambda group: base.register_abort_hook(group, 1, print),
-        None,
-    ),
-    "unregister_pre_hook": (
-        "unregister_pre_hook",
-        lambda group: base.unregister_pre_hook(group, 1),
-        None,
-    ),
-    "unregister_post_hook": (
-        "unregister_post_hook",
-        lambda group: base.unregister_post_hook(group, 1),
-        None,
-    ),
-    "unregister_abort_hook": (
-        "unregister_abort_hook",
-        lambda group: base.unregister_abort_hook(group, 1),
-        None,
-    ),
-    "supports_abort_hooks": (
-        "supports_abort_hooks",
-        lambda group: base.supports_abort_hooks.fget(group),
-        True,
-    ),
-    "supports_completion_hooks": (
-        "supports_completion_hooks",
-        lambda group: base.supports_completion_hooks.fget(group),
-        True,
-    ),
+#: The same for bindings that only some versions of torch have.
+_NEWER: dict[str, tuple[str, tuple[Any, ...], Any]] = {
+    "_set_sequence_number_for_group": ("_set_sequence_number_for_group", (), None),
+    "_add_ephemeral_timeout": ("add_ephemeral_timeout", (SECOND,), None),
+    "gather_single": ("gather_single", (X, X), Work),
+    "gather_into_tensor": ("gather_into_tensor", (X, X), Work),
+    "get_reconfigure_handle": ("get_reconfigure_handle", (), "a handle"),
+    "reconfigure": ("reconfigure", (getattr(c10d, "ReconfigureOptions", object)(),), Work),
+    "supports_reconfigure": ("supports_reconfigure", (), True),
+    "supports_window": ("supports_window", (), True),
+    "new_window": ("new_window", (X,), None),
+    **{f"register_{on}_hook": (f"register_{on}_hook", (1, print), None) for on in _HOOKED},
+    **{f"unregister_{on}_hook": (f"unregister_{on}_hook", (1,), None) for on in _HOOKED},
+    "supports_abort_hooks": ("supports_abort_hooks", (), True),
+    "supports_completion_hooks": ("supports_completion_hooks", (), True),
 }
-CALLS |= {name: tuple(call) for name, (known, *call) in _NEWER.items() if hasattr(base, known)}
+#: By a name that a class may give the method: a call that reaches C++, a possible result, and the
+#: arguments.
+CALLS: dict[str, tuple[Call, Any, tuple[Any, ...]]] = {
+    name: (_call(binding, arguments), result, arguments)
+    for binding, (names, arguments, result) in {
+        **_BINDINGS,
+        **{each: row for each, row in _NEWER.items() if hasattr(base, each)},
+    }.items()
+    for name in names.split()
+}
 
 
 def group_with(name: str, method: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_commhook import ProcessGroup, Work
 from torch_commhook.process_group import WrapperProcessGroup, register
@@ -25,6 +27,13 @@ def completed(value: Any) -> torch.futures.Future:
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(value)
     return future
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class _Counted:
@@ -103,6 +112,33 @@ class DoneWork(Work):
         return True
 
 
+class Alike(ProcessGroup):
+    """Ranks that hold the same, whose works know nothing but to be waited for.
+
+    Attributes:
+        called: the names of the called exchanges and gathers, with their timeouts.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.called: list[tuple[str, Any]] = []
+
+    def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
+        self.called.append(("all_to_all_single", opts.timeout))
+        own = input[: ins[0] if ins else len(input) // self.size()]
+        output.copy_(own.repeat(self.size()))
+        return DoneWork()
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any) -> Any:
+        self.called.append(("all_gather_single", opts.timeout))
+        output.copy_(input.repeat(self.size()))
+        return DoneWork()
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        tensors[0].mul_(self.size())
+        return DoneWork()
+
+
 class MarkingGroup(ProcessGroup):
     """Leaves a different mark on the tensors of each collective, and does not communicate.
 
@@ -136,42 +172,20 @@ class MarkingGroup(ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:
         return self._add("allreduce", tensors, 2)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:
-        return self._add("reduce", tensors, 3)
-
     def send(self, tensors: Any, destination: int, tag: int = 0) -> DoneWork:
         return self._add("send", tensors, 4)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> DoneWork:
         return self._add("recv", tensors, 5)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> DoneWork:
-        return self._add("recv_anysource", tensors, 6)
-
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         return self._copy("allgather", outputs[0], inputs * len(outputs[0]))
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        return self._copy("gather", outputs[0], inputs * len(outputs[0]))
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        return self._copy("scatter", outputs, [inputs[0][self.rank()]])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         return self._copy("reduce_scatter", outputs, [inputs[0][self.rank()]])
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        return self._copy("alltoall", outputs, inputs)
-
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
         return self._copy("all_gather_single", output.chunk(self.size()), [input] * self.size())
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
-        chunk = input.chunk(self.size())[self.rank()]
-        return self._copy("reduce_scatter_single", [output], [chunk])
-
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
-        return self._copy("gather_single", output.chunk(self.size()), [input] * self.size())
 
     def barrier(self, opts: Any = None) -> DoneWork:
         return self._add("barrier", [], 0)
@@ -235,10 +249,27 @@ def registered(make: Any, name: str, **options: Any) -> Iterator[None]:
 
 
 @contextmanager
-def default_group(make: Any, name: str = "own_backend", *, size: int = 2) -> Iterator[Any]:
-    """Makes a default group of a Python class; this process is its first rank."""
+def registered_mesh(group: Any, name: str) -> Iterator[DeviceMesh]:
+    """Registers a group for a ``with`` block, and makes a mesh of it."""
+    register(group, name)
+    try:
+        # By its own name: DTensor takes equal meshes for one, whatever their groups.
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name.replace(" ", "_"),))
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def default_group(
+    make: Any, name: str = "own_backend", *, size: int = 2, asked: str | None = None
+) -> Iterator[Any]:
+    """Makes a default group of a Python class; this process is its first rank.
+
+    Args:
+        asked: the backends of devices; None for the class alone.
+    """
     with registered(make, name):
-        dist.init_process_group(name, rank=0, world_size=size, store=dist.HashStore())
+        dist.init_process_group(asked or name, rank=0, world_size=size, store=dist.HashStore())
         try:
             yield dist.group.WORLD
         finally:
@@ -261,8 +292,4 @@ class Later(ProcessGroup):
         raise OSError("cable")
 
     def barrier(self, opts: Any = None) -> Any:
-        class Finished(Work):
-            def wait(self, timeout: Any = None) -> bool:
-                return True
-
-        return Finished()
+        return DoneWork()

@@ -33,41 +33,25 @@ def without_memory(*shape: int) -> Tensor:
     return tensor
 
 
-def as_dtype(name: str) -> Callable[[Any], Any]:
-    """A function that converts tensors to another dtype, and returns other values unchanged."""
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return torch.ones(2).to(getattr(torch, name))
-        return value.detach().to(getattr(torch, name))
-
-    return change
-
-
 def of_tensor(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
     """A change for tensors; other values become a changed tensor of two numbers."""
     return lambda value: change(value if isinstance(value, Tensor) else torch.ones(2))
 
 
+def as_dtype(name: str) -> Callable[[Any], Any]:
+    """A change of the dtype."""
+    return of_tensor(lambda tensor: tensor.detach().to(getattr(torch, name)))
+
+
+#: Dtypes that a state's tensors may be changed to.
+DTYPES = (
+    *("float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float8_e8m0fnu", "int64", "uint8", "bool", "complex64", "complex128"),
+)
+
 #: Changes of a value, by name.
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    **{
-        name: as_dtype(name)
-        for name in (
-            "float64",
-            "float16",
-            "bfloat16",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "float8_e4m3fnuz",
-            "float8_e8m0fnu",
-            "int64",
-            "uint8",
-            "bool",
-            "complex64",
-            "complex128",
-        )
-    },
+    **{name: as_dtype(name) for name in DTYPES},
     "quantized": of_tensor(
         lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)
     ),

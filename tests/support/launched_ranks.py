@@ -11,11 +11,23 @@ from unittest import mock
 
 from rank_pool import RankPool, serve
 
+_RESERVED: list[socket.socket] = []
 
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
+
+def free_port(wanted: int = 0) -> int:
+    """A port that the system gives to no other process while this one runs.
+
+    A socket that never listens stays bound to it. A server can still listen there, since both set
+    ``SO_REUSEADDR``; until then connections are refused.
+
+    Raises:
+        OSError: the ``wanted`` port is in use.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", wanted))
+    _RESERVED.append(reserved)
+    return int(reserved.getsockname()[1])
 
 
 def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:

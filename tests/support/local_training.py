@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,42 +31,6 @@ def attached(hook: Any, road: str = "module", model: nn.Module | None = None) ->
     with torch._dynamo.config.patch(optimize_ddp=reducer):
         model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
     return model, attach(model, hook)
-
-
-def resumable(hook: Any, road: str, dtype: torch.dtype) -> Any:
-    """A model on an execution path, its hook's handle, and an optimizer with a state.
-
-    All such models have the same buckets, so that training can continue from another's state.
-    """
-    model: nn.Module = net(dtype)
-    if road == "ddp":
-        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
-        for _ in range(2):  # so that DDP orders its buckets
-            backward(model, 0, 0)
-        handle = attach(model, hook)
-    else:
-        handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def saved(model: nn.Module, optimizer: torch.optim.Optimizer, hook_state: Any) -> io.BytesIO:
-    """A checkpoint for this rank, with rank 0's model. All ranks must save."""
-    whole = [model.state_dict()]
-    dist.broadcast_object_list(whole, src=0)
-    stream = io.BytesIO()
-    torch.save((whole[0], optimizer.state_dict(), hook_state), stream)
-    return stream
-
-
-def load(
-    stream: io.BytesIO, model: nn.Module, handle: HookHandle, optimizer: torch.optim.Optimizer
-) -> None:
-    """Load a checkpoint of :func:`saved`."""
-    stream.seek(0)
-    whole_model, own_optimizer, own_hook = torch.load(stream, weights_only=True)
-    model.load_state_dict(whole_model)
-    optimizer.load_state_dict(own_optimizer)
-    handle.load_state_dict(own_hook)
 
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
@@ -99,6 +61,49 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def all_same(results: list[list[Tensor]]) -> bool:
     return all(same(results[0], other) for other in results[1:])
+
+
+class Training:
+    """A rank's training in plain SGD, with a hook on an execution path.
+
+    Attributes:
+        done: the steps so far, which select the batches.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hook: Any,
+        road: str = "module",
+        model: nn.Module | None = None,
+        *,
+        lr: float = 0.01,
+        momentum: float = 0.0,
+    ) -> None:
+        self.rank, self.done = rank, 0
+        self.model, self.handle = attached(hook, road, model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum)
+
+    def train(self, steps: int = 1) -> None:
+        train(self.model, self.optimizer, self.rank, range(self.done, self.done + steps))
+        self.done += steps
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return parameters_of(self.model)
+
+    @property
+    def exchanges(self) -> int:
+        return self.handle.stats().steps
+
+    @property
+    def anchors(self) -> dict[str, Tensor]:
+        return self.handle.state_dict()["shared"]["local_sgd_anchor"]
+
+    def end(self) -> None:
+        """Brings the ranks together, and removes the hook."""
+        self.handle.synchronize()
+        self.handle.remove()
 
 
 def steps_done(handle: HookHandle) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,3 +45,12 @@ class OwnError(Exception):
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def outcome(step: Callable[[], object]) -> str:
+    """``done``, or the type and the message of what a step raises."""
+    try:
+        step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"

@@ -88,12 +88,19 @@ class Mode:
                 yield step
 
     def _backward(self) -> contextlib.AbstractContextManager[object]:
-        if self.runner != "context":
-            return contextlib.nullcontext()
-        compiler = torch.compile(
-            fullgraph=self.fullgraph, backend=self.backend, dynamic=self.dynamic
+        return compiled_backward(
+            self.runner == "context", self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic
         )
-        return torch._dynamo.compiled_autograd._enable(compiler)
+
+
+def compiled_backward(
+    is_compiled: bool = True, backend: Any = "aot_eager", **options: Any
+) -> contextlib.AbstractContextManager[object]:
+    """Compiles backward passes inside, or leaves them as they are."""
+    if not is_compiled:
+        return contextlib.nullcontext()
+    compiler = torch.compile(backend=backend, **options)
+    return torch._dynamo.compiled_autograd._enable(compiler)
 
 
 MODES = [

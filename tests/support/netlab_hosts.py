@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -76,11 +74,3 @@ def left(pid: int | None = None) -> set[str]:
     """The names of a process's hosts, by default this process's."""
     space = os.stat("/proc/self/ns/pid").st_ino
     return set(lab._namespaces(f"netlab-{space}-{pid or os.getpid()}-"))
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Waits until a condition holds; fails with ``what`` after ``LIMIT_SECONDS``."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)

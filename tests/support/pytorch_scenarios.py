@@ -10,24 +10,19 @@ from typing import Any
 
 import torch
 from pytorch_training import (
-    BF16,
-    F16,
-    F32,
-    SHARDED,
     TRAINING,
     PytorchScenario,
-    Step,
-    Training,
-    local_part,
+    Repeated,
+    by_block,
     mlps,
-    repeated,
+    recomputed,
     sum_of_inputs,
     transformer,
 )
-from sharded_models import Mesh
+from sharded_models import Mesh, Scenario, Step, Training, by_layer, local_part
+from sharded_scenarios import BF16, F16, F32, places_of, policy
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
@@ -48,18 +43,16 @@ class _Pairs(nn.Module):
         return self.second(hidden[0] if isinstance(hidden, tuple) else hidden)
 
 
-def _pairs(use_second: bool, by_layer: bool, mesh: Mesh) -> nn.Module:
-    model = _Pairs(use_second)
+def _pairs_by_layer(model: Any, mesh: Mesh) -> None:
     for pair in (model.first, model.second):
-        for part in (pair.lin1, pair.lin2) if by_layer else (pair,):
-            mesh.apply(part)
+        mesh.apply(pair.lin1)
+        mesh.apply(pair.lin2)
     mesh.apply(model)
-    return model
 
 
 def _one_output_by_turns(at: Training) -> Tensor:
     """The loss depends on one or both of two outputs."""
-    outputs = at.model(at.inputs(5))
+    outputs = at.model(at.batch(0, 4))
     if at.number % 2:
         loss = outputs[0].sum() * outputs[1].sum()
     else:
@@ -104,16 +97,12 @@ def _tensor_in(value: Any) -> Tensor:
     return value.tensor if isinstance(value, (_Named, _Record)) else value[0]
 
 
-def _nested(kind: str, mesh: Mesh) -> nn.Module:
-    model = nn.Sequential(*(_Nested(kind) for _ in range(3)))
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
-    return model
+def _three_nested(kind: str) -> nn.Module:
+    return nn.Sequential(*(_Nested(kind) for _ in range(3)))
 
 
 def _nested_step(at: Training) -> Tensor:
-    loss = _tensor_in(at.model(at.inputs(5))).sum()
+    loss = _tensor_in(at.model(at.batch(0, 4))).sum()
     loss.backward()
     return loss
 
@@ -131,17 +120,12 @@ def _steps_in_hooks(at: Training) -> tuple[Tensor, list[int]]:
                 own.zero_grad()
 
             parameter.register_post_accumulate_grad_hook(hook)
-    loss = at.model(at.inputs(5)).sum()
+    loss = at.model(at.batch(0, 4)).sum()
     loss.backward()
     return loss, list(calls)
 
 
 # ---- mixed precision -----------------------------------------------------------------------------
-
-
-def _policies(mesh: Mesh, **settings: Any) -> nn.Module:
-    policy = MixedPrecisionPolicy(**settings)
-    return mlps(mesh, mp_policy=policy)
 
 
 class _Casts(nn.Module):
@@ -156,11 +140,10 @@ class _Casts(nn.Module):
         return self.second(self.first(inputs).float())
 
 
-def _grouped_casts(mesh: Mesh) -> nn.Module:
-    model, policy = _Casts(), MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
+def _grouped_casts(model: Any, mesh: Mesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
     mesh.apply([model.first, model.second], mp_policy=policy)
     mesh.apply(model, mp_policy=policy)
-    return model
 
 
 class _TwoPrecisions(nn.Module):
@@ -175,12 +158,10 @@ class _TwoPrecisions(nn.Module):
         return self.second(self.first(inputs).to(F16)).float()
 
 
-def _one_in_half(mesh: Mesh) -> nn.Module:
-    model = _TwoPrecisions()
+def _one_in_half(model: Any, mesh: Mesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=F16, cast_forward_inputs=False)
     mesh.apply(model.second, mp_policy=policy)
     mesh.apply(model)
-    return model
 
 
 class _Norms(nn.Module):
@@ -197,21 +178,19 @@ class _Norms(nn.Module):
         return inputs
 
 
-def _norms(mesh: Mesh) -> nn.Module:
-    model = _Norms()
+def _norms(model: Any, mesh: Mesh) -> None:
     for norm in model.norms:
         mesh.apply(norm, mp_policy=MixedPrecisionPolicy(output_dtype=BF16))
     for layer in model.layers:
         mesh.apply(layer, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
     mesh.apply(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
-    return model
 
 
 def _micro_batches(at: Training) -> list[Tensor]:
     losses = []
     for number in range(3):
         at.model.set_requires_gradient_sync(number == 2)
-        losses.append(at.model(at.inputs(5, number)).sum())
+        losses.append(at.model(at.batch(number, 4)).sum())
         losses[-1].backward()
     return losses
 
@@ -224,7 +203,7 @@ def _scaled(at: Training) -> list[Any]:
     scaler = at.memory.setdefault(
         "scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
     )
-    loss = at.model(at.inputs(5)).sum()
+    loss = at.model(at.batch(0, 4)).sum()
     if at.number == 2 and at.rank == 1:
         loss = loss * float("inf")
     scaler.scale(loss).backward()
@@ -275,55 +254,45 @@ def _after_gather(
     return None
 
 
-def _gathered_in_half(mesh: Mesh) -> nn.Module:
+def _gather_in_half(model: nn.Module) -> None:
     """The shards themselves control their all-gather, before the first forward."""
-    model = MLPStack(12)
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
     for parameter in model.parameters():
         with torch.no_grad():
             shard: Any = parameter.to_local()
         shard.fsdp_pre_all_gather = partial(_before_gather, shard)
         shard.fsdp_post_all_gather = partial(_after_gather, shard)
-    return model
 
 
 # ---- frozen and ignored parameters ---------------------------------------------------------------
 
 
-def _biases_alone(recompute: bool, after: bool, mesh: Mesh, **settings: Any) -> nn.Module:
+def _only_biases(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name)
+
+
+def _three_mlps(freeze: bool) -> nn.Module:
     model = nn.Sequential(*(MLP(6) for _ in range(3)))
-
-    def freeze() -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("bias" in name)
-
-    if not after:
-        freeze()
-    for part in model:
-        if recompute:
-            checkpoint(part)
-        mesh.apply(part, **settings)
-    mesh.apply(model, **settings)
-    if after:
-        freeze()
+    if freeze:
+        _only_biases(model)
     return model
 
 
-def _every_other(mesh: Mesh) -> nn.Module:
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU())))
+def _six_layers() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU())))
+
+
+def _every_other(model: Any, mesh: Mesh) -> None:
     for layer in model[::2]:
         mesh.apply(layer)
     for layer in model[::4]:
         layer.requires_grad_(False)
-    return model
 
 
 def _evaluated_between(at: Training) -> Tensor:
     if at.number == 1:
         with torch.no_grad():
-            return at.model(at.inputs(6)).sum()
+            return at.model(at.batch(0, 4, 6)).sum()
     return sum_of_inputs(6)(at)
 
 
@@ -339,46 +308,34 @@ class _Between(nn.Module):
         return self.inner(functional.relu(self.outer(inputs)))
 
 
-def _ignoring_ddp(mesh: Mesh) -> nn.Module:
-    model = _Between()
+def _ignoring_ddp(model: Any, mesh: Mesh) -> None:
     model.inner = nn.parallel.DistributedDataParallel(model.inner)
     mesh.apply(model, ignored_params=set(model.inner.parameters()))
-    return model
 
 
 # ---- initialisation ------------------------------------------------------------------------------
 
 
-def _reset_from_meta(mesh: Mesh) -> nn.Module:
-    """Made on the meta device, with a buffer; its modules' own methods set the values."""
+def _on_meta() -> nn.Module:
+    """With a buffer; the modules' own methods set the values."""
     with torch.device("meta"):
-        model = nn.Sequential(MLP(6, with_buffer=True), MLP(6, bias=False), nn.Linear(6, 3))
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
+        return nn.Sequential(MLP(6, with_buffer=True), MLP(6, bias=False), nn.Linear(6, 3))
+
+
+def _reset(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     torch.manual_seed(1)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    return model
 
 
-def _in_float64(mesh: Mesh) -> nn.Module:
-    return mlps(mesh).double()
-
-
-def _step_in_float64(at: Training) -> Tensor:
-    loss = at.model(at.inputs(5).double()).sum()
-    loss.backward()
-    return loss
-
-
-def _loaded(mesh: Mesh) -> nn.Module:
-    """A model with another one's state."""
-    model, other = mlps(mesh), mlps(mesh)
+def _load_another(model: nn.Module, mesh: Mesh) -> None:
+    """A sharded model gets another one's state."""
+    by_layer(model, mesh)
+    other = mlps()
+    by_layer(other, mesh)
     model.load_state_dict(other.state_dict(), assign=False)
-    return model
 
 
 def _saved_between(at: Training) -> Any:
@@ -393,73 +350,80 @@ def _saved_between(at: Training) -> Any:
     return loss, names
 
 
-SCENARIOS: dict[str, PytorchScenario] = {
+SCENARIOS: dict[str, Scenario] = {
     **TRAINING,
     # test_fully_shard_autograd.py
     "autograd: one output of two": PytorchScenario(
-        partial(_pairs, True, False), _one_output_by_turns, steps=6
+        partial(_Pairs, True), step=_one_output_by_turns, count=6
     ),
     "autograd: one output of two, by layers": PytorchScenario(
-        partial(_pairs, True, True), _one_output_by_turns, steps=6
+        partial(_Pairs, True), _pairs_by_layer, step=_one_output_by_turns, count=6
     ),
-    "autograd: an unused layer": PytorchScenario(partial(_pairs, False, False), sum_of_inputs(5)),
-    "autograd: an unused module": PytorchScenario(partial(_pairs, False, True), sum_of_inputs(5)),
+    "autograd: an unused layer": PytorchScenario(partial(_Pairs, False), step=sum_of_inputs(5)),
+    "autograd: an unused module": PytorchScenario(
+        partial(_Pairs, False), _pairs_by_layer, step=sum_of_inputs(5)
+    ),
     **{
         f"autograd: a {kind}": PytorchScenario(
-            partial(_nested, kind), _nested_step, places=("fsdp-3",), in_all=kind != "record"
+            partial(_three_nested, kind),
+            step=_nested_step,
+            meshes=("fsdp-3",),
+            needs="reset_iter_state" if kind == "record" else "reshard",
         )
         for kind in ("list", "dict", "named tuple", "record")
     },
-    "autograd: optimizers in hooks": PytorchScenario(mlps, _steps_in_hooks, steps_itself=True),
+    "autograd: optimizers in hooks": PytorchScenario(mlps, step=_steps_in_hooks, steps_itself=True),
     # test_fully_shard_mixed_precision.py
     "mixed precision: inputs of a group": PytorchScenario(
-        _grouped_casts, sum_of_inputs(5), in_all=False
+        _Casts, _grouped_casts, step=sum_of_inputs(5), needs="reset_iter_state"
     ),
-    "mixed precision: one module in float16": PytorchScenario(_one_in_half, sum_of_inputs(5)),
-    "mixed precision: norms in float32": PytorchScenario(_norms, sum_of_inputs(6)),
+    "mixed precision: one module in float16": PytorchScenario(
+        _TwoPrecisions, _one_in_half, step=sum_of_inputs(5)
+    ),
+    "mixed precision: norms in float32": PytorchScenario(_Norms, _norms, step=sum_of_inputs(6)),
     "mixed precision: reduced in the parameters' dtype": PytorchScenario(
-        partial(_policies, param_dtype=F32, reduce_dtype=F32), sum_of_inputs(5)
+        mlps, policy(F32, F32), step=sum_of_inputs(5)
     ),
     **{
         f"mixed precision: {name} adds up": PytorchScenario(
-            partial(_policies, param_dtype=BF16, reduce_dtype=reduce), _micro_batches
+            mlps, policy(BF16, reduce), step=_micro_batches
         )
         for name, reduce in (("bfloat16", None), ("float32", F32))
     },
     # test_fully_shard_grad_scaler.py, test_fully_shard_clip_grad_norm_.py
-    "scaler": PytorchScenario(mlps, _scaled, steps=5, steps_itself=True),
+    "scaler": PytorchScenario(mlps, step=_scaled, count=5, steps_itself=True),
     **{
-        f"clip: {norm}": PytorchScenario(transformer, _clipped(norm))
+        f"clip: {norm}": PytorchScenario(transformer, by_block, step=_clipped(norm))
         for norm in (1.0, 2.0, float("inf"))
     },
     # test_fully_shard_extensions.py
     "extensions": PytorchScenario(
-        _gathered_in_half, sum_of_inputs(12), places=("fsdp-3", "hsdp-4")
+        partial(MLPStack, 12), prepare=_gather_in_half, step=sum_of_inputs(12)
     ),
     # test_fully_shard_frozen.py, test_fully_shard_ignore_params.py
-    "frozen: biases alone": PytorchScenario(partial(_biases_alone, False, False), sum_of_inputs(6)),
+    "frozen: biases alone": PytorchScenario(partial(_three_mlps, True), step=sum_of_inputs(6)),
     "frozen: biases alone, since sharding": PytorchScenario(
-        partial(_biases_alone, False, True), sum_of_inputs(6)
+        partial(_three_mlps, False), prepare=_only_biases, step=sum_of_inputs(6)
     ),
     "frozen: biases alone, recomputed": PytorchScenario(
-        partial(_biases_alone, True, False), sum_of_inputs(6)
+        partial(_three_mlps, True), recomputed, step=sum_of_inputs(6)
     ),
-    "frozen: every other layer": PytorchScenario(_every_other, _evaluated_between),
-    "frozen: layers that run again": PytorchScenario(partial(repeated, True), sum_of_inputs(5)),
-    "ignored: DDP inside": PytorchScenario(_ignoring_ddp, sum_of_inputs(5), places=("fsdp-2",)),
+    "frozen: every other layer": PytorchScenario(
+        _six_layers, _every_other, step=_evaluated_between
+    ),
+    "frozen: layers that run again": PytorchScenario(
+        partial(Repeated, True), step=sum_of_inputs(5)
+    ),
+    "ignored: DDP inside": PytorchScenario(
+        _Between, _ignoring_ddp, step=sum_of_inputs(5), meshes=("fsdp-2",)
+    ),
     # test_fully_shard_init.py, test_fully_shard_state_dict.py
-    "init: from the meta device": PytorchScenario(
-        _reset_from_meta, sum_of_inputs(6), places=SHARDED
+    "init: from the meta device": PytorchScenario(_on_meta, prepare=_reset, step=sum_of_inputs(6)),
+    "init: in float64": PytorchScenario(mlps, prepare=nn.Module.double, step=sum_of_inputs(5)),
+    "state dict: loaded": PytorchScenario(mlps, _load_another, step=sum_of_inputs(5)),
+    "state dict: back to before a step": PytorchScenario(
+        mlps, step=_saved_between, steps_itself=True
     ),
-    "init: in float64": PytorchScenario(_in_float64, _step_in_float64),
-    "state dict: loaded": PytorchScenario(_loaded, sum_of_inputs(5)),
-    "state dict: back to before a step": PytorchScenario(mlps, _saved_between, steps_itself=True),
 }
 
-#: Each scenario that this version of PyTorch supports, on each of its meshes.
-PLACES = [
-    (name, place)
-    for name, each in SCENARIOS.items()
-    if each.in_all or hasattr(FSDPModule, "reset_iter_state")
-    for place in each.places
-]
+PLACES = places_of(SCENARIOS)

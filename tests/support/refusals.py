@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import expecttest
+
 
 def refusals(calls: str, names: dict[str, Any]) -> str:
     """The error of each call.
@@ -27,3 +29,13 @@ def refusals(calls: str, names: dict[str, Any]) -> str:
             said = "is accepted"
         lines += [call, f"    {said}"]
     return "\n".join(lines) + "\n"
+
+
+class RefusalCase(expecttest.TestCase):
+    """Tests of calls whose errors are texts in the test."""
+
+    def assert_refused(self, names: dict[str, Any], expected: str) -> None:
+        """Makes the calls of an expected text: the lines that are not indented."""
+        calls = [line for line in expected.splitlines() if line and not line.startswith(" ")]
+        assert calls
+        self.assertExpectedInline(refusals("\n".join(calls), names), expected, skip=1)

@@ -5,7 +5,8 @@ Nothing here asks a codec or a hook for its number of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -23,7 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_commhook import attach, hooks
 from torch_commhook.collectives import all_reduce
 from torch_commhook.metrics import HookStats
+from torch_commhook.process_group.recording import RecordingProcessGroup
 from torch_commhook.process_group.simulated.link import Links
+from torch_commhook.step.step_group import StepGroup
 from torch_commhook.testing.ranks import run_with_links
 
 INPUTS = 1024  # a multiple of every codec's block
@@ -143,6 +146,31 @@ def second_step(place: Place, is_even: bool, hook: Callable[[], Any], **options:
     """The bytes that each rank sends in the second step with a hook."""
     reshard = options.pop("reshard_after_forward", True)
     return second_steps(place, is_even, {"": (hook, None, options)}, reshard)[""]
+
+
+@contextmanager
+def recorded_groups(
+    belongs: Callable[[dist.ProcessGroup], bool] = lambda parent: True,
+) -> Iterator[dict[dist.ProcessGroup, RecordingProcessGroup]]:
+    """Hooks communicate through groups that count, made from those that belong to the count.
+
+    In processes only, because ranks that are threads share the patch. Yields the groups that count
+    by the groups inside them.
+    """
+    recorded: dict[dist.ProcessGroup, RecordingProcessGroup] = {}
+    inner = StepGroup.group_for
+
+    def group_for(step_group: StepGroup, device: torch.device) -> dist.ProcessGroup:
+        group = inner(step_group, device)
+        if not belongs(step_group.parent):
+            return group
+        if group not in recorded:
+            recorded[group] = RecordingProcessGroup(group)
+        return recorded[group]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(StepGroup, "group_for", group_for)
+        yield recorded
 
 
 # ---- formulas ------------------------------------------------------------------------------------

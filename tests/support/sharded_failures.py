@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from mode_cases import OwnError
-from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard
+from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard, unlike
 from torch import Tensor, nn
 
 from torch_commhook import PeerError, hooks
@@ -95,22 +96,15 @@ def one_step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
-    """The problems after this rank has left a step that fails on another rank, or on this one."""
-    try:
+def check_outcome(model: nn.Module, rank: int, number: int, fails: int) -> None:
+    """This rank leaves a step with the right error, which another rank or this one raises."""
+    with pytest.raises(OwnError if rank == fails else PeerError) as caught:
         one_step(model, rank, number)
-    except OwnError:
-        return [] if rank == fails else ["an error of its own"]
-    except PeerError as error:
-        wrong = [] if rank != fails else ["another rank's error"]
-        says = str(error)
+    if rank != fails:
+        says = str(caught.value)
         # The whole reason of the failed rank, not inside another rank's error.
-        is_right = says.startswith(f"torch_commhook: this step failed on rank {fails}: ")
-        is_right = is_right and says.count("failed on") == 1
-        return wrong if is_right else [*wrong, f"says {says}"]
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    return ["no error"]
+        assert says.startswith(f"torch_commhook: this step failed on rank {fails}: "), says
+        assert says.count("failed on") == 1, says
 
 
 def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
@@ -118,10 +112,6 @@ def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
     return one_step(new_model(place), rank, number)
 
 
-def unequal(got: list[Tensor], expected: list[Tensor], what: str) -> list[str]:
-    """The places at which gradients have other bits."""
-    return [
-        f"{what}: gradient {number} differs"
-        for number, (one, other) in enumerate(zip(got, expected, strict=True))
-        if not torch.equal(one, other)
-    ]
+def check_equal(got: list[Tensor], expected: list[Tensor], when: str) -> None:
+    """Gradients have the same bits."""
+    assert unlike(got, expected) == [], when

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, whole
+from sharded_models import batch, layers, local, loss_of, reshard, same_bits, sharded, whole
 from torch import Tensor, nn
 
 from torch_commhook import attach, codecs, hooks
@@ -29,13 +30,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def sharded(place: str, **settings: Any) -> nn.Module:
-    """The usual model, sharded."""
-    model = layers()
-    by_layer(model, Mesh.of(place), **settings)
-    return model
 
 
 def shards_of(place: str) -> int:
@@ -135,18 +129,11 @@ def farthest(got: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
 
 
-def same(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all bits are equal."""
-    return len(got) == len(expected) > 0 and all(
-        torch.equal(a, b) for a, b in zip(got, expected, strict=True)
-    )
-
-
 def between_replicas(mine: list[Tensor], rank: int, place: str) -> bool:
     """Whether the other replica has the same bits as this rank. All ranks must call it."""
     every: list[Any] = [None] * int(place[-1])
     dist.all_gather_object(every, mine)
-    return same(mine, every[(rank + shards_of(place)) % len(every)])
+    return same_bits(mine, every[(rank + shards_of(place)) % len(every)])
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, Tensor]:
@@ -170,8 +157,8 @@ def goes_on(
     make_hook: Callable[[], Any],
     steps: int,
     more: int,
-    folder: str | None,
-) -> list[str]:
+    folder: Path | None = None,
+) -> None:
     """Checks that training continues from a hook's state with the same bits.
 
     Args:
@@ -180,9 +167,6 @@ def goes_on(
         steps: taken before the state is saved.
         more: steps taken after it.
         folder: of a distributed checkpoint of the state; None to load the state as it is.
-
-    Returns:
-        Each difference found, in words.
     """
     model = sharded(place)
     handle = attach(model, make_hook(), **_hooks_within(place))
@@ -202,13 +186,19 @@ def goes_on(
         state = into["hook"]
     again.load_state_dict(state)
     other_optimizer = sgd(other.parameters())
-    found = [] if same(values(model), values(other)) else ["other parameters at once"]
+    assert same_bits(values(model), values(other))
     for number in range(steps, steps + more):
         one_step(model, optimizer, rank, number)
         one_step(other, other_optimizer, rank, number)
-        if not same(values(model), values(other)):
-            found.append(f"step {number}: other bits")
+        assert same_bits(values(model), values(other)), number
     for each in (handle, again):
         each.synchronize()
         each.remove()
-    return found if same(values(model), values(other)) else [*found, "other bits in the end"]
+    assert same_bits(values(model), values(other))
+
+
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Gives a model another one's parameters."""
+    with torch.no_grad():
+        for parameter, other in zip(target.parameters(), source.parameters(), strict=True):
+            parameter.copy_(other)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_pool import KEPT_GROUPS
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_commhook import HookHandle, attach
+from torch_commhook.process_group import SimulatedProcessGroup
 
 
 @dataclass
@@ -50,8 +50,20 @@ class Mesh:
         replicate(module, mesh=self.mesh, **settings)
 
 
-@cache
+def are_threads() -> bool:
+    """Whether the ranks are threads, whose groups end with a test."""
+    return isinstance(dist.group.WORLD, SimulatedProcessGroup)
+
+
 def device_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks; a process keeps the mesh for further tests."""
+    if are_threads():
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return _kept_mesh(sizes, names)
+
+
+@cache
+def _kept_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     KEPT_GROUPS.update(group.group_name for group in mesh.get_all_groups())
     return mesh
@@ -102,6 +114,13 @@ def by_layer(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
     mesh.apply(model, **settings)
 
 
+def sharded(place: str, **settings: Any) -> nn.Module:
+    """The usual model, sharded by layers."""
+    model = layers()
+    by_layer(model, Mesh.of(place), **settings)
+    return model
+
+
 def at_once(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
     """Shards the model alone, as one group of parameters."""
     mesh.apply(model, **settings)
@@ -116,12 +135,46 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().sum()
 
 
-Batches = Callable[[int], Tensor]
+@dataclass
+class Training:
+    """A model in training, as a step gets it.
+
+    Attributes:
+        model: it may be unsharded.
+        rank: selects the data.
+        number: the step's, from 0.
+        optimizer: for the parameters.
+        handle: of the hook; None without one.
+        memory: values that a scenario keeps from one step to the next.
+    """
+
+    model: Any
+    rank: int
+    number: int = 0
+    optimizer: Any = None
+    handle: HookHandle | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def batch(self, number: int = 0, rows: int = 6, columns: int = 5) -> Tensor:
+        """One of the step's inputs, in the dtype of the first parameter."""
+        inputs = torch.randn(rows, columns, generator=self._generator(number))
+        return inputs.to(next(self.model.parameters()).dtype)
+
+    def tokens(self, number: int = 0) -> Tensor:
+        """Indices into a vocabulary of 8: two sequences of 16."""
+        return torch.randint(0, 8, (2, 16), generator=self._generator(number))
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * self.number + 100 * number + self.rank)
+
+    def backward(self, number: int = 0) -> Tensor:
+        """Forward and backward on one of the step's inputs; returns the loss."""
+        loss = loss_of(self.model(self.batch(number)))
+        loss.backward()
+        return loss
 
 
-def plain_step(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    """One backward on one batch."""
-    loss_of(model(batches(0))).backward()
+Step = Callable[[Training], Any]
 
 
 def nothing(model: Any) -> None:
@@ -133,34 +186,38 @@ class Scenario:
     """A model, its sharding, and its step.
 
     Attributes:
-        net: makes the model.
+        net: makes the model, after a seed has been set.
         shard: shards it.
         prepare: called with the sharded model, before a hook is attached.
-        step: a step of the sharded model.
-        whole_step: the same step of an unsharded model, in float64 on one rank's batches.
+        step: a step of a sharded or an unsharded model; its result is compared, too.
         meshes: its kinds of mesh, each with a number of ranks.
         rounding: the greatest distance of gradients from the reference without a codec, relative to
             the largest gradient.
         encodings: the number of encodings of a gradient in a step.
-        backwards: the number of backwards in a step with the hook; on each kind of mesh that
-            differs.
+        backwards: the number of backwards in a step with the hook, on each kind of mesh; one where
+            it is not given. None for any number.
         factor: the divisor of the sum over ranks; None for the number of ranks.
         plain_works: whether ``fully_shard`` supports it over Gloo without a hook.
         averages: whether gradients are the mean of the ranks' own gradients.
+        count: the number of steps that are compared.
+        steps_itself: whether ``step`` calls the optimizer.
+        needs: a method of ``FSDPModule`` that came with the torch that supports it.
     """
 
     net: Callable[[], nn.Module] = layers
-    shard: Callable[[nn.Module, Mesh], None] = by_layer
+    shard: Callable[[Any, Mesh], None] = by_layer
     prepare: Callable[[Any], None] = nothing
-    step: Callable[[Any, Batches, HookHandle | None], None] = plain_step
-    whole_step: Callable[[Any, Batches, HookHandle | None], None] = plain_step
+    step: Step = Training.backward
     meshes: tuple[str, ...] = ("fsdp-3", "hsdp-4", "replicate-2")
     rounding: float = 1e-5
     encodings: int = 1
-    backwards: dict[str, int] = field(default_factory=dict)
+    backwards: dict[str, int] | None = field(default_factory=dict)
     factor: float | None = None
     plain_works: bool = True
     averages: bool = True
+    count: int = 3
+    steps_itself: bool = False
+    needs: str = "reshard"
 
 
 @dataclass
@@ -168,12 +225,15 @@ class Steps:
     """The results of steps.
 
     Attributes:
+        results: of each step.
         gradients: after each step, this rank's shard of each parameter's gradient.
         whole: the same for whole parameters; empty unless requested.
         parameters: this rank's shards at the end.
         stats: the hook's.
+        state: the hook's.
     """
 
+    results: list[Any] = field(default_factory=list)
     gradients: list[list[Tensor | None]] = field(default_factory=list)
     whole: list[list[Tensor | None]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
@@ -202,17 +262,29 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a tensor, if there is one."""
+    return None if tensor is None else local(tensor)
+
+
+def sgd_at(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Makes an optimizer for parameters."""
+    return partial(torch.optim.SGD, lr=rate)
+
+
+_SGD = sgd_at(0.05)
+
+
 def take_steps(
     scenario: Scenario,
     mesh: Mesh,
     data_rank: int,
     hook: Any,
     *,
-    rate: float = 0.05,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _SGD,
     count: int = 3,
     gather: bool = False,
     same_batches: bool = False,
-    **settings: Any,
 ) -> Steps:
     """Trains a new model.
 
@@ -221,28 +293,31 @@ def take_steps(
         mesh: the ranks.
         data_rank: selects this rank's batches.
         hook: attached to the model; None for plain ``fully_shard``.
-        rate: the optimizer's learning rate.
+        optimizer: makes the optimizer.
         count: the number of steps.
         gather: whether to keep whole gradients.
         same_batches: whether each step uses the first step's batches.
-        settings: for :func:`attach`.
     """
+    torch.manual_seed(0)
     model = scenario.net()
     scenario.shard(model, mesh)
     scenario.prepare(model)
-    handle = None if hook is None else attach(model, hook, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    handle = None if hook is None else attach(model, hook)
+    training = Training(model, data_rank, 0, optimizer(model.parameters()), handle)
     done = Steps()
     for number in range(count):
-        optimizer.zero_grad()
-        first = 0 if same_batches else 10 * number
-        scenario.step(model, lambda i, first=first: batch(data_rank, first + i), handle)
+        training.number = 0 if same_batches else number
+        torch.manual_seed(100 * number + data_rank)  # for dropout
+        done.results.append(scenario.step(training))
         reshard(model)
         gradients = [parameter.grad for parameter in model.parameters()]
-        done.gradients.append([None if each is None else local(each) for each in gradients])
+        done.gradients.append([local_part(each) for each in gradients])
         if gather:
             done.whole.append([None if each is None else whole(each) for each in gradients])
-        optimizer.step()
+        if not scenario.steps_itself:
+            training.optimizer.step()
+        # Zeroed gradients are added to.
+        training.optimizer.zero_grad(set_to_none=number % 2 == 0)
     reshard(model)
     done.parameters = [local(parameter) for parameter in model.parameters()]
     if handle is not None:
@@ -254,28 +329,27 @@ def take_steps(
 
 def differences(got: Steps, expected: Steps) -> list[str]:
     """The differences in bits between two trainings."""
-    found = [] if any(each is not None for each in got.gradients[0]) else ["no gradient at all"]
-    for step, (ours, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True)):
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if (one is None) != (other is None):
-                found.append(f"step {step}, parameter {number}: {one} and {other}")
-            elif one is not None and other is not None:
-                found += _bits(one, other, f"step {step}, gradient {number}")
-    for number, (mine, other) in enumerate(zip(got.parameters, expected.parameters, strict=True)):
-        found += _bits(mine, other, f"parameter {number}")
-    return found
+    parts = [[each.results, each.gradients, each.parameters] for each in (got, expected)]
+    return unlike(*parts, "results, gradients, parameters")
 
 
-def _bits(one: Tensor, other: Tensor, what: str) -> list[str]:
-    if one.dtype == other.dtype and torch.equal(one, other):
-        return []
-    return [f"{what}: {one.dtype} {one.flatten()[:4]} and {other.dtype} {other.flatten()[:4]}"]
+def unlike(one: Any, other: Any, place: str = "") -> list[str]:
+    """The differences in bits between tensors, values, or lists of these."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = local(one), local(other)
+        if one.dtype == other.dtype and torch.equal(one, other):
+            return []
+        return [f"{place}: {one.dtype} {one.flatten()[:4]} and {other.dtype} {other.flatten()[:4]}"]
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{place}: {len(one)} and {len(other)}"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [text for i, pair in pairs for text in unlike(*pair, f"{place}[{i}]")]
+    return [] if one == other else [f"{place}: {one} and {other}"]
 
 
-def reference(
-    scenario: Scenario, ranks: int, *, number: int = 0
-) -> tuple[list[Tensor | None], float]:
-    """The mean of all ranks' gradients in float64, in the first step.
+def reference(scenario: Scenario, ranks: int) -> tuple[list[Tensor | None], float]:
+    """The mean of all ranks' gradients in float64, in the first step of unsharded models.
 
     Returns:
         It by parameter, and the mean over the ranks of the largest gradient.
@@ -283,8 +357,9 @@ def reference(
     total: list[Tensor | None] = []
     largest = 0.0
     for rank in range(ranks):
-        model = copy.deepcopy(scenario.net()).double()
-        scenario.whole_step(model, lambda i, rank=rank: batch(rank, number + i).double(), None)
+        torch.manual_seed(0)
+        model = scenario.net().double()
+        scenario.step(Training(model, rank))
         gradients = [parameter.grad for parameter in model.parameters()]
         largest += max(float(each.abs().max()) for each in gradients if each is not None) / ranks
         total = [
@@ -322,14 +397,3 @@ def far(
         if not distance <= bound:
             found.append(f"{what}, gradient {number}: {distance} is more than {bound}")
     return found
-
-
-def micro_sync(model: Any, sync: bool) -> None:
-    """``set_requires_gradient_sync`` of a model, if it is sharded."""
-    for module in sharded_modules(model):
-        module.set_requires_gradient_sync(sync)
-
-
-def unsynchronised(model: Any, handle: HookHandle | None) -> AbstractContextManager[None]:
-    """The handle's ``no_sync``; for a model without a hook, the same by its own settings."""
-    return nullcontext() if handle is None else handle.no_sync()

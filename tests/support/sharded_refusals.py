@@ -6,31 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sharded_models import (
-    Mesh,
-    batch,
-    by_layer,
-    layers,
-    local,
-    loss_of,
-    reshard,
-)
+from sharded_models import gradients_of_step, sharded
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
-
-
-def new_model(place: str) -> nn.Module:
-    model = layers()
-    by_layer(model, Mesh.of(place))
-    return model
-
-
-def gradients_of(model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
-    model.zero_grad()
-    loss_of(model(batch(rank, number))).backward()
-    reshard(model)
-    return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -44,10 +23,10 @@ def error_of(function: Callable[[], Any]) -> str:
 
 def still_plain(model: nn.Module, rank: int) -> bool:
     """Whether a model that has refused a hook is unchanged, and accepts another hook."""
-    expected = gradients_of(new_model("fsdp-2"), rank)
-    first = gradients_of(model, rank)
+    expected = gradients_of_step(sharded("fsdp-2"), rank)
+    first = gradients_of_step(model, rank)
     handle = attach(model, hooks.allreduce())
-    second = gradients_of(model, rank)
+    second = gradients_of_step(model, rank)
     handle.remove()
     return all(a.equal(b) and b.equal(c) for a, b, c in zip(first, second, expected, strict=True))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -11,24 +10,25 @@ from typing import Any
 import torch
 from rank_pool import KEPT_GROUPS
 from sharded_models import (
-    Batches,
     Layers,
     Mesh,
     Scenario,
+    Training,
+    are_threads,
     at_once,
     by_layer,
+    differences,
     layers,
     loss_of,
-    micro_sync,
     sharded_modules,
-    unsynchronised,
+    take_steps,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from torch_commhook import HookHandle
+from torch_commhook import hooks
 
 SHARDED = ("fsdp-3", "hsdp-4")
 
@@ -36,45 +36,42 @@ SHARDED = ("fsdp-3", "hsdp-4")
 # ---- gradient accumulation -----------------------------------------------------------------------
 
 
-def _backward(model: Any, batches: Batches, number: int) -> None:
-    loss_of(model(batches(number))).backward()
+def _micro_batches(at: Training, count: int = 3) -> None:
+    for number in range(count):
+        for module in sharded_modules(at.model):
+            module.set_requires_gradient_sync(number == count - 1)
+        at.backward(number)
 
 
-def _accumulate(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    for number in range(3):
-        micro_sync(model, number == 2)
-        _backward(model, batches, number)
-
-
-def _accumulate_in_no_sync(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    if handle is None:
-        _accumulate(model, batches, None)
+def _micro_batches_in_no_sync(at: Training) -> None:
+    if at.handle is None:
+        _micro_batches(at)
         return
-    with unsynchronised(model, handle):
-        _backward(model, batches, 0)
-        _backward(model, batches, 1)
-    _backward(model, batches, 2)
+    with at.handle.no_sync():
+        at.backward(0)
+        at.backward(1)
+    at.backward(2)
 
 
-def _accumulate_in_shards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+def _micro_batches_in_shards(at: Training) -> None:
     for number in range(3):
-        for module in sharded_modules(model):
+        for module in sharded_modules(at.model):
             module.set_requires_all_reduce(number == 2)
-        _backward(model, batches, number)
+        at.backward(number)
 
 
-def _last_backward(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+def _last_backward(at: Training) -> None:
     for number in range(2):
-        for module in sharded_modules(model):
+        for module in sharded_modules(at.model):
             module.set_is_last_backward(number == 1)
-        micro_sync(model, number == 1)
-        _backward(model, batches, number)
+            module.set_requires_gradient_sync(number == 1)
+        at.backward(number)
 
 
-def _two_backwards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+def _two_backwards(at: Training) -> None:
     """Both backwards average."""
-    _backward(model, batches, 0)
-    _backward(model, batches, 1)
+    at.backward(0)
+    at.backward(1)
 
 
 def _keep_after_backward(model: Any) -> None:
@@ -84,33 +81,33 @@ def _keep_after_backward(model: Any) -> None:
 # ---- forwards and backwards ----------------------------------------------------------------------
 
 
-def _two_forwards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    (loss_of(model(batches(0))) + loss_of(model(batches(1)))).backward()
+def _two_forwards(at: Training) -> None:
+    (loss_of(at.model(at.batch(0))) + loss_of(at.model(at.batch(1)))).backward()
 
 
-def _backward_twice(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    loss = loss_of(model(batches(0)))
+def _backward_twice(at: Training) -> None:
+    loss = loss_of(at.model(at.batch()))
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def _evaluate_between(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    model.eval()
+def _evaluate_between(at: Training) -> None:
+    at.model.eval()
     with torch.no_grad():
-        model(batches(1))
-    model.train()
-    _backward(model, batches, 0)
+        at.model(at.batch(1))
+    at.model.train()
+    at.backward()
     with torch.no_grad():
-        model(batches(2))
+        at.model(at.batch(2))
 
 
-def _input_needs_gradient(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    loss_of(model(batches(0).requires_grad_())).backward()
+def _input_needs_gradient(at: Training) -> None:
+    loss_of(at.model(at.batch().requires_grad_())).backward()
 
 
-def _clip(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    _backward(model, batches, 0)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+def _clip(at: Training) -> None:
+    at.backward()
+    torch.nn.utils.clip_grad_norm_(at.model.parameters(), 0.25)
 
 
 def _prefetch(model: Any) -> None:
@@ -124,11 +121,11 @@ def _unshard_async(model: Any) -> None:
     model._set_unshard_async_op(True)
 
 
-def _unshard_ahead(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    if hasattr(model, "unshard"):
-        model[0].unshard(async_op=True)
-        model.unshard()
-    _backward(model, batches, 0)
+def _unshard_ahead(at: Training) -> None:
+    if hasattr(at.model, "unshard"):
+        at.model[0].unshard(async_op=True)
+        at.model.unshard()
+    at.backward()
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -146,11 +143,6 @@ class _Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
-
-
-def _tied() -> nn.Module:
-    torch.manual_seed(0)
-    return _Tied()
 
 
 def _shard_tied(model: nn.Module, mesh: Mesh) -> None:
@@ -184,15 +176,11 @@ class _Branches(nn.Module):
         return sum(b(hidden) for i, b in enumerate(self.branches) if i != which)
 
 
-def _branches(by_rank: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return _Branches(by_rank)
-
-
-def _shard_branches(model: nn.Module, mesh: Mesh) -> None:
-    for branch in model.branches:
-        mesh.apply(branch)
-    mesh.apply(model)
+def shard_each(model: Any, mesh: Mesh, of: str, **settings: Any) -> None:
+    """Shards the modules of one of a model's lists, and the model."""
+    for part in getattr(model, of):
+        mesh.apply(part, **settings)
+    mesh.apply(model, **settings)
 
 
 def _reduce_unused(model: Any) -> None:
@@ -216,9 +204,7 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
 
 
 def _even() -> nn.Module:
-    torch.manual_seed(0)
-    model = Layers(6, 12, 6)
-    return nn.Sequential(nn.Linear(5, 6), model, nn.Linear(6, 1))
+    return nn.Sequential(nn.Linear(5, 6), Layers(6, 12, 6), nn.Linear(6, 1))
 
 
 def _shard_columns(model: nn.Module, mesh: Mesh) -> None:
@@ -253,13 +239,8 @@ class _Checkpointed(nn.Module):
 
 
 def _checkpointed(reentrant: bool) -> nn.Module:
-    torch.manual_seed(0)
     parts = [_Checkpointed(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), reentrant) for _ in range(3)]
     return nn.Sequential(*parts, nn.Linear(5, 1))
-
-
-def _input_for_checkpoints(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    _input_needs_gradient(model, batches, handle)
 
 
 def _shard_inside_checkpoints(model: nn.Module, mesh: Mesh) -> None:
@@ -268,14 +249,7 @@ def _shard_inside_checkpoints(model: nn.Module, mesh: Mesh) -> None:
     mesh.apply(model)
 
 
-def _shard_around_checkpoints(model: nn.Module, mesh: Mesh) -> None:
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
-
-
 def _blocks() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(*(Layers(5, 7, 5) for _ in range(2)), nn.Linear(5, 1))
 
 
@@ -298,19 +272,15 @@ def _two_groups(model: nn.Module, mesh: Mesh) -> None:
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def _policy(
+def policy(
     param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None = None
 ) -> Callable[[nn.Module, Mesh], None]:
-    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    return partial(by_layer, mp_policy=policy)
+    settings = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    return partial(by_layer, mp_policy=settings)
 
 
 def _half_model() -> nn.Module:
     return layers().bfloat16()
-
-
-def _half_step(model: Any, batches: Batches, handle: HookHandle | None) -> None:
-    loss_of(model(batches(0).bfloat16())).backward()
 
 
 def _divide(factor: float, only_sums: bool) -> Callable[[Any], None]:
@@ -333,6 +303,9 @@ def _separate_group(model: Any) -> None:
         g for each in sharded_modules(model) for g in each._get_fsdp_state()._fsdp_param_groups
     ]
     name = groups[0].mesh_info.shard_process_group.group_name
+    if are_threads():
+        model.set_separate_reduce_scatter_group(True)
+        return
     if name not in _separate_groups:  # PyTorch gives the next one the same name
         model.set_separate_reduce_scatter_group(True)
         _separate_groups[name] = groups[0].mesh_info.reduce_scatter_process_group
@@ -358,42 +331,38 @@ TWICE = {"fsdp": 2, "hsdp": 2, "replicate": 2}
 
 SCENARIOS: dict[str, Scenario] = {
     "layers": Scenario(
-        meshes=("fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2", "hsdp-4", "replicate-2", "replicate-3")
+        meshes=(
+            *("fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2", "hsdp-4", "replicate-2", "replicate-3"),
+            *("gloo-fsdp-3", "gloo-hsdp-4", "gloo-replicate-2"),
+        )
     ),
     "one group": Scenario(shard=at_once),
     "each layer its own root": Scenario(shard=_each_its_own_root),
     "two modules in one group": Scenario(shard=_two_groups),
     "input needs gradient": Scenario(step=_input_needs_gradient),
-    "bf16, reduced in f32": Scenario(shard=_policy(BF16, F32), rounding=0.05),
-    "bf16, reduced in bf16": Scenario(shard=_policy(BF16, BF16), rounding=0.05),
-    "bf16, reduced as they are": Scenario(shard=_policy(BF16, None), rounding=0.08),
-    "f32, reduced in bf16": Scenario(shard=_policy(None, BF16), rounding=0.03),
-    "f32, reduced in f16": Scenario(shard=_policy(None, F16), rounding=0.01),
-    "bf16, output in f32": Scenario(shard=_policy(BF16, F32, F32), rounding=0.05),
-    "bf16, output in f16": Scenario(shard=_policy(BF16, BF16, F16), rounding=0.05),
-    "a model in bf16": Scenario(net=_half_model, step=_half_step, rounding=0.1),
-    "gradients add up": Scenario(step=_accumulate, whole_step=_accumulate),
-    "gradients add up in no_sync": Scenario(step=_accumulate_in_no_sync, whole_step=_accumulate),
+    "bf16, reduced in f32": Scenario(shard=policy(BF16, F32), rounding=0.05),
+    "bf16, reduced in bf16": Scenario(shard=policy(BF16, BF16), rounding=0.05),
+    "bf16, reduced as they are": Scenario(shard=policy(BF16, None), rounding=0.08),
+    "f32, reduced in bf16": Scenario(shard=policy(None, BF16), rounding=0.03),
+    "f32, reduced in f16": Scenario(shard=policy(None, F16), rounding=0.01),
+    "bf16, output in f32": Scenario(shard=policy(BF16, F32, F32), rounding=0.05),
+    "bf16, output in f16": Scenario(shard=policy(BF16, BF16, F16), rounding=0.05),
+    "a model in bf16": Scenario(net=_half_model, rounding=0.1),
+    "gradients add up": Scenario(step=_micro_batches),
+    "gradients add up in no_sync": Scenario(step=_micro_batches_in_no_sync),
     "gradients in bf16 add up in f32": Scenario(
-        shard=_policy(BF16, F32), step=_accumulate, whole_step=_accumulate, rounding=0.05
+        shard=policy(BF16, F32), step=_micro_batches, rounding=0.05
     ),
     "gradients add up in shards": Scenario(
-        step=_accumulate_in_shards,
-        whole_step=_accumulate,
+        step=_micro_batches_in_shards,
         encodings=3,
         backwards={"fsdp": 3},
     ),
-    "not the last backward": Scenario(step=_last_backward, whole_step=_two_backwards),
-    "two backwards": Scenario(
-        step=_two_backwards, whole_step=_two_backwards, encodings=2, backwards=TWICE
-    ),
-    "parameters stay after backward": Scenario(
-        prepare=_keep_after_backward, step=_accumulate, whole_step=_accumulate
-    ),
-    "two forwards": Scenario(step=_two_forwards, whole_step=_two_forwards, encodings=2),
-    "a graph twice": Scenario(
-        step=_backward_twice, whole_step=_backward_twice, encodings=2, backwards=TWICE
-    ),
+    "not the last backward": Scenario(step=_last_backward),
+    "two backwards": Scenario(step=_two_backwards, encodings=2, backwards=TWICE),
+    "parameters stay after backward": Scenario(prepare=_keep_after_backward, step=_micro_batches),
+    "two forwards": Scenario(step=_two_forwards, encodings=2),
+    "a graph twice": Scenario(step=_backward_twice, encodings=2, backwards=TWICE),
     "evaluation between steps": Scenario(step=_evaluate_between),
     "clip_grad_norm_": Scenario(step=_clip, averages=False),
     "prefetching": Scenario(prepare=_prefetch),
@@ -421,61 +390,76 @@ SCENARIOS: dict[str, Scenario] = {
     "sums divided by 3": Scenario(prepare=_divide(3.0, True), factor=3.0, meshes=SHARDED),
     "only sums": Scenario(prepare=_only_sums),
     "divided by 3 in f16": Scenario(
-        shard=_policy(None, F16),
+        shard=policy(None, F16),
         prepare=_divide(3.0, False),
         factor=3.0,
         rounding=0.01,
         meshes=SHARDED,
     ),
-    "a group for reduce-scatters": Scenario(prepare=_separate_group, meshes=SHARDED),
+    "a group for reduce-scatters": Scenario(
+        prepare=_separate_group, meshes=SHARDED, needs="set_separate_reduce_scatter_group"
+    ),
     "an all-reduce hook of the user's": Scenario(
         shard=at_once, prepare=_all_reduce_hook, factor=1.0, meshes=("fsdp-2",)
     ),
-    "more buffers": Scenario(prepare=_more_buffers),
+    "more buffers": Scenario(prepare=_more_buffers, needs="set_reduce_scatter_max_input_buffers"),
     "columns": Scenario(net=_even, shard=_shard_columns, meshes=SHARDED),
-    "tied": Scenario(net=_tied, shard=_shard_tied),
-    "tied in one group": Scenario(net=_tied, shard=at_once),
+    "tied": Scenario(net=_Tied, shard=_shard_tied),
+    "tied in one group": Scenario(net=_Tied, shard=at_once),
     "frozen": Scenario(net=_frozen),
-    "unused by turns": Scenario(net=partial(_branches, False), shard=_shard_branches),
-    "unused by turns in one group": Scenario(net=partial(_branches, False), shard=at_once),
+    "unused by turns": Scenario(
+        net=partial(_Branches, False), shard=partial(shard_each, of="branches")
+    ),
+    "unused by turns in one group": Scenario(net=partial(_Branches, False), shard=at_once),
     "unused on some ranks": Scenario(
-        net=partial(_branches, True), shard=at_once, prepare=_reduce_unused
+        net=partial(_Branches, True),
+        shard=at_once,
+        prepare=_reduce_unused,
+        needs="set_reduce_scatter_unused_params",
     ),
     "ignored": Scenario(net=_partly_frozen, shard=_ignoring),
     "from the meta device": Scenario(shard=_on_meta, meshes=SHARDED),
     "checkpoints": Scenario(net=partial(_checkpointed, False), shard=_shard_inside_checkpoints),
-    "checkpoints inside": Scenario(
-        net=partial(_checkpointed, False), shard=_shard_around_checkpoints
-    ),
+    "checkpoints inside": Scenario(net=partial(_checkpointed, False)),
     "reentrant checkpoints": Scenario(
         net=partial(_checkpointed, True),
         shard=_shard_inside_checkpoints,
-        step=_input_for_checkpoints,
-        whole_step=_input_for_checkpoints,
+        step=_input_needs_gradient,
     ),
     "reentrant checkpoints inside": Scenario(
         net=partial(_checkpointed, True),
-        shard=_shard_around_checkpoints,
-        step=_input_for_checkpoints,
-        whole_step=_input_for_checkpoints,
+        step=_input_needs_gradient,
     ),
-    "compiled blocks": Scenario(net=_blocks, shard=by_layer, prepare=_compile_blocks),
+    "compiled blocks": Scenario(
+        net=_blocks,
+        prepare=_compile_blocks,
+        meshes=("gloo-fsdp-3", "gloo-hsdp-4", "gloo-replicate-2"),
+    ),
 }
 
-#: Functions that some scenarios call, which came with torch 2.12 or 2.13.
-_NEWER = {
-    "a group for reduce-scatters": "set_separate_reduce_scatter_group",
-    "more buffers": "set_reduce_scatter_max_input_buffers",
-    "unused on some ranks": "set_reduce_scatter_unused_params",
-}
-for _name, _method in _NEWER.items():
-    if not hasattr(FSDPModule, _method):
-        del SCENARIOS[_name]
 
-#: Each scenario on each of its meshes.
-PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.meshes]
+def places_of(scenarios: dict[str, Scenario]) -> list[tuple[str, str]]:
+    """Each scenario that this torch supports, on each of its meshes."""
+    return [
+        (name, place)
+        for name, each in scenarios.items()
+        if hasattr(FSDPModule, each.needs)
+        for place in each.meshes
+    ]
 
 
-def no_view_warnings() -> None:
-    """PyTorch warns that a module's output is a view even if it is not the library's."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+PLACES = places_of(SCENARIOS)
+
+
+def unlike_plain(scenario: Scenario, place: str, rank: int) -> list[str]:
+    """The differences between a training with ``allreduce()`` and with ``fully_shard`` alone."""
+    adam, mesh, count = partial(torch.optim.Adam, lr=1e-2), Mesh.of(place), scenario.count
+    got = take_steps(scenario, mesh, rank, hooks.allreduce(), optimizer=adam, count=count)
+    plain = take_steps(scenario, Mesh.of(place), rank, None, optimizer=adam, count=count)
+    found = differences(got, plain)
+    if not scenario.steps_itself and all(each is None for each in got.gradients[0]):
+        found.append("no gradient at all")
+    if scenario.backwards is None:
+        return found if got.stats.steps else [*found, "the hook took no part"]
+    steps = count * scenario.backwards.get(mesh.kind, 1)
+    return found if got.stats.steps == steps else [*found, f"{got.stats.steps} steps"]

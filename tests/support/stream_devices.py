@@ -7,7 +7,6 @@ more. Their Futures are complete at once, and name the device.
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from datetime import timedelta
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stream_groups import load_library
 
 DELAY_SECONDS = 0.005
 NAME = "streams"
@@ -63,10 +63,7 @@ def load(path: str) -> Any:
     Args:
         path: the library that ``cpp_libraries`` builds from the folder ``stream_device``.
     """
-    spec = importlib.util.spec_from_file_location("stream_device", path)
-    assert spec is not None and spec.loader is not None
-    library = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library)
+    library = load_library("stream_device", path)
     library.use_cpu_kernels(_with_kernels())
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())

@@ -18,8 +18,9 @@ BACKEND = "streams"
 
 
 @cache
-def _library(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location("stream_group", path)
+def load_library(name: str, path: str) -> Any:
+    """Loads a module that ``cpp_libraries`` has built."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +35,7 @@ def stream_backend(path: str, gloo: dist.ProcessGroupGloo, name: str = BACKEND) 
         gloo: the Gloo backend.
         name: what it says when asked for its name.
     """
-    return _library(path).around(gloo, DELAY_SECONDS, name)
+    return load_library("stream_group", path).around(gloo, DELAY_SECONDS, name)
 
 
 @cache

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from local_training import attached, net, parameters_of, train
+from local_training import net, train
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, hooks
@@ -143,15 +143,3 @@ class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
 
         threading.Thread(target=give, name="held").start()
         return future
-
-
-def trained_as(
-    rank: int, hook: Any, steps: int, road: str = "module"
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """A training with the hook: its parameters, and its anchors by name."""
-    model, handle = attached(hook, road)
-    train(model, torch.optim.SGD(model.parameters(), 0.01, 0.5), rank, steps)
-    found = parameters_of(model), handle.state_dict()["shared"]["local_sgd_anchor"]
-    handle.synchronize()
-    handle.remove()
-    return found

@@ -13,7 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives import symmetric
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.collectives import compressed_all_reduce, symmetric
+from torch_commhook.collectives.message_buffers import MessageBuffers
+
+CODEC = CODECS["blockwise"]()
+
+
+def summed(
+    rank: int,
+    buffers: MessageBuffers | None = None,
+    group: dist.ProcessGroup | None = None,
+    codec: Codec = CODEC,
+    numel: int = 1000,
+) -> Tensor:
+    """The compressed sum of values that depend on the rank."""
+    x, out = torch.randn(numel, generator=torch.Generator().manual_seed(rank)), torch.zeros(numel)
+    compressed_all_reduce(x, codec, out=out, buffers=buffers, group=group).wait()
+    return out
 
 
 class Files:

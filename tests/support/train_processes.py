@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from repository import ROOT
@@ -18,6 +19,34 @@ TINY = ("--layers", "1", "--dim", "32", "--heads", "2", "--seq", "32", "--data-c
 #: The longest wait of a single test for a process.
 LIMIT_SECONDS = 300.0
 _MARK = "COMMHOOK_TEST_MARK"
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> None:
+    """Wait until a condition holds; fail with ``what`` after this many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def finished(
+    *command: str | Path,
+    folder: Path = ROOT,
+    code: int | None = 0,
+    environment: dict[str, str] | None = None,
+    seconds: float = LIMIT_SECONDS,
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with this exit code, or with any."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
 
 
 def hooks_file(folder: Path, source: str) -> Path:
@@ -111,16 +140,22 @@ class TrainProcess:
 
     def assert_all_end(self, seconds: float = 5.0) -> None:
         """Fails unless all processes with the mark end within ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while alive := self.alive():
-            assert time.monotonic() < deadline, f"left: {sorted(alive)}"
-            time.sleep(0.05)
+        wait_for(lambda: not self.alive(), f"processes of {self.mark} are left", seconds)
 
 
 def start_train(*arguments: str | Path, folder: Path) -> TrainProcess:
     """``python -m torch_commhook train`` with the results in ``folder/out``."""
+    folder.mkdir(exist_ok=True)
     arguments = ("-m", "torch_commhook", "train", *TINY, "--out", folder / "out", *arguments)
     return TrainProcess(*arguments, folder=folder)
+
+
+def trained(*arguments: str | Path, folder: Path) -> TrainProcess:
+    """A run of :func:`start_train` that has succeeded, and left no process."""
+    with start_train(*arguments, folder=folder) as run:
+        assert run.wait() == 0, run.stderr
+        run.assert_all_end()
+    return run
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -188,58 +188,28 @@ class StoreRendezvous(Rendezvous):
         self._size = size
 
 
-class ConnectedDouble:
-    """A double of a ConnectedGroup."""
-
-    def __init__(self, group: Endpoint) -> None:
-        self.group = group
-
-    def cut(self) -> None:
-        self.group.close()
-
-
-class Work:
-    """The Work of a message to or from another rank."""
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        self._wait()
-
-
 class Group(Endpoint):
     """The connections as hooks and :mod:`transfer` use them, by rank."""
 
-    def send_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+    def send_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> SimpleNamespace:
         self.world.point("give")
         self.send(self.members[rank], ("tensor", tag), tensors[0].clone())
         self.world.sleep(self.world.random.random() * 0.004)  # until the receiver takes it
-        return Work(self.process.check)
+        return SimpleNamespace(wait=self.process.check)
 
-    def receive_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+    def receive_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> SimpleNamespace:
         def wait() -> None:
             tensors[0].copy_(self.receive(self.members[rank], ("tensor", tag)))
 
-        return Work(wait)
+        return SimpleNamespace(wait=wait)
 
-
-class Transferred:
-    """A Group with the names that :mod:`transfer` calls."""
-
-    def __init__(self, group: Group) -> None:
-        self.send = group.send_tensor
-        self.recv = group.receive_tensor
-
-
-class Flags:
-    """Agrees like ``StepEnd``."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def transferred(self) -> SimpleNamespace:
+        """This group with the names that :mod:`transfer` calls."""
+        return SimpleNamespace(send=self.send_tensor, recv=self.receive_tensor)
 
     def any_rank(self, flag: bool = True) -> bool:
-        return any(self._group.exchange("end", flag))
+        """Agrees like ``StepEnd``."""
+        return any(self.exchange("end", flag))
 
 
 class VirtualStepGroup(StepGroup):
@@ -260,7 +230,7 @@ class VirtualStepGroup(StepGroup):
         own = base.members[base.own_rank]
         name = base.store._prefix
         self.group: Any = Group(world, name, own, base.members, TIMEOUT)
-        self._own = [ConnectedDouble(self.group)]  # type: ignore[list-item]
+        self._own = [SimpleNamespace(group=self.group, cut=self.group.close)]  # type: ignore
         # Closes at once, since nothing runs in the background here.
         self._end: Any = SimpleNamespace(detach=self.group.close)
         if self.size > 1:
@@ -276,7 +246,7 @@ class VirtualStepGroup(StepGroup):
         return []
 
     def _end_of_step(self) -> Any:
-        return Flags(self.group)
+        return self.group
 
 
 # ---- doubles of functions ------------------------------------------------------------------------
@@ -292,10 +262,10 @@ def _begin_maximum(group: Group, own: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.stack(group.end_exchange(tag, values)).amax(0)
 
 
-def _broadcast(tensor: Tensor, *, src: int, group: Group) -> Work:
+def _broadcast(tensor: Tensor, *, src: int, group: Group) -> SimpleNamespace:
     values = [tensor] * group.size()
     tag = group.begin_exchange("buffers", values)
-    return SimpleNamespace(wait=lambda: group.end_exchange(tag, values)[src])  # type: ignore
+    return SimpleNamespace(wait=lambda: group.end_exchange(tag, values)[src])
 
 
 class _Thread:
@@ -361,7 +331,7 @@ def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        return function(*(Transferred(each) if isinstance(each, Group) else each for each in args))
+        return function(*(each.transferred() if isinstance(each, Group) else each for each in args))
 
     return call
 

@@ -51,14 +51,7 @@ class ProcessPlan:
 
 @dataclass
 class TrainingPlan:
-    """The settings of a training's ranks.
-
-    Attributes:
-        ranks: the number of ranks at the beginning.
-        knows_ranks: whether they know this number.
-        steps: the training's steps.
-        buckets: the hook's buckets.
-    """
+    """The settings of a training's ranks. ``ranks`` is their number at the beginning."""
 
     ranks: int
     knows_ranks: bool
@@ -247,8 +240,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def count(self) -> int:
-        count: int = self.param_groups[0]["count"]
-        return count
+        return int(self.param_groups[0]["count"])
 
     @property
     def momentum(self) -> list[Tensor]:
@@ -274,7 +266,6 @@ class Counted:
     """A step that a rank has counted.
 
     Attributes:
-        step: its number.
         digest: of parameters, buffers and the optimizer's state after it.
         senders: the ranks with gradients in it.
         joining: the ranks that took part with zeros.

@@ -57,15 +57,7 @@ class Task(Baton):
 
 
 class Process:
-    """A process on a host.
-
-    Attributes:
-        number: its number in the world.
-        host: its host.
-        is_dead: whether it has ended.
-        is_stopped: whether its threads are suspended.
-        exits: functions that it calls when it ends by itself.
-    """
+    """A process on a host. It calls its ``exits`` when it ends by itself."""
 
     def __init__(self, world: World, number: int, host: int) -> None:
         self.world = world
@@ -75,7 +67,6 @@ class Process:
         self.is_stopped = False
         self.exits: list[Callable[[], object]] = []
         self.endpoints: list[Endpoint] = []
-        self.on_tick: Callable[[], None] | None = None
         self._waiting: dict[Task, Callable[[], bool]] = {}
         self._held: list[tuple[Task, int]] = []  # continue with the process
 
@@ -144,11 +135,8 @@ class World:
     """Processes, events and the clock.
 
     Attributes:
-        now: the time, in seconds.
-        random: the source of all random choices.
         values: the store's.
         doors: for each number in the training, the process that accepts connections.
-        current: the running task.
         failure: an error of the simulation itself.
         reach: called with a process and the name of a point that it has reached.
         written: called with a key of the store and its new value.
@@ -426,7 +414,6 @@ class Endpoint:
     """A process's connections to the others of a group.
 
     Args:
-        world: the connections' world.
         name: the group's.
         own: this process's number among the members.
         members: the group's, in order of rank.
@@ -540,24 +527,18 @@ class Endpoint:
         raise AssertionError
 
     def exchange(self, point: str, value: Any, seconds: float | None = None) -> list[Any]:
-        """The values of all members, in order of rank."""
-        return self.exchange_parts(point, [value] * len(self.members), seconds)
-
-    def exchange_parts(
-        self, point: str, values: Sequence[Any], seconds: float | None = None
-    ) -> list[Any]:
-        """The values that all members have given for this one, in order of rank.
+        """The values of all members, in order of rank.
 
         Args:
             point: the point at which this process may end, before each message.
-            values: one for each member.
+            value: this member's, the same for all.
             seconds: the longest wait.
         """
-        tag = self.begin_exchange(point, values)
-        return self.end_exchange(tag, values, seconds)
+        values = [value] * len(self.members)
+        return self.end_exchange(self.begin_exchange(point, values), values, seconds)
 
     def begin_exchange(self, point: str, values: Sequence[Any]) -> object:
-        """:meth:`exchange_parts` up to the sending of this member's values; returns the tag."""
+        """Sends one value to each member, as :meth:`exchange` does; returns the tag."""
         self._rounds += 1
         tag = self._rounds
         for member, value in zip(self.members, values, strict=True):
@@ -569,7 +550,7 @@ class Endpoint:
     def end_exchange(
         self, tag: Any, values: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
-        """The rest of :meth:`exchange_parts`."""
+        """The values of all members, after :meth:`begin_exchange`."""
         keys = {other: (other, tag[1]) for other in self.others}
         missing = list(self.others)
 

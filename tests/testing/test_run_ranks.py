@@ -15,10 +15,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import (
-    DeadlockError,
-    run_ranks,
-)
+from torch_commhook.testing import DeadlockError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 

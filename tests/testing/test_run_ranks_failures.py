@@ -17,12 +17,7 @@ import torch.distributed as dist
 from repository import ROOT
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import (
-    DeadlockError,
-    MismatchedCollectiveError,
-    run_ranks,
-    scheduler,
-)
+from torch_commhook.testing import DeadlockError, MismatchedCollectiveError, run_ranks, scheduler
 
 pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 
@@ -42,79 +37,75 @@ def _message(fn: Callable[[int], Any], ranks: int, seed: int = 0) -> str:
     return str(raised.value)
 
 
+X = torch.ones(2)
+
+
+def _crossed_groups(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups if rank == 0 else reversed(groups):
+        dist.barrier(group=group)
+
+
+#: Programs, and what their ranks do when none can go on.
+DEADLOCKS: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+    "a skipped collective": (
+        lambda rank: [dist.all_reduce(torch.ones(3)) for _ in range(1 if rank == 1 else 2)],
+        [
+            "waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1",
+            "has returned",
+            "waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1",
+        ],
+    ),
+    "crossed receives": (
+        lambda rank: dist.recv(X, 1 - rank),
+        [
+            "waits for recv on group '0': float32 [2] from rank 1, tag 0; not there: rank 1",
+            "waits for recv on group '0': float32 [2] from rank 0, tag 0; not there: rank 0",
+        ],
+    ),
+    "crossed sends": (
+        lambda rank: dist.send(X, 1 - rank, tag=4),
+        [
+            "waits for send on group '0': float32 [2] to rank 1, tag 4; not there: rank 1",
+            "waits for send on group '0': float32 [2] to rank 0, tag 4; not there: rank 0",
+        ],
+    ),
+    "another tag, and any source": (
+        lambda rank: dist.recv(X, None, tag=2) if rank else dist.send(X, 1, tag=1),
+        [
+            "waits for send on group '0': float32 [2] to rank 1, tag 1; not there: rank 1",
+            "waits for recv_anysource on group '0': float32 [2] from any rank, tag 2",
+        ],
+    ),
+    "a barrier": (
+        lambda rank: dist.barrier() if rank else None,
+        ["has returned", *["waits for barrier 1 on group '0'; not there: rank 0"] * 2],
+    ),
+    "a monitored barrier": (
+        lambda rank: dist.group.WORLD.monitored_barrier() if rank else None,
+        ["has returned", *["waits for monitored_barrier 1 on group '0'; not there: rank 0"] * 2],
+    ),
+    "groups in other orders": (
+        _crossed_groups,
+        [
+            "waits for barrier 1 on group '1'; not there: rank 1",
+            "waits for barrier 1 on group '2'; not there: rank 0",
+        ],
+    ),
+    "a key that nobody sets": (
+        lambda rank: None if rank else distributed_c10d._get_default_store().get("key"),
+        ["waits for default_pg/0//key in the store", "has returned"],
+    ),
+}
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_a_skipped_collective(seed: int) -> None:
-    def run(rank: int) -> None:
-        dist.all_reduce(torch.ones(3))
-        if rank != 1:
-            dist.all_reduce(torch.ones(3))
-
-    assert _message(run, 3, seed) == (
-        "run_ranks: no rank can go on:\n"
-        "  rank 0 waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1\n"
-        "  rank 1 has returned\n"
-        "  rank 2 waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1"
-    )
-
-
-def test_crossed_messages() -> None:
-    def receive(rank: int) -> None:
-        x = torch.ones(2)
-        dist.recv(x, 1 - rank)
-        dist.send(x, 1 - rank)
-
-    def send(rank: int) -> None:
-        x = torch.ones(2)
-        dist.send(x, 1 - rank, tag=4)
-        dist.recv(x, 1 - rank, tag=4)
-
-    assert _message(receive, 2).splitlines()[1:] == [
-        "  rank 0 waits for recv on group '0': float32 [2] from rank 1, tag 0; not there: rank 1",
-        "  rank 1 waits for recv on group '0': float32 [2] from rank 0, tag 0; not there: rank 0",
-    ]
-    assert _message(send, 2).splitlines()[1] == (
-        "  rank 0 waits for send on group '0': float32 [2] to rank 1, tag 4; not there: rank 1"
-    )
-
-
-def test_another_tag_and_any_source() -> None:
-    def run(rank: int) -> None:
-        x = torch.ones(2)
-        if rank == 0:
-            dist.send(x, 1, tag=1)
-        else:
-            dist.recv(x, None, tag=2)
-
-    assert _message(run, 2).splitlines()[1:] == [
-        "  rank 0 waits for send on group '0': float32 [2] to rank 1, tag 1; not there: rank 1",
-        "  rank 1 waits for recv_anysource on group '0': float32 [2] from any rank, tag 2",
-    ]
-
-
-@pytest.mark.parametrize("barrier", ["barrier", "monitored_barrier"])
-def test_a_barrier_that_a_rank_does_not_come_to(barrier: str) -> None:
-    def run(rank: int) -> None:
-        if rank:
-            work = getattr(dist.group.WORLD, barrier)()
-            if work is not None:
-                work.wait()
-
-    assert _message(run, 3).splitlines()[1:] == [
-        "  rank 0 has returned",
-        f"  rank 1 waits for {barrier} 1 on group '0'; not there: rank 0",
-        f"  rank 2 waits for {barrier} 1 on group '0'; not there: rank 0",
-    ]
-
-
-def test_groups_in_other_orders() -> None:
-    def run(rank: int) -> None:
-        groups = [dist.new_group(), dist.new_group()]
-        for group in groups if rank == 0 else reversed(groups):
-            dist.barrier(group=group)
-
-    assert _message(run, 2).splitlines()[1:] == [
-        "  rank 0 waits for barrier 1 on group '1'; not there: rank 1",
-        "  rank 1 waits for barrier 1 on group '2'; not there: rank 0",
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_what_ranks_wait_for(name: str, seed: int) -> None:
+    program, ranks = DEADLOCKS[name]
+    assert _message(program, len(ranks), seed).splitlines() == [
+        "run_ranks: no rank can go on:",
+        *(f"  rank {rank} {what}" for rank, what in enumerate(ranks)),
     ]
 
 
@@ -158,17 +149,6 @@ def test_a_wait_in_cpp(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         "  rank 0 is blocked outside of Python, and has not got allreduce 1 on group '0': "
         "float32 [1], sum; not there: rank 1",
         "  rank 1 waits for barrier 1 on group '1'; not there: rank 0",
-    ]
-
-
-def test_a_key_that_nobody_sets() -> None:
-    def run(rank: int) -> None:
-        if rank == 0:
-            distributed_c10d._get_default_store().get("key")
-
-    assert _message(run, 2).splitlines()[1:] == [
-        "  rank 0 waits for default_pg/0//key in the store",
-        "  rank 1 has returned",
     ]
 
 

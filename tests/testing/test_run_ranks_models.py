@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
-from torch_commhook.testing import (
-    DeadlockError,
-    MismatchedCollectiveError,
-    run_ranks,
-    scheduler,
-)
+from torch_commhook.testing import DeadlockError, run_ranks, scheduler
 
 
 def _net() -> Net:
@@ -41,21 +37,10 @@ def _ddp_with_a_hook_of_pytorch(rank: int) -> list[Any]:
     return train(model, rank)
 
 
-def _ddp_attached(rank: int) -> list[Any]:
-    model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
-    attach(model, hooks.cast(torch.bfloat16))
-    return train(model, rank)
-
-
-def _attached(rank: int) -> list[Any]:
-    model = _net()
-    attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB)
-    return train(model, rank)
-
-
-def _attached_cast(rank: int) -> list[Any]:
-    model = _net()
-    attach(model, hooks.cast(torch.float16), bucket_cap_mb=BUCKET_CAP_MB)
+def _attached(rank: int, hook: hooks.Hook, in_ddp: bool = False) -> list[Any]:
+    options = {"bucket_cap_mb": BUCKET_CAP_MB}
+    model: nn.Module = DDP(_net(), **options) if in_ddp else _net()
+    attach(model, hook, **({} if in_ddp else options))
     return train(model, rank)
 
 
@@ -78,12 +63,12 @@ def _dtensor(rank: int) -> list[Any]:
     return [product.to_local().detach(), rows.grad.full_tensor()]
 
 
-MODELS = {
+MODELS: dict[str, Callable[[int], list[Any]]] = {
     "ddp": _ddp,
     "ddp with a hook of PyTorch": _ddp_with_a_hook_of_pytorch,
-    "ddp attached": _ddp_attached,
-    "module attached": _attached,
-    "module attached, cast": _attached_cast,
+    "ddp attached": lambda rank: _attached(rank, hooks.cast(torch.bfloat16), in_ddp=True),
+    "module attached": lambda rank: _attached(rank, hooks.allreduce()),
+    "module attached, cast": lambda rank: _attached(rank, hooks.cast(torch.float16)),
     "fully_shard": _sharded,
     "dtensor": _dtensor,
 }
@@ -137,15 +122,6 @@ def test_a_rank_that_runs_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
             dist.recv(torch.ones(1), 0)
 
     with pytest.raises(DeadlockError, match="rank 1 waits for recv on group '0'"):
-        run_ranks(run, 2)
-
-
-def test_ranks_with_other_models() -> None:
-    def run(rank: int) -> None:
-        model = nn.Linear(3 + rank, 2)
-        dist.all_reduce(next(model.parameters()).detach())
-
-    with pytest.raises(MismatchedCollectiveError, match=r"rank 0: allreduce of float32 \[2, 3\]"):
         run_ranks(run, 2)
 
 

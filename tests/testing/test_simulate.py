@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from group_doubles import completed
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from torch_commhook import GradBucket, collectives, hooks, run_hook
+from torch_commhook import collectives, hooks
 from torch_commhook.metrics import ring_all_reduce_bytes
-from torch_commhook.testing import Simulation, run_ranks, simulate
+from torch_commhook.testing import simulate
 
 SHAPES = ((10, 20), (7,), (3, 4, 5))
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
@@ -65,19 +65,6 @@ def test_hooks(hook: Any, width: int, error: float, ranks: int) -> None:
     assert len(found.results) == ranks
     for own, untouched in zip(grads, before, strict=True):
         assert all(map(torch.equal, own, untouched))
-
-
-def _on_gloo(rank: int, hook: Any) -> list[list[float]]:
-    bucket = GradBucket([torch.zeros_like(g) for g in gradients(2)[rank]], gradients(2)[rank])
-    (flat,) = [run_hook(hook, None, bucket).wait()]
-    return [g.flatten().tolist() for g in bucket.pieces(flat)]
-
-
-@pytest.mark.parametrize("hook", [hooks.allreduce(), hooks.cast(torch.bfloat16)], ids=str)
-def test_as_on_gloo(two_ranks: RankPool, hook: Any) -> None:
-    expected = two_ranks.run(_on_gloo, hook)
-    results = simulate(hook, gradients(2)).results
-    assert [[g.flatten().tolist() for g in result] for result in results] == expected
 
 
 def test_several_dtypes_and_sparse_gradients() -> None:
@@ -205,9 +192,7 @@ def test_groups_that_a_hook_makes() -> None:
 
 def test_hooks_of_other_kinds() -> None:
     def scaled(factor: float, state: object, bucket: Any) -> Any:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result([bucket.buffer() * factor])
-        return future
+        return completed([bucket.buffer() * factor])
 
     grads = [[torch.ones(3, dtype=torch.complex64)]]
     found = simulate(functools.partial(scaled, 2), grads)
@@ -264,14 +249,6 @@ def test_a_hook_as_text() -> None:
     )
     assert as_text.wire_bytes == as_object.wire_bytes
     assert as_text.error == as_object.error > 0
-
-
-def test_inside_of_run_ranks() -> None:
-    def run(rank: int) -> Simulation:
-        return simulate(hooks.allreduce(), gradients(2))
-
-    with pytest.raises(RuntimeError, match="a rank must not call run_ranks"):
-        run_ranks(run, 2)
 
 
 def test_a_line() -> None:

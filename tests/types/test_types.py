@@ -9,12 +9,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from repository import ROOT
+from train_processes import finished
 
 from torch_commhook import codecs, hooks
 
@@ -33,16 +33,13 @@ def _run(folder: Path, *command: str) -> str:
     if importlib.util.find_spec(command[0]) is None:
         pytest.skip(f"needs {command[0]} (pip install {command[0]})")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "uses.py", "mistakes.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr  # 0: no mistakes; 2: the tool failed
-    return done.stdout
+    return finished(
+        *(sys.executable, "-m", *command, "uses.py", "mistakes.py"),
+        folder=folder,
+        code=1,  # 0: no mistakes; 2: the tool failed
+        environment=environment,
+        seconds=SECONDS,
+    ).stdout
 
 
 def _wrong_lines() -> set[tuple[str, int]]:

@@ -1,108 +1,34 @@
-"""Everything that ``fully_shard`` does keeps working with a hook attached."""
+"""Everything that ``fully_shard`` does keeps working with a hook attached.
+
+Each feature is tested for three properties. With ``allreduce()`` all bits are those of
+``fully_shard``. Hooks that compress are near the mean of the gradients. With error feedback, the
+sum of several steps is as near as one step: the next step brings what one has lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from rank_pool import RankPool
 from sharded_models import (
     Mesh,
+    Scenario,
     batch,
     by_layer,
-    differences,
     far,
     layers,
     loss_of,
     reference,
+    sgd_at,
     take_steps,
 )
-from sharded_scenarios import PLACES, SCENARIOS
+from sharded_ranks import on_ranks, run_on
+from sharded_scenarios import PLACES, SCENARIOS, unlike_plain
 
 from torch_commhook import attach, hooks
 
+#: Scenarios with gradients that are not the same in each step.
+_CHANGING = ("unused by turns", "unused by turns in one group")
 
-def _with_allreduce(rank: int, name: str, place: str) -> list[str]:
-    scenario, mesh = SCENARIOS[name], Mesh.of(place)
-    got = take_steps(scenario, mesh, rank, hooks.allreduce())
-    found = differences(got, take_steps(scenario, mesh, rank, None))
-    steps = 3 * scenario.backwards.get(mesh.kind, 1)
-    return found if got.stats.steps == steps else [*found, f"{got.stats.steps} steps"]
-
-
-@pytest.mark.parametrize(
-    ("name", "place"), [each for each in PLACES if SCENARIOS[each[0]].plain_works]
-)
-def test_allreduce_has_the_bits_of_fully_shard(ranks: RankPool, name: str, place: str) -> None:
-    assert ranks.run(_with_allreduce, name, place) == [[]] * ranks.world_size
-
-
-def _encodings(place: str) -> int:
-    """A reduce-scatter encodes once, an all-reduce twice."""
-    return 1 if place.startswith("fsdp") else 2
-
-
-def _near(rank: int, name: str, place: str) -> list[str]:
-    scenario, mesh = SCENARIOS[name], Mesh.of(place)
-    expected, largest = reference(scenario, int(place[-1]))
-    found = []
-    exact = take_steps(scenario, mesh, rank, hooks.allreduce(), rate=0.0, count=1, gather=True)
-    found += far(exact.whole[0], expected, scenario.rounding * largest, "allreduce")
-    # Half a step of int8, of the largest value that a block may have.
-    bound = (_encodings(place) * scenario.encodings * 0.51 / 127 + scenario.rounding) * largest
-    coded = take_steps(scenario, mesh, rank, hooks.blockwise(), rate=0.0, count=1, gather=True)
-    found += far(coded.whole[0], expected, bound, "blockwise")
-    return found
-
-
-_MEANS = [each for each in PLACES if SCENARIOS[each[0]].averages]
-
-
-def _long(is_long: Callable[[str, str], bool], places: list[tuple[str, str]]) -> list[Any]:
-    """Some of the cases are left to the long tests, which others resemble."""
-    return [
-        pytest.param(*each, marks=pytest.mark.long if is_long(*each) else []) for each in places
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "place"), _long(lambda name, place: place == "replicate-2", _MEANS)
-)
-def test_hooks_are_near_the_mean(ranks: RankPool, name: str, place: str) -> None:
-    assert ranks.run(_near, name, place) == [[]] * ranks.world_size
-
-
-def _feedback(rank: int, name: str, place: str) -> list[str]:
-    """What is lost in a step comes in the next: sums are near, however many steps there are."""
-    scenario, mesh = SCENARIOS[name], Mesh.of(place)
-    count = 6
-    expected, largest = reference(scenario, int(place[-1]))
-    hook = hooks.error_feedback(hooks.blockwise(bits=4))
-    done = take_steps(
-        scenario, mesh, rank, hook, rate=0.0, count=count, gather=True, same_batches=True
-    )
-    sums = [
-        None if any(each is None for each in steps) else sum(steps)
-        for steps in zip(*done.whole, strict=True)
-    ]
-    wanted = [None if each is None else count * each for each in expected]
-    # Half a step of int4, of a value with what was lost of the one before.
-    bound = _encodings(place) * scenario.encodings * 0.6 / 7 + count * scenario.rounding
-    found = far(sums, wanted, bound * largest, "the sum")
-    steps = count * scenario.backwards.get(mesh.kind, 1)
-    return found if done.state["steps"] == steps else [*found, f"{done.state['steps']} steps"]
-
-
-#: Whose gradients are the same in each step.
-_SAME = [
-    (name, place)
-    for name, place in _MEANS
-    if place != "fsdp-2" and name not in ("unused by turns", "unused by turns in one group")
-]
-
-
-#: Where memory is of other forms, or asked for otherwise, than in most.
+#: Scenarios with memory of another form, or with other calls of the hook, than most.
 _OF_OTHER_FORM = (
     "layers",
     "one group",
@@ -120,33 +46,83 @@ _OF_OTHER_FORM = (
 )
 
 
+def _far_from_the_mean(scenario: Scenario, place: str, rank: int) -> list[str]:
+    expected, largest = reference(scenario, int(place[-1]))
+    # A reduce-scatter encodes once, an all-reduce twice; half a step of int8 is lost each time, of
+    # the largest value that a block may have.
+    encodings = scenario.encodings * (1 if place.startswith("fsdp") else 2)
+    found = []
+    for hook, lost in ((hooks.allreduce(), 0.0), (hooks.blockwise(), 0.51 / 127)):
+        mesh = Mesh.of(place)
+        done = take_steps(scenario, mesh, rank, hook, optimizer=sgd_at(0.0), count=1, gather=True)
+        bound = (encodings * lost + scenario.rounding) * largest
+        found += far(done.whole[0], expected, bound, repr(hook))
+    return found
+
+
+def _not_fed_back(scenario: Scenario, place: str, rank: int) -> list[str]:
+    expected, largest = reference(scenario, int(place[-1]))
+    encodings = scenario.encodings * (1 if place.startswith("fsdp") else 2)
+    mesh, count = Mesh.of(place), 6
+    hook = hooks.error_feedback(hooks.blockwise(bits=4))
+    done = take_steps(
+        scenario,
+        mesh,
+        rank,
+        hook,
+        optimizer=sgd_at(0.0),
+        count=count,
+        gather=True,
+        same_batches=True,
+    )
+    sums = [
+        None if any(each is None for each in steps) else sum(steps)
+        for steps in zip(*done.whole, strict=True)
+    ]
+    wanted = [None if each is None else count * each for each in expected]
+    # Half a step of int4, of a value with the error of the one before.
+    bound = (encodings * 0.6 / 7 + count * scenario.rounding) * largest
+    found = far(sums, wanted, bound, "the sum")
+    assert scenario.backwards is not None
+    steps = count * scenario.backwards.get(mesh.kind, 1)
+    return found if done.state["steps"] == steps else [*found, f"{done.state['steps']} steps"]
+
+
+def _feature(rank: int, place: str, name: str) -> list[str]:
+    scenario = SCENARIOS[name]
+    found = unlike_plain(scenario, place, rank) if scenario.plain_works else []
+    if scenario.averages:
+        found += _far_from_the_mean(scenario, place, rank)
+        if place != "fsdp-2" and name not in _CHANGING:
+            found += _not_fed_back(scenario, place, rank)
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
-    _long(lambda name, place: name not in _OF_OTHER_FORM or place == "replicate-2", _SAME),
+    [
+        pytest.param(
+            name,
+            place,
+            marks=pytest.mark.long if place == "replicate-2" and name not in _OF_OTHER_FORM else [],
+        )
+        for name, place in PLACES
+    ],
 )
-def test_error_feedback_remembers_what_it_lost(ranks: RankPool, name: str, place: str) -> None:
-    assert ranks.run(_feedback, name, place) == [[]] * ranks.world_size
+def test_a_feature(request: pytest.FixtureRequest, name: str, place: str) -> None:
+    run_on(request, place, _feature, name)
 
 
-def _padding(rank: int) -> tuple[float, float]:
-    """The largest error that is remembered of the last rank's shard of the first layer.
-
-    Of seven rows that rank has one; two are padding.
-    """
+@on_ranks("fsdp-3")
+def test_nothing_is_remembered_of_padding(rank: int, place: str) -> None:
+    """The last rank's shard of the first layer has one of seven rows; two rows are padding."""
     model = layers()
-    by_layer(model, Mesh.of("fsdp-3"))
+    by_layer(model, Mesh.of(place))
     handle = attach(model, hooks.error_feedback(hooks.sign()))
     for number in range(3):
         loss_of(model(batch(rank, number))).backward()
     error = handle._attached.memory.bucket_memories()[-1].tensors["error"].view(3, -1)[2]
     handle.remove()
     weight, bias = error[:15].view(3, 5).abs(), error[15:].abs()
-    own = max(float(weight[0].max()), float(bias[0]))
-    return own, max(float(weight[1:].max()), float(bias[1:].max()))
-
-
-@pytest.mark.parametrize("place", ["fsdp-3"])
-def test_nothing_is_remembered_of_padding(ranks: RankPool, place: str) -> None:
-    for own, padding in ranks.run(_padding):
-        assert own > 0
-        assert padding == 0
+    assert max(float(weight[0].max()), float(bias[0])) > 0
+    assert not weight[1:].any() and not bias[1:].any()

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from pytorch_scenarios import PLACES, SCENARIOS
-from pytorch_training import train, unlike
 from rank_pool import RankPool
-from sharded_models import Mesh, local, reshard
+from sharded_models import Mesh, Training, by_layer, local, local_part, reshard, unlike
+from sharded_ranks import on_ranks, run_on
+from sharded_scenarios import unlike_plain
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, share_comm_ctx
+from torch.distributed.fsdp import share_comm_ctx
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_fsdp import MLPStack
 
@@ -29,11 +30,8 @@ from torch_commhook.collectives import exchange
 from torch_commhook.testing import run_ranks
 
 
-def _compare(rank: int, name: str, place: str) -> list[str]:
-    scenario = SCENARIOS[name]
-    expected, _ = train(scenario, place, rank, None)
-    got, steps = train(scenario, place, rank, lambda model: attach(model, hooks.allreduce()))
-    return unlike(got, expected) if steps else ["the hook took no part"]
+def _scenario(rank: int, place: str, name: str) -> list[str]:
+    return unlike_plain(SCENARIOS[name], place, rank)
 
 
 #: Which of the scenarios are run on a mesh of two dimensions, too, in the tests that are not long.
@@ -59,8 +57,8 @@ _ON_TWO_AXES = (
         for each in PLACES
     ],
 )
-def test_bits_of_fully_shard(ranks: RankPool, name: str, place: str) -> None:
-    assert ranks.run(_compare, name, place) == [[]] * ranks.world_size
+def test_bits_of_fully_shard(request: pytest.FixtureRequest, name: str, place: str) -> None:
+    run_on(request, place, _scenario, name)
 
 
 # ---- scenarios of another form -------------------------------------------------------------------
@@ -93,21 +91,22 @@ def test_three_dimensions(recompute: bool) -> None:
     assert unlike(run_ranks(_train_parallel, 8, recompute, hooks.allreduce()), expected) == []
 
 
-def _chained(rank: int, hooked: bool) -> list[Any]:
-    """Two roots in one step, as two stages of a pipeline are."""
+def _stack(place: str, **settings: Any) -> Any:
     torch.manual_seed(0)
-    mesh = Mesh.of("fsdp-3")
-    stages = [MLPStack(5), MLPStack(5)]
-    for stage in stages:
-        for part in stage:
-            mesh.apply(part)
-        mesh.apply(stage)
+    model = MLPStack(5)
+    by_layer(model, Mesh.of(place), **settings)
+    return model
+
+
+def _chained(rank: int, place: str, hooked: bool) -> list[Any]:
+    """Two roots in one step, as two stages of a pipeline are."""
+    stages = [_stack(place), _stack(place)]
     share_comm_ctx(stages)
     handles = [attach(stage, hooks.allreduce()) for stage in stages] if hooked else []
     optimizer = torch.optim.Adam([p for stage in stages for p in stage.parameters()], lr=1e-2)
     found: list[Any] = []
     for number in range(3):
-        hidden = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+        hidden = Training(stages[0], rank, number).batch(0, 4)
         for stage in stages:
             hidden = stage(hidden)
         hidden.sum().backward()
@@ -123,49 +122,14 @@ def _chained(rank: int, hooked: bool) -> list[Any]:
     return found
 
 
-def _compare_chained(rank: int) -> list[str]:
-    return unlike(_chained(rank, True), _chained(rank, False))
-
-
-@pytest.mark.parametrize("place", ["fsdp-3"])
-def test_models_that_share_their_communication(ranks: RankPool, place: str) -> None:
+@on_ranks("fsdp-3", "gloo-fsdp-3")
+def test_models_that_share_their_communication(rank: int, place: str) -> list[str]:
     """``training``: ``share_comm_ctx``, with a hook on each of the models."""
-    assert ranks.run(_compare_chained) == [[]] * 3
+    return unlike(_chained(rank, place, True), _chained(rank, place, False))
 
 
-def _alone(rank: int, hooked: bool) -> list[Any]:
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (1,))
-    model = MLPStack(5)
-    for part in model:
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if hooked:
-        attach(model, hooks.allreduce())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    found: list[Any] = []
-    for number in range(3):
-        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(number))).sum().backward()
-        found += [local(each.grad) for each in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def test_one_rank() -> None:
-    """``training``: a world of one rank."""
-    (expected,), (got,) = run_ranks(_alone, 1, False), run_ranks(_alone, 1, True)
-    assert unlike(got, expected) == []
-
-
-def _unfrozen(rank: int, hooked: bool) -> list[Any]:
-    """Layers that join the training in its last step."""
-    torch.manual_seed(0)
-    mesh = Mesh.of("fsdp-3")
-    model = MLPStack(5)
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
+def _unfrozen(rank: int, place: str, hooked: bool) -> list[Any]:
+    model = _stack(place)
     model[1].requires_grad_(False)
     handle = attach(model, hooks.allreduce()) if hooked else None
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -176,10 +140,9 @@ def _unfrozen(rank: int, hooked: bool) -> list[Any]:
             if handle is not None:
                 handle.remove()
                 handle = attach(model, hooks.allreduce())
-        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-        model(inputs).sum().backward()
+        model(Training(model, rank, number).batch(0, 4)).sum().backward()
         reshard(model)
-        found += [None if p.grad is None else local(p.grad) for p in model.parameters()]
+        found += [local_part(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
     if handle is not None:
@@ -187,23 +150,14 @@ def _unfrozen(rank: int, hooked: bool) -> list[Any]:
     return found
 
 
-def _compare_unfrozen(rank: int) -> list[str]:
-    return unlike(_unfrozen(rank, True), _unfrozen(rank, False))
+@on_ranks("fsdp-1", "fsdp-3")
+def test_parameters_that_are_unfrozen(rank: int, place: str) -> list[str]:
+    """``frozen``: with a hook, it is attached again before the last step; also on one rank."""
+    return unlike(_unfrozen(rank, place, True), _unfrozen(rank, place, False))
 
 
-@pytest.mark.parametrize("place", ["fsdp-3"])
-def test_parameters_that_are_unfrozen(ranks: RankPool, place: str) -> None:
-    """``frozen``: with a hook, it is attached again after that."""
-    assert ranks.run(_compare_unfrozen) == [[]] * 3
-
-
-def _unsharded_by_hand(rank: int, hooked: bool) -> list[Any]:
-    torch.manual_seed(0)
-    mesh = Mesh.of("fsdp-3")
-    model = MLPStack(5)
-    for part in model:
-        mesh.apply(part, reshard_after_forward=False)
-    mesh.apply(model, reshard_after_forward=False)
+def _unsharded_by_hand(rank: int, place: str, hooked: bool) -> list[Any]:
+    model = _stack(place, reshard_after_forward=False)
     handle = attach(model, hooks.allreduce()) if hooked else None
     found: list[Any] = []
     for number in range(3):
@@ -211,8 +165,7 @@ def _unsharded_by_hand(rank: int, hooked: bool) -> list[Any]:
         found += [[tuple(p.shape) for p in part.parameters()] for part in model]
         for waits in handles[:2]:
             waits.wait()
-        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-        loss = model(inputs).sum()
+        loss = model(Training(model, rank, number).batch(0, 4)).sum()
         for part in model:
             part.reshard()  # their backwards gather them again
         loss.backward()
@@ -224,14 +177,10 @@ def _unsharded_by_hand(rank: int, hooked: bool) -> list[Any]:
     return found
 
 
-def _compare_by_hand(rank: int) -> list[str]:
-    return unlike(_unsharded_by_hand(rank, True), _unsharded_by_hand(rank, False))
-
-
-@pytest.mark.parametrize("place", ["fsdp-3"])
-def test_unsharding_and_resharding_by_hand(ranks: RankPool, place: str) -> None:
+@on_ranks("fsdp-3")
+def test_unsharding_and_resharding_by_hand(rank: int, place: str) -> list[str]:
     """``comm``: ``unshard``, waited for or not, and ``reshard`` before backward."""
-    assert ranks.run(_compare_by_hand) == [[]] * 3
+    return unlike(_unsharded_by_hand(rank, place, True), _unsharded_by_hand(rank, place, False))
 
 
 # ---- how many collectives there are --------------------------------------------------------------
@@ -258,12 +207,7 @@ class _Exchanges(list[str]):
 
 def _counts(rank: int, place: str, name: str) -> dict[str, int]:
     """Collectives of the second step, as PyTorch's own mode counts them, and exchanges."""
-    torch.manual_seed(0)
-    mesh = Mesh.of(place)
-    model = MLPStack(5)
-    for part in model:
-        mesh.apply(part)
-    mesh.apply(model)
+    model = _stack(place)
     make = COUNTED[name]
     handle = None if make is None else attach(model, make())
     for _ in range(2):

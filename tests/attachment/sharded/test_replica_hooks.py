@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from cpp_libraries import library
 from rank_pool import RankPool
-from sharded_models import Mesh, by_layer, far, gradients_of_step, layers, same_bits
-from torch import Tensor, nn
+from sharded_models import far, gradients_of_step, layers, same_bits, sharded
+from sharded_ranks import on_ranks
+from torch import Tensor
 
 from torch_commhook import attach, codecs, hooks, load_cpp_hooks
 
@@ -19,15 +20,9 @@ PLACES = ["hsdp-4", "replicate-2"]
 STEPS = 5
 
 
-def _model(place: str) -> nn.Module:
-    model = layers()
-    by_layer(model, Mesh.of(place))
-    return model
-
-
 def _gradients(place: str, rank: int, hook: Any) -> tuple[list[list[Tensor]], Any]:
     """Of steps that leave the parameters where they are; and the hook's state."""
-    model = _model(place)
+    model = sharded(place)
     handle = None if hook is None else attach(model, hook)
     found = [gradients_of_step(model, rank, number) for number in range(STEPS)]
     state = None if handle is None else handle.state_dict()
@@ -67,7 +62,7 @@ def _adaptive(rank: int, place: str) -> list[str]:
     """Ranks of a shard settle on the same bits, under the budget."""
     expected, _ = _gradients(place, rank, None)
     budget = 80
-    model = _model(place)
+    model = sharded(place)
     handle = attach(model, hooks.adaptive(budget, every=2))
     found = []
     total = [torch.zeros_like(each) for each in expected[0]]
@@ -117,7 +112,8 @@ def test_hooks_of_buckets(ranks: RankPool, place: str, check: str) -> None:
     assert ranks.run(CHECKS[check], place) == [[]] * ranks.world_size
 
 
-def _in_nodes(rank: int, place: str) -> list[str]:
+@on_ranks("replicate-4")
+def test_hierarchical(rank: int, place: str) -> list[str]:
     """Four replicas on two nodes."""
     nodes = [dist.new_group(list(pair)) for pair in ((0, 1), (2, 3))]
     across = [dist.new_group(list(pair)) for pair in ((0, 2), (1, 3))]
@@ -132,16 +128,11 @@ def _in_nodes(rank: int, place: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("place", ["replicate-4"])
-def test_hierarchical(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_in_nodes, place) == [[]] * 4
-
-
 def _other_ranks(rank: int, place: str) -> str:
     """Groups of all ranks, where replicas of a shard are half of these."""
     alone = [dist.new_group([each]) for each in range(4)][rank]
     hook = hooks.hierarchical(codecs.blockwise(), intra_group=alone, inter_group=dist.group.WORLD)
-    model = _model(place)
+    model = sharded(place)
     try:
         attach(model, hook)
     except (RuntimeError, ValueError) as error:

@@ -26,6 +26,7 @@ from sharded_bytes import (
     INT4,
     INT8,
     SIGN_BLOCK,
+    UNEVEN,
     Attachment,
     Place,
     bytes_over,
@@ -40,15 +41,20 @@ from sharded_bytes import (
     numels,
     of_cases,
     of_chunks,
+    plain,
     quiet,
+    recorded_groups,
     ring,
     second_step,
     second_steps,
     some_long,
 )
+from sharded_models import Layers, Mesh, by_layer, loss_of
+from sharded_ranks import on_processes
 
-from torch_commhook import codecs, hooks
+from torch_commhook import attach, codecs, hooks
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
+from torch_commhook.metrics import HookStats
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.ranks import run_with_links
 
@@ -73,10 +79,13 @@ def test_uneven_reduce_scatters(ranks: int) -> None:
     place = Place(1, ranks)
     for name, of_ranks in second_steps(place, False, of_cases(CASES)).items():
         scattered = (ranks - 1) * sum(map(CASES[name].message, numels(place)))
-        gathered = 2 * (ranks - 1) * CASES[name].gathered * sum(numels(place))
+        whole = (ranks - 1) * CASES[name].gathered * sum(numels(place))
         for sent in of_ranks:
             assert (name, sent.stats.bytes_sent_last_step) == (name, scattered)
-            assert (name, sent.shards) == (name, scattered + gathered)
+            assert (name, sent.shards) == (name, scattered + 2 * whole)
+            if name != "int8 after a step":
+                assert (name, sent.stats.bytes_sent) == (name, 2 * scattered)
+                assert sent.stats.compression_ratio == pytest.approx(whole / scattered), name
 
 
 # ---- all-gathers of parameters -------------------------------------------------------------------
@@ -299,3 +308,52 @@ def test_collectives_of_chunks(name: str, ranks: int) -> None:
     for rank, (scattered, gathered) in enumerate(run_with_links(run, ranks, 0)[0]):
         assert scattered == sum(map(message, sizes)) - message(sizes[rank])
         assert gathered == (ranks - 1) * max(map(message, sizes))
+
+
+# ---- over Gloo -----------------------------------------------------------------------------------
+
+
+def _second_step_over_gloo(place: str, name: str, weights: Any = None) -> tuple[int, HookStats]:
+    """The bytes that this rank sends, without those that say that the step went well."""
+    with recorded_groups() as recorded:
+        model = Layers(*UNEVEN)
+        by_layer(model, Mesh.of(place))
+        options = {} if weights is None else {"weights": weights}
+        handle = attach(model, CASES[name].hook(), **options)
+        for _ in range(2):
+            for group in recorded.values():
+                group.clear()
+            loss_of(model(torch.randn(4, UNEVEN[0]))).backward()
+        sent = sum(
+            counters.bytes_sent
+            for group in recorded.values()
+            for operation, counters in group.counters.items()
+            if operation != "allreduce"
+        )
+        stats = handle.stats()
+        handle.remove()
+    return sent, stats
+
+
+@pytest.mark.parametrize(
+    ("name", "in_int4"), [("allreduce", False), ("int8", False), ("int8", True)]
+)
+@on_processes("fsdp-3")
+def test_reduce_scatters_over_gloo(rank: int, place: str, name: str, in_int4: bool) -> None:
+    """Parameters are gathered in int4, or as they are."""
+    of_weights = in_blocks(4, BLOCK) if in_int4 else plain(4)
+    sent, stats = _second_step_over_gloo(place, name, codecs.blockwise(bits=4) if in_int4 else None)
+    shards = numels(Place(1, 3))
+    scattered = 2 * sum(map(CASES[name].message, shards))
+    assert stats.bytes_sent_last_step == scattered
+    # Each layer's parameters are gathered in forward and in backward.
+    assert sent == scattered + 2 * 2 * sum(map(of_weights, shards))
+
+
+@pytest.mark.parametrize("name", ["allreduce", "int8"])
+@on_processes("hsdp-4")
+def test_all_reduces_over_gloo(rank: int, place: str, name: str) -> None:
+    of_mesh = Place(2, 2)
+    _, stats = _second_step_over_gloo(place, name)
+    averaged = sum(exchanged(CASES[name], numel, of_mesh, rank) for numel in numels(of_mesh))
+    assert (stats.bytes_sent_last_step, stats.bytes_sent) == (averaged, 2 * averaged)

@@ -14,10 +14,13 @@ from sharded_models import (
     Mesh,
     at_once,
     by_layer,
+    gradients_of_step,
     layers,
     local,
+    sharded,
 )
-from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
+from sharded_ranks import on_ranks
+from sharded_refusals import Custom, error_of, own_hook, still_plain
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -81,7 +84,10 @@ if hasattr(FSDPModule, "set_manual_backward_finalization"):
     )
 
 
-def _changed(rank: int, name: str, stepped: bool) -> list[str]:
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks("fsdp-2")
+def test_a_model_that_changes(rank: int, place: str, name: str, stepped: bool) -> None:
     shard, change, message = CHANGES[name]
     model = layers()
     shard(model)
@@ -89,40 +95,31 @@ def _changed(rank: int, name: str, stepped: bool) -> list[str]:
         warnings.simplefilter("ignore")  # of parameters that nobody has sharded
         handle = attach(model, hooks.blockwise())
     if stepped:
-        gradients_of(model, rank)
-    found = []
+        gradients_of_step(model, rank)
     try:
         change(model)
     except Exception as error:  # PyTorch refuses it, once a forward has run
-        return [] if stepped else [f"{type(error).__name__}: {error}"]
-    error = error_of(lambda: gradients_of(model, rank))
+        assert stepped, f"{type(error).__name__}: {error}"
+    error = error_of(lambda: gradients_of_step(model, rank))
     if stepped and "requires running forward through the root" in error:
         return []  # by PyTorch
-    if message not in error or "RuntimeError" not in error:
-        found.append(error)
+    assert message in error and "RuntimeError" in error, error
     handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_changes(two_ranks: RankPool, name: str, stepped: bool) -> None:
-    assert two_ranks.run(_changed, name, stepped) == [[], []]
 
 
 # ---- ranks that differ ---------------------------------------------------------------------------
 
 
 def _differ_in_hook(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-    return new_model("fsdp-2"), {"hook": hooks.allreduce() if rank else hooks.blockwise()}
+    return sharded("fsdp-2"), {"hook": hooks.allreduce() if rank else hooks.blockwise()}
 
 
 def _differ_in_settings(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-    return new_model("fsdp-2"), {"hook": hooks.blockwise(bits=4 if rank else 8)}
+    return sharded("fsdp-2"), {"hook": hooks.blockwise(bits=4 if rank else 8)}
 
 
 def _differ_in_weights(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-    return new_model("fsdp-2"), {"weights": codecs.blockwise() if rank else None}
+    return sharded("fsdp-2"), {"weights": codecs.blockwise() if rank else None}
 
 
 def _differ_in_groups(rank: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -138,7 +135,7 @@ def _differ_in_parameters(rank: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _differ_in_frozen(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-    model = new_model("fsdp-2")
+    model = sharded("fsdp-2")
     model[0].bias.requires_grad_(rank == 0)
     return model, {}
 
@@ -152,7 +149,7 @@ def _differ_in_reduce_dtype(rank: int) -> tuple[nn.Module, dict[str, Any]]:
 
 def _differ_in_refusal(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     """One rank's hook is refused."""
-    return new_model("fsdp-2"), {"hook": hooks.allreduce() if rank else own_hook}
+    return sharded("fsdp-2"), {"hook": hooks.allreduce() if rank else own_hook}
 
 
 def _differ_in_meta(rank: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -179,7 +176,7 @@ DIFFERENT = {
 def _different(rank: int, name: str) -> tuple[str, bool]:
     model, settings = DIFFERENT[name](rank)
     hook = settings.pop("hook", hooks.allreduce())
-    return error_of(lambda: attach(model, hook, **settings)), still_plain(new_model("fsdp-2"), rank)
+    return error_of(lambda: attach(model, hook, **settings)), still_plain(sharded("fsdp-2"), rank)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -210,7 +207,7 @@ def test_meshes_that_differ(ranks: RankPool, place: str) -> None:
 
 def _replica_differs(rank: int) -> str:
     """What differs on another replica, at another place, is found across both axes."""
-    model = new_model("hsdp-4")
+    model = sharded("hsdp-4")
     return error_of(lambda: attach(model, hooks.blockwise(bits=4 if rank == 3 else 8)))
 
 
@@ -240,10 +237,10 @@ def test_parameters_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
 
 
 def _stage(rank: int, place: str, name: str) -> str:
-    model = new_model(place)
+    model = sharded(place)
     handle = attach(model, hooks.allreduce())
     message = error_of(lambda: getattr(handle, name)(lambda *arguments: None))
-    gradients_of(model, rank)
+    gradients_of_step(model, rank)
     handle.remove()
     return message
 
@@ -266,7 +263,7 @@ def _hooks_of_parameters(rank: int) -> list[bool]:
     """What they find and write, with the library's hook and with none."""
     found = []
     for hook in (None, hooks.allreduce()):
-        model = new_model("fsdp-2")
+        model = sharded("fsdp-2")
         handle = None if hook is None else attach(model, hook)
         means: list[Tensor] = []
         for parameter in model.parameters():
@@ -276,7 +273,7 @@ def _hooks_of_parameters(rank: int) -> list[bool]:
                     parameter.grad.mul_(3),
                 )
             )
-        found.append([*gradients_of(model, rank), *means])
+        found.append([*gradients_of_step(model, rank), *means])
         if handle is not None:
             handle.remove()
     plain, hooked = found
@@ -302,7 +299,7 @@ def test_hooks_around_an_all_reduce(two_ranks: RankPool, name: str, works: bool)
 
 
 def _join(rank: int) -> str:
-    handle = attach(new_model("fsdp-2"), hooks.allreduce())
+    handle = attach(sharded("fsdp-2"), hooks.allreduce())
     message = error_of(handle.join)
     handle.remove()
     return message
@@ -314,7 +311,7 @@ def test_join(two_ranks: RankPool) -> None:
 
 
 def _attached_twice(rank: int) -> list[str]:
-    model = new_model("fsdp-2")
+    model = sharded("fsdp-2")
     handle = attach(model, hooks.allreduce())
     found = [error_of(lambda: attach(model, hooks.allreduce()))]
     found.append(error_of(lambda: attach(model[0], hooks.allreduce())))

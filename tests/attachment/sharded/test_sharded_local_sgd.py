@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from sharded_bytes import recorded_groups
 from sharded_local import (
     INT4,
     MEAN,
@@ -18,15 +18,26 @@ from sharded_local import (
     between_replicas,
     farthest,
     one_step,
-    same,
     sgd,
-    sharded,
     shards_of,
     values,
     whole_values,
 )
-from sharded_models import Mesh, at_once, batch, by_layer, layers, local, loss_of, take_steps
+from sharded_models import (
+    Mesh,
+    Steps,
+    at_once,
+    batch,
+    by_layer,
+    layers,
+    local,
+    loss_of,
+    same_bits,
+    sharded,
+    take_steps,
+)
 from sharded_models import reshard as reshard_model
+from sharded_ranks import GLOO, on_processes, on_ranks, run_on
 from sharded_scenarios import PLACES as SCENARIO_PLACES
 from sharded_scenarios import SCENARIOS
 from torch import Tensor, nn
@@ -34,79 +45,63 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_commhook import attach, codecs, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
-from torch_commhook.process_group.recording import RecordingProcessGroup
-from torch_commhook.step.step_group import StepGroup
 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
 def _is_diloco(
     rank: int, place: str, make_optimizer: Any, outer: outer_sgd, **settings: Any
-) -> list[str]:
+) -> None:
     expected = Reference(place, make_optimizer, 3, outer)
     model = sharded(place)
     handle = attach(model, local_sgd(3, outer=outer), **settings)
     optimizer = make_optimizer(model.parameters())
-    found = []
     for number in range(8):
         one_step(model, optimizer, rank, number)
         expected.step()
-        got = whole_values(model)
-        if not (distance := farthest(got, expected.values(rank))) < 3e-5:
-            found.append(f"step {number}: {distance} from the reference")
-        together = between_replicas(values(model), rank, place)
-        if together != (number % 3 == 2):
-            found.append(f"step {number}: {'together' if together else 'apart'}")
+        assert farthest(whole_values(model), expected.values(rank)) < 3e-5, number
+        assert between_replicas(values(model), rank, place) == (number % 3 == 2), number
     handle.synchronize()
     expected.exchange()
-    if not (distance := farthest(whole_values(model), expected.values(rank))) < 3e-5:
-        found.append(f"in the end: {distance} from the reference")
-    if not between_replicas(values(model), rank, place):
-        found.append("in the end apart")
+    assert farthest(whole_values(model), expected.values(rank)) < 3e-5
     before = values(model)
+    assert between_replicas(before, rank, place)
     handle.synchronize()
-    if not same(before, values(model)):
-        found.append("synchronize() moves what is together")
-    if handle.stats().steps != 3:
-        found.append(f"{handle.stats().steps} exchanges")
+    assert same_bits(before, values(model))  # nothing moves what is together
+    assert handle.stats().steps == 3
     handle.remove()
-    return found
 
 
 @pytest.mark.parametrize("outer", [outer_sgd(), MEAN, outer_sgd(0.5, 0.5, nesterov=False)])
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("place", PLACES)
+@on_ranks(*PLACES)
 def test_it_is_diloco_on_replicas(
-    ranks: RankPool, place: str, make_optimizer: Any, outer: outer_sgd
+    rank: int, place: str, make_optimizer: Any, outer: outer_sgd
 ) -> None:
-    assert ranks.run(_is_diloco, place, make_optimizer, outer) == [[]] * ranks.world_size
+    _is_diloco(rank, place, make_optimizer, outer)
 
 
-def _with_all_settings(rank: int) -> list[str]:
-    return _is_diloco(rank, "hsdp-4", sgd, MEAN, shard_hook=hooks.allreduce())
+@on_ranks("hsdp-4")
+def test_with_a_shard_hook(rank: int, place: str) -> None:
+    _is_diloco(rank, place, sgd, MEAN, shard_hook=hooks.allreduce())
 
 
-@pytest.mark.parametrize("place", ["hsdp-4"])
-def test_with_a_shard_hook(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_with_all_settings) == [[]] * 4
-
-
-def _h_is_one(rank: int, name: str, place: str) -> list[str]:
+def _h_is_one(rank: int, place: str, name: str) -> None:
     """A round of one step of SGD, and the mean of what comes of it: the mean of the gradients."""
-    scenario, mesh = SCENARIOS[name], Mesh.of(place)
-    expected = take_steps(scenario, mesh, rank, hooks.allreduce())
-    got = take_steps(scenario, mesh, rank, local_sgd(1, outer=MEAN))
-    start = take_steps(scenario, mesh, rank, hooks.allreduce(), count=0).parameters
+    scenario = SCENARIOS[name]
+
+    def trained(hook: Any, count: int) -> Steps:
+        return take_steps(scenario, Mesh.of(place), rank, hook, count=count)
+
+    expected, got = trained(hooks.allreduce(), 3), trained(local_sgd(1, outer=MEAN), 3)
+    start = trained(hooks.allreduce(), 0).parameters
     moved = farthest(expected.parameters, start)
-    found = [] if moved > 1e-3 else ["no parameter moves"]
+    assert moved > 1e-3
     # A parameter of 16 bits is rounded in each step.
     ulp = max(torch.finfo(each.dtype).eps for each in start)
     bound = 3 * scenario.rounding * moved + 4 * ulp
-    if not (distance := farthest(got.parameters, expected.parameters)) <= bound:
-        found.append(f"{distance} is more than {bound}")
-    if got.stats.steps != 3:
-        found.append(f"{got.stats.steps} exchanges in 3 steps")
-    return found
+    assert farthest(got.parameters, expected.parameters) <= bound
+    assert got.stats.steps == 3
 
 
 #: Where gradients, steps or memory are of other forms than in most.
@@ -137,21 +132,35 @@ _NEAR = [
     pytest.param(
         name,
         place,
-        marks=[] if place == "hsdp-4" and name in _OF_OTHER_FORM else pytest.mark.long,
+        marks=[] if place.endswith("hsdp-4") and name in _OF_OTHER_FORM else pytest.mark.long,
     )
     for name, place in SCENARIO_PLACES
-    if place in PLACES and SCENARIOS[name].averages
+    if place.removeprefix(GLOO) in PLACES and SCENARIOS[name].averages
 ]
 
 
 @pytest.mark.parametrize(("name", "place"), _NEAR)
-def test_with_h_1_it_is_sgd_on_all_batches(ranks: RankPool, name: str, place: str) -> None:
-    assert ranks.run(_h_is_one, name, place) == [[]] * ranks.world_size
+def test_with_h_1_it_is_sgd_on_all_batches(
+    request: pytest.FixtureRequest, name: str, place: str
+) -> None:
+    run_on(request, place, _h_is_one, name)
 
 
-def _gradients_of_a_replica(
+@pytest.mark.parametrize(
+    ("policy", "factor", "only_sums"),
+    [
+        ({}, None, False),
+        ({}, None, True),
+        ({}, 3.0, False),
+        ({"reduce_dtype": torch.bfloat16}, None, False),
+        ({"reduce_dtype": torch.float16}, None, False),
+        ({"reduce_dtype": torch.float16}, 8.0, False),
+    ],
+)
+@on_ranks("hsdp-4")
+def test_gradients_are_the_replicas_own(
     rank: int, place: str, policy: dict[str, Any], factor: float | None, only_sums: bool
-) -> list[str]:
+) -> None:
     """In between they are what a model of this replica's ranks alone has."""
     which = rank // shards_of(place)
     model = sharded(place, mp_policy=MixedPrecisionPolicy(**policy))
@@ -174,26 +183,7 @@ def _gradients_of_a_replica(
     expected = [scale * p.grad for p in alone.parameters()]
     largest = max(float(each.abs().max()) for each in expected)
     bound = (0.03 if policy else 1e-5) * largest
-    distance = farthest(got, expected)
-    return [] if distance <= bound else [f"{distance} is more than {bound}"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "factor", "only_sums"),
-    [
-        ({}, None, False),
-        ({}, None, True),
-        ({}, 3.0, False),
-        ({"reduce_dtype": torch.bfloat16}, None, False),
-        ({"reduce_dtype": torch.float16}, None, False),
-        ({"reduce_dtype": torch.float16}, 8.0, False),
-    ],
-)
-@pytest.mark.parametrize("place", ["hsdp-4"])
-def test_gradients_are_the_replicas_own(
-    ranks: RankPool, place: str, policy: Any, factor: float | None, only_sums: bool
-) -> None:
-    assert ranks.run(_gradients_of_a_replica, place, policy, factor, only_sums) == [[]] * 4
+    assert farthest(got, expected) <= bound
 
 
 _COMPRESSED: dict[str, Callable[[], Any]] = {
@@ -205,48 +195,37 @@ _COMPRESSED: dict[str, Callable[[], Any]] = {
 }
 
 
-def _compressed(rank: int, place: str, name: str, error_reset: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("name", "error_reset"),
+    [(name, False) for name in _COMPRESSED] + [("int4 with feedback", True)],
+)
+@on_ranks(*PLACES)
+def test_distances_are_compressed(rank: int, place: str, name: str, error_reset: bool) -> None:
     """Near the uncompressed rounds, and the same bits in all replicas."""
     expected = Reference(place, sgd, 2, MEAN)
     model = sharded(place)
     hook = local_sgd(2, outer=MEAN, hook=_COMPRESSED[name](), error_reset=error_reset)
     handle = attach(model, hook)
     optimizer = sgd(model.parameters())
-    found = []
     start = whole_values(model)
     for number in range(16):
         one_step(model, optimizer, rank, number)
         expected.step()
-    if error_reset == between_replicas(values(model), rank, place):
-        found.append("apart" if not error_reset else "together")
+    assert between_replicas(values(model), rank, place) != error_reset
     handle.synchronize()
-    if not between_replicas(values(model), rank, place):
-        found.append("apart in the end")
+    assert between_replicas(values(model), rank, place)
     got = whole_values(model)
     moved = farthest(start, expected.values(rank))
-    if not (distance := farthest(got, expected.values(rank))) < 0.35 * moved:
-        found.append(f"{distance} from the reference, which has moved by {moved}")
-    if any(bool(each.isnan().any()) for each in got):
-        found.append("NaN")
+    assert farthest(got, expected.values(rank)) < 0.35 * moved
+    assert not any(bool(each.isnan().any()) for each in got)
     handle.remove()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "error_reset"),
-    [(name, False) for name in _COMPRESSED] + [("int4 with feedback", True)],
-)
-@pytest.mark.parametrize("place", PLACES)
-def test_distances_are_compressed(
-    ranks: RankPool, place: str, name: str, error_reset: bool
-) -> None:
-    assert ranks.run(_compressed, place, name, error_reset) == [[]] * ranks.world_size
 
 
 # ---- traffic -------------------------------------------------------------------------------------
 
 
-def _replicas_go_alone(rank: int, place: str) -> list[str]:
+@on_processes("hsdp-4", "replicate-2")
+def test_replicas_do_not_wait_for_one_another(rank: int, place: str) -> None:
     """A replica takes its steps while the other one does nothing at all."""
     world = dist.group.WORLD
     assert world is not None
@@ -262,9 +241,8 @@ def _replicas_go_alone(rank: int, place: str) -> list[str]:
     if is_first:
         store.set(f"{key}, {rank}", "yes")
     one_step(model, optimizer, rank, 3)
-    found = [] if between_replicas(values(model), rank, place) else ["apart"]
+    assert between_replicas(values(model), rank, place)
     handle.remove()
-    return found
 
 
 _turns = 0
@@ -280,72 +258,48 @@ def _weights(place: str) -> dict[str, Any]:
     return {} if place.startswith("replicate") else {"weights": codecs.blockwise()}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_replicas_do_not_wait_for_one_another(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_replicas_go_alone, place) == [[]] * ranks.world_size
+@pytest.mark.parametrize("name", ["blockwise", "int4 with feedback"])
+@on_processes(*PLACES)
+def test_nothing_crosses_between_exchanges(rank: int, place: str, name: str) -> None:
+    """Between replicas, as the group counts it and as the statistics say."""
+    replicas = {rank, (rank + shards_of(place)) % int(place[-1])}
 
+    def is_across(parent: dist.ProcessGroup) -> bool:
+        return replicas <= set(dist.get_process_group_ranks(parent))
 
-def _sent(rank: int, place: str, name: str) -> list[Any]:
-    """What is sent across replicas in each step, as the group counts it, and the statistics."""
-    recorded: dict[Any, RecordingProcessGroup] = {}
-    inner = StepGroup.group_for
-
-    def group_for(step_group: StepGroup, device: torch.device) -> dist.ProcessGroup:
-        group = inner(step_group, device)
-        ranks_of = set(dist.get_process_group_ranks(step_group.parent))
-        if not {rank, (rank + shards_of(place)) % int(place[-1])} <= ranks_of:
-            return group
-        if group not in recorded:
-            recorded[group] = RecordingProcessGroup(group)
-        return recorded[group]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(StepGroup, "group_for", group_for)
+    with recorded_groups(is_across) as recorded:
         model = sharded(place)
         handle = attach(model, local_sgd(4, hook=_COMPRESSED[name]()))
         optimizer = sgd(model.parameters())
-        found: list[Any] = []
+        sent = []
         for number in range(8):
             before = sum(group.total.bytes_sent for group in recorded.values())
             one_step(model, optimizer, rank, number)
-            after = sum(group.total.bytes_sent for group in recorded.values())
-            found.append(after - before)
+            sent.append(sum(group.total.bytes_sent for group in recorded.values()) - before)
         stats = handle.stats()
         handle.remove()
-    return [found, stats.steps, stats.bytes_sent, stats.bytes_scattered > 0]
+    assert sent[:3] == sent[4:7] == [0, 0, 0]
+    assert sent[3] == sent[7] > 0
+    assert (stats.steps, stats.bytes_sent) == (2, sent[3] + sent[7])
+    assert (stats.bytes_scattered > 0) == place.startswith("hsdp")
 
 
-@pytest.mark.parametrize("name", ["blockwise", "int4 with feedback"])
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_crosses_between_exchanges(ranks: RankPool, place: str, name: str) -> None:
-    for sent, steps, counted, scattered in ranks.run(_sent, place, name):
-        assert sent[:3] == sent[4:7] == [0, 0, 0]
-        assert sent[3] == sent[7] > 0
-        assert (steps, counted) == (2, sent[3] + sent[7])
-        assert scattered == place.startswith("hsdp")
-
-
-def _bytes_of_float32(rank: int, place: str) -> tuple[int, int]:
+@on_ranks(*PLACES)
+def test_bytes_are_those_of_the_formula(rank: int, place: str) -> None:
+    """``2 (R - 1) / (R W H)`` values of each parameter's element in a step, here of even shards."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     by_layer(model, Mesh.of(place))
     handle = attach(model, local_sgd(2))
     optimizer = sgd(model.parameters())
-    for _ in range(4):
+    steps, replicas, every = 4, 2, 2
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
-    stats = handle.stats()
+    numel = sum(p.numel() for p in model.parameters())
+    values_sent = 2 * (replicas - 1) / (replicas * shards_of(place) * every) * numel * steps
+    assert handle.stats().bytes_sent == 4 * values_sent
     handle.remove()
-    return stats.bytes_sent, sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_bytes_are_those_of_the_formula(ranks: RankPool, place: str) -> None:
-    """``2 (R - 1) / (R W H)`` values of each parameter's element in a step, here of even shards."""
-    for sent, numel in ranks.run(_bytes_of_float32, place):
-        steps, replicas, every = 4, 2, 2
-        values_sent = 2 * (replicas - 1) / (replicas * shards_of(place) * every) * numel * steps
-        assert sent == 4 * values_sent
 
 
 # ---- what a step is ------------------------------------------------------------------------------
@@ -362,7 +316,8 @@ class _One(nn.Module):
         return self.layer(inputs)
 
 
-def _empty_shards(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_shards_that_are_empty(rank: int, place: str) -> None:
     torch.manual_seed(0)
     model = _One()
     by_layer(model, Mesh.of(place))
@@ -375,19 +330,13 @@ def _empty_shards(rank: int, place: str) -> list[str]:
             loss_of(model(batch(rank, 3 * number + part))).backward()
         optimizer.step()
         exchanges.append(handle.stats().steps)
-    found = [] if exchanges == [0, 1, 1, 2] else [f"exchanges after {exchanges}"]
-    if not between_replicas(values(model), rank, place):
-        found.append("apart")
+    assert exchanges == [0, 1, 1, 2]
+    assert between_replicas(values(model), rank, place)
     handle.remove()
-    return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_shards_that_are_empty(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_empty_shards, place) == [[]] * ranks.world_size
-
-
-def _skipped(rank: int, place: str) -> list[int]:
+@on_ranks(*PLACES)
+def test_steps_that_are_skipped(rank: int, place: str) -> None:
     """Steps that no optimizer takes, as where ``GradScaler`` skips them."""
     model = sharded(place)
     handle = attach(model, local_sgd(2))
@@ -400,16 +349,12 @@ def _skipped(rank: int, place: str) -> list[int]:
             optimizer.step()
         exchanges.append(handle.stats().steps)
     handle.remove()
-    return exchanges
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_steps_that_are_skipped(ranks: RankPool, place: str) -> None:
     # The first is noticed when the second one's forward begins, which its own step makes a round.
-    assert ranks.run(_skipped, place) == [[0, 1, 1, 2, 2]] * ranks.world_size
+    assert exchanges == [0, 1, 1, 2, 2]
 
 
-def _by_hand(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_updates_by_hand(rank: int, place: str) -> None:
     model, other = sharded(place), sharded(place)
     handles = [attach(each, local_sgd(2, outer=MEAN)) for each in (model, other)]
     optimizer = torch.optim.SGD(other.parameters(), lr=0.02)
@@ -422,21 +367,15 @@ def _by_hand(rank: int, place: str) -> list[str]:
         one_step(other, optimizer, rank, number)
     for handle in handles:
         handle.synchronize()
-    found = [] if farthest(values(model), values(other)) < 1e-6 else ["other parameters"]
-    if not between_replicas(values(model), rank, place):
-        found.append("apart")
-    found += [f"{h.stats().steps} exchanges" for h in handles if h.stats().steps != 2]
+    assert farthest(values(model), values(other)) < 1e-6
+    assert between_replicas(values(model), rank, place)
+    assert [handle.stats().steps for handle in handles] == [2, 2]
     for handle in handles:
         handle.remove()
-    return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_updates_by_hand(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_by_hand, place) == [[]] * ranks.world_size
-
-
-def _evaluated(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_a_forward_after_an_exchange(rank: int, place: str) -> None:
     """What an evaluation has gathered is not what the next forward computes with."""
     model = layers()
     at_once(model, Mesh.of(place))
@@ -455,34 +394,22 @@ def _evaluated(rank: int, place: str) -> list[str]:
             parameter.copy_(value)
         expected = plain(inputs)
     handle.remove()
-    found = [] if torch.allclose(after, expected, atol=1e-6) else ["computed with what was"]
-    return found if not torch.allclose(before, after, atol=1e-6) else [*found, "nothing has moved"]
+    assert torch.allclose(after, expected, atol=1e-6)
+    assert not torch.allclose(before, after, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_forward_after_an_exchange(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_evaluated, place) == [[]] * ranks.world_size
-
-
-def _stages(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_hooks_around_the_hook(rank: int, place: str) -> None:
     """Hooks around the hook see the gradients of each backward."""
     model, plain = sharded(place), sharded(place)
     handles = [attach(each, local_sgd(8)) for each in (model, plain)]
     handles[0].register_prehook(lambda gradients: tuple(2 * each for each in gradients))
-    found = []
     for number in range(2):
         for each in (model, plain):
             each.zero_grad()
             loss_of(each(batch(rank, number))).backward()
             reshard_model(each)
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        if not all(torch.equal(local(a.grad), 2 * local(b.grad)) for a, b in pairs):
-            found.append(f"step {number}")
+        assert all(torch.equal(local(a.grad), 2 * local(b.grad)) for a, b in pairs)
     for handle in handles:
         handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_hooks_around_the_hook(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_stages, place) == [[]] * ranks.world_size

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from rank_pool import RankPool
 from sharded_local import (
     INT4,
     MEAN,
@@ -21,18 +19,20 @@ from sharded_local import (
     farthest,
     goes_on,
     one_step,
-    same,
     sgd,
-    sharded,
+    tensors_by_path,
     values,
     whole_values,
 )
-from sharded_models import Mesh, batch, by_layer, layers, loss_of
+from sharded_models import layers, same_bits, sharded
+from sharded_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 from torch_commhook import attach, hooks, reshard_states
 from torch_commhook.hooks import local_sgd, outer_sgd
+from torch_commhook.testing import run_ranks
 
 _HOOKS: dict[str, Callable[[], Any]] = {
     "uncompressed": lambda: local_sgd(3),
@@ -48,46 +48,33 @@ _HOOKS: dict[str, Callable[[], Any]] = {
 # ---- saved and loaded ----------------------------------------------------------------------------
 
 
-def _goes_on(rank: int, place: str, name: str, steps: int, folder: str | None) -> list[str]:
-    return goes_on(rank, place, _HOOKS[name], steps, 4, folder)
-
-
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("name", _HOOKS)
-@pytest.mark.parametrize("place", PLACES)
-def test_training_goes_on(ranks: RankPool, place: str, name: str, steps: int) -> None:
-    assert ranks.run(_goes_on, place, name, steps, None) == [[]] * ranks.world_size
+@on_ranks(*PLACES)
+def test_training_goes_on(rank: int, place: str, name: str, steps: int) -> None:
+    goes_on(rank, place, _HOOKS[name], steps, 4)
 
 
 @pytest.mark.parametrize("name", ["int4", "powersgd"])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_distributed_checkpoint(ranks: RankPool, place: str, name: str, tmp_path: Path) -> None:
-    found = ranks.run(_goes_on, place, name, 4, str(tmp_path / "state"))
-    assert found == [[]] * ranks.world_size
+@on_processes(*PLACES)
+def test_a_distributed_checkpoint(rank: int, place: str, name: str, tmp_path: Path) -> None:
+    goes_on(rank, place, _HOOKS[name], 4, 4, tmp_path)
 
 
-def _after_removal(rank: int, place: str) -> bool:
+@on_ranks(*PLACES)
+def test_a_state_of_a_hook_that_was_removed(rank: int, place: str) -> None:
     model = sharded(place)
     handle = attach(model, local_sgd(4))
-    optimizer = sgd(model.parameters())
-    one_step(model, optimizer, rank, 0)
-    before = handle.state_dict()
+    one_step(model, sgd(model.parameters()), rank, 0)
+    before = tensors_by_path(handle.state_dict()[f"rank{rank}"])
     handle.remove()
-    after = handle.state_dict()
-    own = f"rank{rank}"
-    return before[own].keys() == after[own].keys() and all(
-        torch.equal(tensor, after[own][kind][name])
-        for kind, tensors in before[own].items()
-        for name, tensor in tensors.items()
-    )
+    after = tensors_by_path(handle.state_dict()[f"rank{rank}"])
+    assert list(before) == list(after)
+    assert same_bits(list(before.values()), list(after.values()))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_of_a_hook_that_was_removed(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_after_removal, place) == [True] * ranks.world_size
-
-
-def _refused_on_one_rank(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_a_state_that_one_rank_refuses(rank: int, place: str) -> None:
     """All raise, and go on as before."""
     model, plain = sharded(place), sharded(place)
     handles = [attach(each, local_sgd(2)) for each in (model, plain)]
@@ -95,27 +82,15 @@ def _refused_on_one_rank(rank: int, place: str) -> list[str]:
     state = copy.deepcopy(handles[0].state_dict())
     if rank == 1:
         del state[f"rank{rank}"]["local_sgd_parameter"]["0.weight"]
-    found = []
     for number in range(4):
         if number == 1:
-            try:
+            with pytest.raises((ValueError, RuntimeError), match=r"0\.weight"):
                 handles[0].load_state_dict(state)
-                found.append("nothing raised")
-            except (ValueError, RuntimeError) as error:
-                if "0.weight" not in str(error):
-                    found.append(str(error))
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             one_step(each, optimizer, rank, number)
-        if not same(values(model), values(plain)):
-            found.append(f"step {number}")
+        assert same_bits(values(model), values(plain)), number
     for handle in handles:
         handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_that_one_rank_refuses(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_refused_on_one_rank, place) == [[]] * ranks.world_size
 
 
 # ---- parameters that are loaded ------------------------------------------------------------------
@@ -127,50 +102,35 @@ def _other_values() -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=draw) / 3 for name, p in named}
 
 
-def _by_load_state_dict(model: nn.Module, folder: str) -> None:
-    plain = layers()
-    plain.load_state_dict(_other_values())
-    own = model.state_dict()
+def _put_into(own: dict[str, Any]) -> dict[str, Any]:
     for name, value in _other_values().items():
-        own[name] = torch.distributed.tensor.distribute_tensor(
-            value, own[name].device_mesh, own[name].placements
-        )
-    model.load_state_dict(own)
+        own[name] = distribute_tensor(value, own[name].device_mesh, own[name].placements)
+    return own
 
 
-def _by_assignment(model: nn.Module, folder: str) -> None:
-    own = model.state_dict()
-    for name, value in _other_values().items():
-        own[name] = torch.distributed.tensor.distribute_tensor(
-            value, own[name].device_mesh, own[name].placements
-        )
-    model.load_state_dict(own, assign=True)
+def _by_load_state_dict(model: nn.Module, folder: Path) -> None:
+    model.load_state_dict(_put_into(model.state_dict()))
 
 
-def _by_set_model_state_dict(model: nn.Module, folder: str) -> None:
-    own = get_model_state_dict(model)
-    for name, value in _other_values().items():
-        own[name] = torch.distributed.tensor.distribute_tensor(
-            value, own[name].device_mesh, own[name].placements
-        )
-    set_model_state_dict(model, own)
+def _by_assignment(model: nn.Module, folder: Path) -> None:
+    model.load_state_dict(_put_into(model.state_dict()), assign=True)
 
 
-def _in_place(model: nn.Module, folder: str) -> None:
+def _by_set_model_state_dict(model: nn.Module, folder: Path) -> None:
+    set_model_state_dict(model, _put_into(get_model_state_dict(model)))
+
+
+def _in_place(model: nn.Module, folder: Path) -> None:
+    values = _put_into(dict(model.named_parameters()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = torch.distributed.tensor.distribute_tensor(
-                _other_values()[name], parameter.device_mesh, parameter.placements
-            )
-            parameter.to_local().copy_(whole.to_local())
+            parameter.to_local().copy_(values[name].to_local())
 
 
-def _by_a_checkpoint(model: nn.Module, folder: str) -> None:
+def _by_a_checkpoint(model: nn.Module, folder: Path) -> None:
     """Read into the tensors of ``state_dict()``, which are the parameters' own memory."""
-    other = layers()
-    by_layer(other, Mesh.of("hsdp-4" if dist.get_world_size() == 4 else "replicate-2"))
-    _in_place(other, folder)
-    checkpoint.save(other.state_dict(), checkpoint_id=folder)
+    saved = _put_into(copy.deepcopy(model.state_dict()))
+    checkpoint.save(saved, checkpoint_id=folder)
     checkpoint.load(model.state_dict(), checkpoint_id=folder)
 
 
@@ -183,7 +143,12 @@ _LOADS = {
 }
 
 
-def _loaded(rank: int, place: str, name: str, after_steps: bool, folder: str) -> list[str]:
+@pytest.mark.parametrize("after_steps", [False, True])
+@pytest.mark.parametrize("name", _LOADS)
+@on_ranks(*PLACES)
+def test_parameters_that_are_loaded(
+    rank: int, place: str, name: str, after_steps: bool, tmp_path: Path
+) -> None:
     """The anchor is where the parameters were put."""
     outer = outer_sgd(0.7, 0.5)  # the mean alone would not depend on the anchor
     expected = Reference(place, sgd, 2, outer)
@@ -193,32 +158,20 @@ def _loaded(rank: int, place: str, name: str, after_steps: bool, folder: str) ->
         for number in range(2):
             one_step(model, sgd(model.parameters()), rank, number)
             expected.step()
-    _LOADS[name](model, folder)
+    _LOADS[name](model, tmp_path)
     with torch.no_grad():
         for parameters in [expected.anchor, *(list(m.parameters()) for m in expected.replicas)]:
             for parameter, value in zip(parameters, _other_values().values(), strict=True):
                 parameter.copy_(value)
     before = values(model)
     handle.synchronize()
-    found = [] if same(before, values(model)) else ["synchronize() moves what was loaded"]
+    assert same_bits(before, values(model))  # which moves nothing that was loaded
     optimizer = sgd(model.parameters())
     for number in range(expected.steps, expected.steps + 3):
         one_step(model, optimizer, rank, number)
         expected.step()
-        if not (distance := farthest(whole_values(model), expected.values(rank))) < 1e-5:
-            found.append(f"step {number}: {distance} from the reference")
+        assert farthest(whole_values(model), expected.values(rank)) < 1e-5, number
     handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("after_steps", [False, True])
-@pytest.mark.parametrize("name", _LOADS)
-@pytest.mark.parametrize("place", PLACES)
-def test_parameters_that_are_loaded(
-    ranks: RankPool, place: str, name: str, after_steps: bool, tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "model")
-    assert ranks.run(_loaded, place, name, after_steps, folder) == [[]] * ranks.world_size
 
 
 # ---- other ranks and shards ----------------------------------------------------------------------
@@ -239,29 +192,24 @@ def _state(rank: int, place: str, name: str) -> tuple[dict[str, Any], list[Tenso
     return state, whole_values(model), anchor
 
 
-def _packed(states: list[dict[str, Any]]) -> bytes:
-    file = io.BytesIO()
-    torch.save(states, file)
-    return file.getvalue()
+@cache
+def _stored(name: str) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+    return run_ranks(_state, 4, "hsdp-4", name)
 
 
-def _load(rank: int, place: str | None, name: str, packed: bytes) -> dict[str, Any]:
+def _saved(name: str) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+    """What each of four ranks has saved."""
+    return copy.deepcopy(_stored(name))
+
+
+def _load(rank: int, place: str | None, name: str, states: list[dict[str, Any]]) -> dict[str, Any]:
     """What a model has that has loaded a state; one that is not sharded where there is no place."""
     model = layers() if place is None else sharded(place)
     handle = attach(model, _HOOKS[name]())
-    handle.load_state_dict(torch.load(io.BytesIO(packed))[rank])
-    optimizer = sgd(model.parameters())
-    parameters = [p.detach().clone() for p in model.parameters()]
-    if place is not None:
-        parameters = whole_values(model)
-    own = handle.state_dict()
-    optimizer.zero_grad()
-    loss_of(model(batch(rank, 5))).backward()
-    optimizer.step()  # the third of the round
-    steps = handle.stats().steps
-    anchor = [p.detach().clone() for p in model.parameters()]
-    if place is not None:
-        anchor = whole_values(model)
+    handle.load_state_dict(copy.deepcopy(states[rank]))
+    parameters, own = whole_values(model), copy.deepcopy(handle.state_dict())
+    one_step(model, sgd(model.parameters()), rank, 5)  # the third of the round
+    steps, anchor = handle.stats().steps, whole_values(model)
     handle.remove()
     return {"parameters": parameters, "state": own, "steps": steps, "anchor": anchor}
 
@@ -271,27 +219,24 @@ def _mean(replicas: list[list[Tensor]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["uncompressed", "int4", "powersgd"])
-def test_replicas_go_on_without_shards(
-    four_ranks: RankPool, two_ranks: RankPool, name: str
-) -> None:
+def test_replicas_go_on_without_shards(name: str) -> None:
     """Two replicas of two shards become two whole ones, sharded over none, and back."""
-    saved = four_ranks.run(_state, "hsdp-4", name)
+    saved = _saved(name)
     states, parameters = [each[0] for each in saved], [each[1] for each in saved]
     made = reshard_states(states, 2, shards=1)
     for place in ("replicate-2", None):
-        loaded = two_ranks.run(_load, place, name, _packed(made))
+        loaded = run_ranks(_load, 2, place, name, made)
         for rank, got in enumerate(loaded):
-            assert same(got["parameters"], parameters[2 * rank])
-            anchors = list(got["state"]["shared"]["local_sgd_anchor"].values())
+            assert same_bits(got["parameters"], parameters[2 * rank])
             by_name = got["state"]["shared"]["local_sgd_anchor"]
             names = [name for name, _ in layers().named_parameters()]
-            assert len(anchors) == len(names)
-            assert same([by_name[each] for each in names], saved[0][2])
+            assert len(by_name) == len(names)
+            assert same_bits([by_name[each] for each in names], saved[0][2])
             assert got["steps"] == 1
-        assert same(loaded[0]["anchor"], loaded[1]["anchor"])
+        assert same_bits(loaded[0]["anchor"], loaded[1]["anchor"])
     back = reshard_states(made, 4, shards=2)
-    for rank, got in enumerate(four_ranks.run(_load, "hsdp-4", name, _packed(back))):
-        assert same(got["parameters"], parameters[rank])
+    for rank, got in enumerate(run_ranks(_load, 4, "hsdp-4", name, back)):
+        assert same_bits(got["parameters"], parameters[rank])
         for kind in ("local_sgd_anchor", "local_sgd_momentum"):
             key = f"shared{rank % 2}"
             assert got["state"][key].keys() >= {kind}
@@ -299,8 +244,8 @@ def test_replicas_go_on_without_shards(
                 assert torch.equal(got["state"][key][kind][each], tensor)
 
 
-def test_fewer_replicas_go_on_from_their_mean(four_ranks: RankPool, two_ranks: RankPool) -> None:
-    saved = four_ranks.run(_state, "hsdp-4", "int4")
+def test_fewer_replicas_go_on_from_their_mean() -> None:
+    saved = _saved("int4")
     expected = _mean([saved[0][1], saved[2][1]])
     made = reshard_states([each[0] for each in saved], 2, shards=2)
     assert [sorted(key for key in each if key.startswith("shared")) for each in made] == [
@@ -336,8 +281,8 @@ def test_fewer_replicas_go_on_from_their_mean(four_ranks: RankPool, two_ranks: R
         ),
     ],
 )
-def test_shards_that_do_not_fit(four_ranks: RankPool, change: Any, message: str) -> None:
-    states = [each[0] for each in four_ranks.run(_state, "hsdp-4", "uncompressed")]
+def test_shards_that_do_not_fit(change: Any, message: str) -> None:
+    states = [each[0] for each in _saved("uncompressed")]
     change(states[1])
     with pytest.raises(ValueError, match=message):
         reshard_states(states, 2, shards=1)

@@ -13,12 +13,15 @@ from rank_pool import RankPool
 from sharded_models import (
     Mesh,
     by_layer,
-    device_mesh,
+    gradients_of_step,
     layers,
+    sharded,
     two_axes,
 )
-from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
+from sharded_ranks import on_ranks
+from sharded_refusals import Custom, error_of, own_hook, still_plain
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
@@ -59,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def _refused(rank: int, name: str) -> tuple[str, bool]:
-    model = new_model("fsdp-2")
+    model = sharded("fsdp-2")
     hook = REFUSED[name][0]()
     return error_of(lambda: attach(model, hook)), still_plain(model, rank)
 
@@ -73,12 +76,12 @@ def test_hooks_that_cannot_average_shards(two_ranks: RankPool, name: str) -> Non
 
 
 def _replaced_by_refused(rank: int) -> tuple[str, str, list[bool]]:
-    model = new_model("fsdp-2")
-    expected = gradients_of(model, rank)
+    model = sharded("fsdp-2")
+    expected = gradients_of_step(model, rank)
     handle = attach(model, hooks.allreduce())
     message = error_of(lambda: handle.replace(hooks.topk(0.5)))
     apart = error_of(lambda: handle.replace(hooks.local_sgd(3)))
-    got = gradients_of(model, rank)
+    got = gradients_of_step(model, rank)
     handle.remove()
     return message, apart, [a.equal(b) for a, b in zip(got, expected, strict=True)]
 
@@ -90,7 +93,9 @@ def test_replaced_by_a_hook_that_cannot(two_ranks: RankPool) -> None:
         assert all(same)
 
 
-def _across_replicas(rank: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["topk", "powersgd", "a function", "policy", "adaptive"])
+@on_ranks("hsdp-4")
+def test_hooks_that_average_replicas(rank: int, place: str, name: str) -> None:
     """Hooks of whole gradients work where they average what each replica has whole."""
     hook = {
         "topk": lambda: hooks.topk(0.5),
@@ -99,18 +104,17 @@ def _across_replicas(rank: int, name: str) -> list[str]:
         "policy": hooks.policy,
         "adaptive": lambda: hooks.adaptive(1000),
     }[name]()
-    model = new_model("hsdp-4")
+    model = sharded("hsdp-4")
     handle = attach(model, hook)
-    got = gradients_of(model, rank)
+    got = gradients_of_step(model, rank)
     numbers = handle.stats()
     handle.remove()
-    found = [] if numbers.steps == 1 else [f"{numbers.steps} steps"]
+    assert numbers.steps == 1, f"{numbers.steps} steps"
     others: list[Any] = [None] * 4
     dist.all_gather_object(others, got)
     for mine, other in zip(got, others[(rank + 2) % 4], strict=True):
-        if not mine.equal(other):
-            found.append("replicas differ")
-    return found if any(bool(each.any()) for each in got) else [*found, "no gradient"]
+        assert mine.equal(other), "replicas differ"
+    assert any(bool(each.any()) for each in got), "no gradient"
 
 
 def _mean(state: object, bucket: Any) -> Tensor:
@@ -119,14 +123,8 @@ def _mean(state: object, bucket: Any) -> Tensor:
     return bucket.buffer() / group.size()
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd", "a function", "policy", "adaptive"])
-@pytest.mark.parametrize("place", ["hsdp-4"])
-def test_hooks_that_average_replicas(ranks: RankPool, place: str, name: str) -> None:
-    assert ranks.run(_across_replicas, name) == [[]] * 4
-
-
 def _refused_across_replicas(rank: int, place: str, name: str) -> str:
-    model = new_model(place)
+    model = sharded(place)
     return error_of(lambda: attach(model, REFUSED[name][0]()))
 
 
@@ -168,7 +166,7 @@ def _two_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
 
 
 def _two_equal_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    another = device_mesh.__wrapped__((2, 2), ("replicas", "shards"))
+    another = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     fully_shard(model[0], mesh=mesh.mesh)
     fully_shard(model[2], mesh=another)
     return {}
@@ -327,7 +325,7 @@ def test_several_groups_of_a_module_over_several_meshes(ranks: RankPool, place: 
 
 def _warned(rank: int) -> list[tuple[str, str]]:
     """Where the warning of error memory points: file and line."""
-    model = new_model("fsdp-2")
+    model = sharded("fsdp-2")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         handle = attach(model, hooks.error_feedback(hooks.blockwise()))

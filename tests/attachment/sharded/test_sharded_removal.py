@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rank_pool import RankPool
 from sharded_models import (
-    Mesh,
     batch,
-    by_layer,
     gradients_of_step,
-    layers,
     local,
     loss_of,
     reshard,
     same_bits,
+    sharded,
     sharded_modules,
 )
+from sharded_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
@@ -28,12 +26,6 @@ from torch_commhook import attach, codecs, hooks
 from torch_commhook.attachment.sharded.fsdp import param_groups
 
 PLACES = ["fsdp-2", "hsdp-4", "replicate-2"]
-
-
-def _new_model(place: str) -> nn.Module:
-    model = layers()
-    by_layer(model, Mesh.of(place))
-    return model
 
 
 def _settings(place: str) -> dict[str, Any]:
@@ -86,61 +78,43 @@ def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[
     return found
 
 
-def _nothing_left(rank: int, place: str) -> list[str]:
-    model = _new_model(place)
+@on_ranks(*PLACES, "gloo-hsdp-4")
+def test_nothing_is_left_on_torchs_objects(rank: int, place: str) -> None:
+    model = sharded(place)
     expected = gradients_of_step(model, rank)
     before, world = _attributes(model), _world()
     handle = attach(model, hooks.error_feedback(hooks.blockwise()), **_settings(place))
     gradients_of_step(model, rank)
     handle.remove()
-    after = _world()
-    found = _changes(before, _attributes(model))
-    found += [
-        f"{kind}: {names - world[kind]}" for kind, names in after.items() if names != world[kind]
-    ]
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("other gradients")
-    return found
+    assert _changes(before, _attributes(model)) == []
+    assert _world() == world
+    assert same_bits(gradients_of_step(model, rank), expected)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_left_on_torchs_objects(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_nothing_left, place) == [[]] * ranks.world_size
-
-
-def _in_turn(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_hooks_in_turn(rank: int, place: str) -> None:
     """Hooks one after another, and none between them."""
-    model = _new_model(place)
+    model = sharded(place)
     expected = gradients_of_step(model, rank)
-    found = []
     handle = attach(model, hooks.blockwise(), **_settings(place))
-    if same_bits(gradients_of_step(model, rank), expected):
-        found.append("the hook does nothing")
+    assert not same_bits(gradients_of_step(model, rank), expected), "the hook does nothing"
     handle.remove()
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("removed")
+    assert same_bits(gradients_of_step(model, rank), expected), "removed"
     handle = attach(model, hooks.allreduce())
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("attached again")
+    assert same_bits(gradients_of_step(model, rank), expected), "attached again"
     handle.replace(hooks.cast())
-    if same_bits(gradients_of_step(model, rank), expected):
-        found.append("replaced, and nothing done")
+    assert not same_bits(gradients_of_step(model, rank), expected), "replaced, and nothing done"
     handle.replace(hooks.allreduce())
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("replaced")
+    assert same_bits(gradients_of_step(model, rank), expected), "replaced"
     handle.remove()
-    if not same_bits(gradients_of_step(model, rank), expected) or handle.is_attached:
-        found.append("removed again")
-    return found
+    assert same_bits(gradients_of_step(model, rank), expected)
+    assert not handle.is_attached
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_hooks_in_turn(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_in_turn, place) == [[]] * ranks.world_size
-
-
-def _collected(rank: int, place: str, remove: bool) -> list[str]:
-    model, hook = _new_model(place), hooks.error_feedback(hooks.blockwise())
+@pytest.mark.parametrize("remove", [True, False], ids=["removed", "attached"])
+@on_processes(*PLACES)
+def test_model_and_hook_are_collected(rank: int, place: str, remove: bool) -> None:
+    model, hook = sharded(place), hooks.error_feedback(hooks.blockwise())
     world = _world()  # with the groups of a mesh, which the tests keep
     handle = attach(model, hook, **_settings(place))
     gradients_of_step(model, rank)
@@ -152,19 +126,9 @@ def _collected(rank: int, place: str, remove: bool) -> list[str]:
     del model, hook, handle
     gc.collect()
     gc.collect()  # what the table of models had, which has lost the model now
-    found = [name for name, each in {**left, "memory": memory}.items() if each() is not None]
+    assert [name for name, each in {**left, "memory": memory}.items() if each() is not None] == []
     dist.barrier()
-    after = _world()
-    found += [
-        f"{kind}: {names - world[kind]}" for kind, names in after.items() if names != world[kind]
-    ]
-    return found
-
-
-@pytest.mark.parametrize("remove", [True, False], ids=["removed", "attached"])
-@pytest.mark.parametrize("place", PLACES)
-def test_model_and_hook_are_collected(ranks: RankPool, place: str, remove: bool) -> None:
-    assert ranks.run(_collected, place, remove) == [[]] * ranks.world_size
+    assert _world() == world
 
 
 class _Custom:
@@ -188,34 +152,23 @@ class _Custom:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
 
-def _custom_later(rank: int) -> list[str]:
-    model = _new_model("fsdp-2")
+@on_ranks("fsdp-2")
+def test_remove_leaves_what_was_set_later(rank: int, place: str) -> None:
+    model = sharded("fsdp-2")
     expected = gradients_of_step(model, rank)
     handle = attach(model, hooks.blockwise())
     custom = _Custom()
     model[0].set_custom_reduce_scatter(custom)
-    found = []
-    try:
+    with pytest.raises(RuntimeError, match=r"remove\(\) the hook"):
         gradients_of_step(model, rank)
-        found.append("no error")
-    except RuntimeError as error:
-        if "remove() the hook" not in str(error):
-            found.append(str(error))
     handle.remove()
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("other gradients")
-    if custom.calls != 1:
-        found.append(f"the user's was called {custom.calls} times")
-    return found
+    assert same_bits(gradients_of_step(model, rank), expected)
+    assert custom.calls == 1
 
 
-@pytest.mark.parametrize("place", ["fsdp-2"])
-def test_remove_leaves_what_was_set_later(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_custom_later) == [[]] * ranks.world_size
-
-
-def _removed_in_backward(rank: int, place: str) -> list[str]:
-    model = _new_model(place)
+@on_ranks(*PLACES)
+def test_removed_in_backward(rank: int, place: str) -> None:
+    model = sharded(place)
     expected = gradients_of_step(model, rank)
     handle = attach(model, hooks.allreduce())
     model.zero_grad()
@@ -224,39 +177,26 @@ def _removed_in_backward(rank: int, place: str) -> list[str]:
     loss_of(output).backward()
     reshard(model)
     got = [local(p.grad) for p in model.parameters()]
-    found = [] if same_bits(got, expected) else ["in that backward"]
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("in the next")
-    return found
+    assert same_bits(got, expected), "in that backward"
+    assert same_bits(gradients_of_step(model, rank), expected), "in the next"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_removed_in_backward(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_removed_in_backward, place) == [[]] * ranks.world_size
-
-
-def _states(rank: int, place: str) -> list[str]:
+@on_ranks(*PLACES)
+def test_state_dict_of_a_model_with_a_hook(rank: int, place: str) -> None:
     """The model's own state, which ranks save and load as without a hook."""
-    model = _new_model(place)
+    model = sharded(place)
     names = list(model.state_dict())
     settings = _settings(place)
     settings.pop("shard_hook", None)  # which would remember what it has lost
     handle = attach(model, hooks.error_feedback(hooks.blockwise()), **settings)
     expected = gradients_of_step(model, rank)
     state = {name: local(value) for name, value in model.state_dict().items()}
-    found = [] if list(state) == names else [f"names {list(state)}"]
+    assert list(state) == names
     values = model.state_dict()
     values = {name: value.detach().clone() for name, value in values.items()}
     for parameter in model.parameters():
         parameter.data.zero_()
     model.load_state_dict(values)
     handle.replace(handle.hook)
-    if not same_bits(gradients_of_step(model, rank), expected):
-        found.append("other gradients")
+    assert same_bits(gradients_of_step(model, rank), expected)
     handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_state_dict_of_a_model_with_a_hook(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_states, place) == [[]] * ranks.world_size

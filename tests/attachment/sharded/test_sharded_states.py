@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
-from sharded_models import device_mesh
+from sharded_models import device_mesh, local, unlike
+from sharded_ranks import run_on
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 from torch_commhook import attach, hooks, reshard_states
 from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*keeps errors of whole gradients:UserWarning")
 
@@ -54,46 +55,52 @@ def _step(model: nn.Module, rank: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(rank)
     model.zero_grad()
     model(torch.randn(6, 4, generator=draw)).square().sum().backward()
-    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    return [local(parameter.grad) for parameter in model.parameters()]
 
 
-def _goes_on(rank: int, way: str, hook: str) -> tuple[bool, list[str]]:
-    """Whether a model that loads a state takes the next steps of the one that saved it."""
-    model = _sharded(way)
-    handle = attach(model, HOOKS[hook]())
+def _goes_on(rank: int, place: str, hook: str) -> None:
+    """A model that loads a state takes the next steps of the one that saved it."""
+    way = place.partition("-")[0]
+    model, other = _sharded(way), _sharded(way)
+    handle, loaded = (attach(each, HOOKS[hook]()) for each in (model, other))
     for _ in range(3):
         _step(model, rank)
     state = copy.deepcopy(handle.state_dict())
     expected = [_step(model, rank) for _ in range(2)]
-    other = _sharded(way)
-    loaded = attach(other, HOOKS[hook]())
     loaded.load_state_dict(state)
-    got = [_step(other, rank) for _ in range(2)]
-    pairs = [pair for x, y in zip(expected, got, strict=True) for pair in zip(x, y, strict=True)]
-    same = all(torch.equal(a, b) for a, b in pairs)
+    assert unlike([_step(other, rank) for _ in range(2)], expected) == []
     handle.remove()
     loaded.remove()
-    return same, sorted(state)
+    assert f"rank{rank}" in state
 
 
 @pytest.mark.parametrize(
-    ("way", "hook"),
-    [(way, hook) for way in WAYS for hook in HOOKS if (way, hook) != ("fsdp", "powersgd")],
+    ("place", "hook"),
+    [(f"{way}-3", hook) for way in WAYS for hook in HOOKS if (way, hook) != ("fsdp", "powersgd")]
+    + [("gloo-fsdp-3", "sign"), ("gloo-hsdp-3", "powersgd")],
 )
-def test_training_goes_on(three_ranks: RankPool, way: str, hook: str) -> None:
-    for rank, (same, keys) in enumerate(three_ranks.run(_goes_on, way, hook)):
-        assert same
-        assert f"rank{rank}" in keys
+def test_training_goes_on(request: pytest.FixtureRequest, place: str, hook: str) -> None:
+    run_on(request, place, _goes_on, hook)
 
 
-def _state(rank: int, way: str, steps: int = 3) -> dict[str, Any]:
-    model = _sharded(way)
+def _state(rank: int, way: str) -> dict[str, Any]:
+    """After three steps; of a model that is not sharded for the way "whole"."""
+    model = _net() if way == "whole" else _sharded(way)
     handle = attach(model, HOOKS["int4"]())
-    for _ in range(steps):
+    for _ in range(3):
         _step(model, rank)
     state = copy.deepcopy(handle.state_dict())
     handle.remove()
     return state
+
+
+@cache
+def _stored(way: str) -> list[dict[str, Any]]:
+    return run_ranks(_state, 3, way)
+
+
+def _states(way: str) -> list[dict[str, Any]]:
+    return copy.deepcopy(_stored(way))
 
 
 def _to_send(states: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -119,10 +126,8 @@ def _to_send(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "shards"), [(3, 1), (2, 1), (5, 1), (2, 2), (4, 2), (6, 3), (3, None), (6, None)]
 )
-def test_what_is_yet_to_be_sent_stays(
-    three_ranks: RankPool, way: str, ranks: int, shards: int | None
-) -> None:
-    states = three_ranks.run(_state, way)
+def test_what_is_yet_to_be_sent_stays(way: str, ranks: int, shards: int | None) -> None:
+    states = _states(way)
     expected = _to_send(states)
     assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
     made = reshard_states(states, ranks, shards=shards)
@@ -135,64 +140,38 @@ def test_what_is_yet_to_be_sent_stays(
         torch.testing.assert_close(there_and_back[name], each, rtol=1e-5, atol=1e-6)
 
 
-def _state_of_whole(rank: int) -> dict[str, Any]:
-    model = _net()
-    handle = attach(model, HOOKS["int4"]())
-    for _ in range(3):
-        draw = torch.Generator().manual_seed(rank)
-        model.zero_grad()
-        model(torch.randn(6, 4, generator=draw)).square().sum().backward()
-    state = copy.deepcopy(handle.state_dict())
-    handle.remove()
-    return state
-
-
-def _packed(states: list[dict[str, Any]]) -> bytes:
-    """States for processes that are not to share this one's memory."""
-    file = io.BytesIO()
-    torch.save(states, file)
-    return file.getvalue()
-
-
-def _load(rank: int, way: str, packed: bytes) -> dict[str, Any]:
+def _load(rank: int, way: str, states: list[dict[str, Any]]) -> dict[str, Any]:
     model = _sharded(way)
     handle: HookHandle = attach(model, HOOKS["int4"]())
-    handle.load_state_dict(torch.load(io.BytesIO(packed))[rank])
-    state = copy.deepcopy(handle.state_dict())
-    _step(model, rank)
-    handle.remove()
+    try:
+        handle.load_state_dict(states[rank])
+        state = copy.deepcopy(handle.state_dict())
+        _step(model, rank)
+    finally:
+        handle.remove()
     return state
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_goes_on_sharded(three_ranks: RankPool, way: str) -> None:
+def test_a_model_goes_on_sharded(way: str) -> None:
     """A state of a model that is not sharded loads as it is."""
-    states = three_ranks.run(_state_of_whole)
-    loaded = three_ranks.run(_load, way, _packed(states))
-    expected, got = _to_send(states), _to_send(loaded)
+    expected = _to_send(_states("whole"))
+    got = _to_send(run_ranks(_load, 3, way, _states("whole")))
     for name, each in expected.items():
         torch.testing.assert_close(got[name], each, rtol=1e-5, atol=1e-6)
 
 
-def _refused(rank: int, way: str, packed: bytes) -> str:
-    model = _sharded(way)
-    handle = attach(model, HOOKS["int4"]())
-    try:
-        handle.load_state_dict(torch.load(io.BytesIO(packed))[rank])
-    except ValueError as error:
-        return str(error)
-    finally:
-        handle.remove()
-    return "nothing"
+def _refused(rank: int, states: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError) as caught:
+        _load(rank, "fsdp", states)
+    assert str(caught.value) == (
+        "load_state_dict: the state must be of parameters in 1 shards, got one of 3; make one "
+        "with torch_commhook.reshard_states, and give that shards=1"
+    )
 
 
-def test_a_state_of_other_shards(three_ranks: RankPool) -> None:
-    states = reshard_states(three_ranks.run(_state, "fsdp"), 3, shards=3)
-    for message in three_ranks.run(_refused, "fsdp", _packed(states)):
-        assert message == (
-            "load_state_dict: the state must be of parameters in 1 shards, got one of 3; make one "
-            "with torch_commhook.reshard_states, and give that shards=1"
-        )
+def test_a_state_of_other_shards() -> None:
+    run_ranks(_refused, 3, reshard_states(_states("fsdp"), 3, shards=3))
 
 
 @pytest.mark.parametrize(
@@ -206,22 +185,23 @@ def test_a_state_of_other_shards(three_ranks: RankPool) -> None:
         (lambda state: {"number": 3, "forms": {}}, "must be in the state, got none"),
     ],
 )
-def test_shards_of_another_form(three_ranks: RankPool, change: Any, message: str) -> None:
-    states = reshard_states(three_ranks.run(_state, "fsdp"), 3, shards=3)
+def test_shards_of_another_form(change: Any, message: str) -> None:
+    states = reshard_states(_states("fsdp"), 3, shards=3)
     for state in states:
         state["shards"] = change(state)
     with pytest.raises(ValueError, match=message):
         reshard_states(states, 3, shards=1)
 
 
-@pytest.mark.parametrize(("shards", "kind"), [(0, ValueError), (4, ValueError), (1.0, TypeError)])
-def test_no_number_of_shards(three_ranks: RankPool, shards: Any, kind: type[Exception]) -> None:
-    states = three_ranks.run(_state, "fsdp")
-    with pytest.raises(kind, match="reshard_states: shards must be"):
-        reshard_states(states, 3, shards=shards)
-
-
-def test_ranks_that_are_no_multiple_of_shards(three_ranks: RankPool) -> None:
-    states = three_ranks.run(_state, "fsdp")
-    with pytest.raises(ValueError, match="world_size must be a multiple of 2 shards, got 3"):
-        reshard_states(states, 3, shards=2)
+@pytest.mark.parametrize(
+    ("shards", "kind", "message"),
+    [
+        (0, ValueError, "shards must be"),
+        (4, ValueError, "shards must be"),
+        (1.0, TypeError, "shards must be"),
+        (2, ValueError, "world_size must be a multiple of 2 shards, got 3"),
+    ],
+)
+def test_no_number_of_shards(shards: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"reshard_states: {message}"):
+        reshard_states(_states("fsdp"), 3, shards=shards)

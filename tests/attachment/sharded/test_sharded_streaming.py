@@ -19,15 +19,14 @@ from sharded_local import (
     farthest,
     goes_on,
     one_step,
-    same,
     sgd,
-    sharded,
     shards_of,
     tensors_by_path,
     values,
     whole_values,
 )
-from sharded_models import Mesh, by_layer
+from sharded_models import Mesh, by_layer, same_bits, sharded
+from sharded_ranks import on_processes, on_ranks
 from streaming_reference import StreamingTurns
 from torch import Tensor
 
@@ -132,7 +131,8 @@ def _raised(model: Any, optimizer: Any, rank: int, number: int) -> str:
     return "nothing"
 
 
-def _fails_where_one_begins(rank: int, place: str) -> list[str]:
+@on_processes(*PLACES)
+def test_a_rank_that_fails_where_one_begins(rank: int, place: str) -> list[str]:
     """Each rank in turn. All ranks of the mesh raise where it was to end, and nothing has moved."""
     found = []
     for fails in range(int(place[-1])):
@@ -152,7 +152,7 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
         kind = "OwnError" if rank == fails else "PeerError"
         if said != ["nothing"] * 6 + [kind]:
             found.append(f"rank {fails} has failed: {said}")
-        if same(values(model), own):
+        if same_bits(values(model), own):
             found.append(f"rank {fails} has failed: the step was not its own")
         now = tensors_by_path(handle.state_dict())
         found += [
@@ -171,12 +171,6 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_fails_where_one_begins(ranks: RankPool, place: str) -> None:
-    found = ranks.run(_fails_where_one_begins, place, timeout=120)
-    assert found == [[]] * ranks.world_size
-
-
 def _saved_in_between(rank: int, place: str) -> list[str]:
     """A state that is saved after one shard's exchange has failed, and before that raises."""
     failing = _Fails()
@@ -192,7 +186,7 @@ def _saved_in_between(rank: int, place: str) -> list[str]:
     failing.is_failing = False
     said += [_raised(model, optimizer, rank, number) for number in (2, 3)]
     again.load_state_dict(state)
-    if not same(values(other), here):
+    if not same_bits(values(other), here):
         found.append("other parameters")
     optimizer = sgd(other.parameters())
     for number in range(3):
@@ -254,7 +248,8 @@ def test_ctrl_c_where_a_replica_agrees(four_ranks: RankPool, where: str) -> None
     assert four_ranks.run(_interrupted, "hsdp-4", where) == expected
 
 
-def _fails_in_a_backward(rank: int, place: str) -> list[str]:
+@on_processes(*PLACES)
+def test_a_backward_that_fails_meanwhile(rank: int, place: str) -> list[str]:
     """It is a replica's own, and ends no exchange that is under way."""
     model = with_traps()
     by_layer(model, Mesh.of(place))
@@ -280,11 +275,6 @@ def _fails_in_a_backward(rank: int, place: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_backward_that_fails_meanwhile(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_fails_in_a_backward, place) == [[]] * ranks.world_size
-
-
 # ---- states --------------------------------------------------------------------------------------
 
 
@@ -292,20 +282,15 @@ def _hook() -> Any:
     return local_sgd(6, hook=hooks.error_feedback(INT4()), fragments=2, delay=2, mix=0.5)
 
 
-def _goes_on(rank: int, place: str, steps: int, folder: str | None) -> list[str]:
-    return goes_on(rank, place, _hook, steps, 5, folder)
-
-
 @pytest.mark.parametrize("steps", [4, 5, 6])
-@pytest.mark.parametrize("place", PLACES)
-def test_training_goes_on(ranks: RankPool, place: str, steps: int) -> None:
-    assert ranks.run(_goes_on, place, steps, None) == [[]] * ranks.world_size
+@on_ranks(*PLACES)
+def test_training_goes_on(rank: int, place: str, steps: int) -> None:
+    goes_on(rank, place, _hook, steps, 5)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_distributed_checkpoint(ranks: RankPool, place: str, tmp_path: Path) -> None:
-    found = ranks.run(_goes_on, place, 4, str(tmp_path / "state"))
-    assert found == [[]] * ranks.world_size
+@on_processes(*PLACES)
+def test_a_distributed_checkpoint(rank: int, place: str, tmp_path: Path) -> None:
+    goes_on(rank, place, _hook, 4, 5, tmp_path)
 
 
 def _under_way(rank: int, place: str, folder: str, goes_on: bool) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard
+from sharded_ranks import on_ranks, run_on
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -57,7 +58,7 @@ CODECS: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-def _gather(rank: int, place: str, codec: str, settings: dict[str, Any]) -> list[str]:
+def _gather(rank: int, place: str, codec: str, settings: dict[str, Any]) -> None:
     model = _net()
     whole = [parameter.detach().clone() for parameter in model.parameters()]
     by_layer(model, Mesh.of(place), **settings)
@@ -65,33 +66,26 @@ def _gather(rank: int, place: str, codec: str, settings: dict[str, Any]) -> list
     weights, part = CODECS[codec]
     handle = attach(model, hooks.allreduce(), weights=weights())
     loss_of(model(batch(rank, 0))).backward()
-    found = []
     reshard(model)
     after = [local(parameter) for parameter in model.parameters()]
-    if not all(a.equal(b) for a, b in zip(after, exact, strict=True)):
-        found.append("a shard has changed")
+    assert all(a.equal(b) for a, b in zip(after, exact, strict=True)), "a shard has changed"
     forward, backward = model[2].seen
-    if not forward.equal(backward):
-        found.append("backward sees other weights")
+    assert forward.equal(backward), "backward sees other weights"
     distance = float((forward - whole[2]).abs().max())
     bound = part * float(whole[2].abs().max())
-    if not 0 < distance <= bound:
-        found.append(f"{distance} is none, or more than {bound}")
+    assert 0 < distance <= bound, f"{distance} is none, or more than {bound}"
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(forward.numpy().tobytes()).hexdigest())
-    if len(set(digests)) != 1:
-        found.append("ranks have restored other weights")
+    assert len(set(digests)) == 1, "ranks have restored other weights"
     handle.remove()
     loss_of(model(batch(rank, 0)))
-    if not model[2].seen[-1].equal(whole[2]):
-        found.append("removed, the weights are not exact")
-    return found
+    assert model[2].seen[-1].equal(whole[2]), "removed, the weights are not exact"
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("place", PLACES)
-def test_weights_through_a_codec(ranks: RankPool, place: str, codec: str) -> None:
-    assert ranks.run(_gather, place, codec, {}) == [[]] * ranks.world_size
+@on_ranks(*PLACES)
+def test_weights_through_a_codec(rank: int, place: str, codec: str) -> None:
+    _gather(rank, place, codec, {})
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -109,11 +103,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("sharded among two after forward", "fsdp-4"),
     ],
 )
-def test_backward_sees_the_same_weights(ranks: RankPool, place: str, settings: str) -> None:
-    assert ranks.run(_gather, place, "int8", SETTINGS[settings]) == [[]] * ranks.world_size
+def test_backward_sees_the_same_weights(
+    request: pytest.FixtureRequest, place: str, settings: str
+) -> None:
+    run_on(request, place, _gather, "int8", SETTINGS[settings])
 
 
-def _gradients(rank: int, place: str, policy: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
+    ids=["float32", "bfloat16"],
+)
+@on_ranks(*PLACES, "gloo-hsdp-4")
+def test_gradients_are_those_at_the_restored_weights(
+    rank: int, place: str, policy: dict[str, Any]
+) -> None:
     """Those at the weights that were gathered, to the bits."""
     model = _net()
     by_layer(model, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
@@ -142,19 +146,8 @@ def _gradients(rank: int, place: str, policy: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
-    ids=["float32", "bfloat16"],
-)
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_are_those_at_the_restored_weights(
-    ranks: RankPool, place: str, policy: dict[str, Any]
-) -> None:
-    assert ranks.run(_gradients, place, policy) == [[]] * ranks.world_size
-
-
-def _columns(rank: int) -> list[str]:
+@on_ranks("fsdp-3")
+def test_columns(rank: int, place: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), _Watching(6, 6, bias=False), nn.Linear(6, 1))
     whole = model[2].weight.detach().clone()
@@ -167,19 +160,13 @@ def _columns(rank: int) -> list[str]:
     loss_of(model(batch(rank, 0))).backward()
     forward, backward = model[2].seen
     handle.remove()
-    found = [] if forward.equal(backward) else ["backward sees other weights"]
+    assert forward.equal(backward), "backward sees other weights"
     distance = float((forward - whole).abs().max())
-    if not 0 < distance <= 0.51 / 127 * float(whole.abs().max()):
-        found.append(f"{distance}")
-    return found
+    assert 0 < distance <= 0.51 / 127 * float(whole.abs().max()), f"{distance}"
 
 
-@pytest.mark.parametrize("place", ["fsdp-3"])
-def test_columns(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_columns) == [[]] * 3
-
-
-def _frozen(rank: int) -> list[str]:
+@on_ranks("fsdp-2")
+def test_frozen_modules_are_gathered_through_the_codec(rank: int, place: str) -> None:
     """Modules of which nothing is trained are gathered as well."""
     model = _net()
     whole = model[2].weight.detach().clone()
@@ -189,12 +176,8 @@ def _frozen(rank: int) -> list[str]:
     loss_of(model(batch(rank, 0))).backward()
     handle.remove()
     forward, backward = model[2].seen
-    found = [] if forward.equal(backward) else ["backward sees other weights"]
-    return found if not forward.equal(whole) else [*found, "gathered as they are"]
-
-
-def test_frozen_modules_are_gathered_through_the_codec(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_frozen) == [[], []]
+    assert forward.equal(backward), "backward sees other weights"
+    assert not forward.equal(whole), "gathered as they are"
 
 
 def _evaluations(rank: int, place: str, settings: dict[str, Any]) -> list[bool]:

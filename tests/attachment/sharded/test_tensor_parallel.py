@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from mode_cases import OwnError
-from rank_pool import RankPool
 from sharded_failures import Failing
 from sharded_models import (
     Mesh,
@@ -18,11 +19,14 @@ from sharded_models import (
     loss_of,
     reference,
     reshard,
+    sgd_at,
     take_steps,
     two_axes,
     whole,
 )
+from sharded_ranks import on_processes, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,51 +42,53 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def _shard(model: nn.Module, mesh: Mesh) -> None:
-    parallelize_module(model, mesh.mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+def _shard_over(model: nn.Module, mesh: DeviceMesh, *axes: str) -> None:
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh.mesh["dp"])
+        fully_shard(layer, mesh=mesh[axes])
+
+
+def _shard(model: nn.Module, mesh: Mesh) -> None:
+    _shard_over(model, mesh.mesh, "dp")
+
+
+def _in_replicas() -> nn.Module:
+    model = _net()
+    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
+    _shard_over(model, mesh, "replicas", "shards")
+    return model
 
 
 SCENARIO = Scenario(net=_net, shard=_shard)
 
 
-def _bits(rank: int) -> list[str]:
-    mesh = Mesh("fsdp", two_axes(("dp", "tp")))
-    got = take_steps(SCENARIO, mesh, rank // 2, hooks.allreduce())
-    return differences(got, take_steps(SCENARIO, mesh, rank // 2, None))
+def _mesh() -> Mesh:
+    return Mesh("fsdp", two_axes(("dp", "tp")))
 
 
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_allreduce_has_the_bits_of_fully_shard(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_bits) == [[]] * 4
-
-
-def _near(rank: int, with_feedback: bool) -> list[str]:
-    mesh = Mesh("fsdp", two_axes(("dp", "tp")))
-    expected, largest = reference(SCENARIO, 2)
-    if not with_feedback:
-        done = take_steps(
-            SCENARIO, mesh, rank // 2, hooks.blockwise(), rate=0, count=1, gather=True
-        )
-        return far(done.whole[0], expected, 0.51 / 127 * largest, "blockwise")
-    hook = hooks.error_feedback(hooks.blockwise(bits=4))
-    done = take_steps(
-        SCENARIO, mesh, rank // 2, hook, rate=0, count=6, gather=True, same_batches=True
-    )
-    sums = [sum(steps) for steps in zip(*done.whole, strict=True)]
-    return far(sums, [6 * each for each in expected], 0.6 / 7 * largest, "the sum")
+@on_ranks("fsdp-4")
+def test_allreduce_has_the_bits_of_fully_shard(rank: int, place: str) -> None:
+    got = take_steps(SCENARIO, _mesh(), rank // 2, hooks.allreduce())
+    return differences(got, take_steps(SCENARIO, _mesh(), rank // 2, None))
 
 
 @pytest.mark.parametrize("with_feedback", [False, True], ids=["blockwise", "error_feedback"])
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_hooks_are_near_the_mean(ranks: RankPool, place: str, with_feedback: bool) -> None:
-    assert ranks.run(_near, with_feedback) == [[]] * 4
+@on_ranks("fsdp-4")
+def test_hooks_are_near_the_mean(rank: int, place: str, with_feedback: bool) -> None:
+    expected, largest = reference(SCENARIO, 2)
+    steps = partial(take_steps, SCENARIO, _mesh(), rank // 2, optimizer=sgd_at(0.0), gather=True)
+    if not with_feedback:
+        done = steps(hooks.blockwise(), count=1)
+        return far(done.whole[0], expected, 0.51 / 127 * largest, "blockwise")
+    done = steps(hooks.error_feedback(hooks.blockwise(bits=4)), count=6, same_batches=True)
+    sums = [sum(gradients) for gradients in zip(*done.whole, strict=True)]
+    return far(sums, [6 * each for each in expected], 0.6 / 7 * largest, "the sum")
 
 
-def _fail(rank: int) -> list[str]:
+@on_processes("fsdp-4")
+def test_a_hook_that_fails(rank: int, place: str) -> list[str]:
     """The last reduction of one rank fails; ranks with other columns have no part in it."""
-    mesh = Mesh("fsdp", two_axes(("dp", "tp")))
+    mesh = _mesh()
     plain, model = SCENARIO.net(), SCENARIO.net()
     for each in (plain, model):
         SCENARIO.shard(each, mesh)
@@ -113,38 +119,23 @@ def _gradients(model: nn.Module, rank: int) -> list[Tensor]:
     return [local(parameter.grad) for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_a_hook_that_fails(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_fail) == [[]] * 4
-
-
-def _differs(rank: int) -> str:
+@on_ranks("fsdp-4")
+def test_ranks_that_differ(rank: int, place: str) -> None:
     """From the rank that has other columns of the same rows."""
     model = SCENARIO.net()
-    SCENARIO.shard(model, Mesh("fsdp", two_axes(("dp", "tp"))))
-    try:
+    SCENARIO.shard(model, _mesh())
+    with pytest.raises(RuntimeError, match="the hook must be the same on all ranks"):
         attach(model, hooks.blockwise(bits=4 if rank % 2 else 8))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_ranks_that_differ(ranks: RankPool, place: str) -> None:
-    for message in ranks.run(_differs):
-        assert "the hook must be the same on all ranks" in message
 
 
 # ---- replicas that are apart ---------------------------------------------------------------------
 
 
-def _apart(rank: int, fails_in: int | None) -> list[str]:
+@pytest.mark.parametrize("fails_in", [None, 0, 3])
+@on_processes("fsdp-4")
+def test_replicas_that_are_apart(rank: int, place: str, fails_in: int | None) -> list[str]:
     """Two replicas, each of which two ranks have columns of; one rank fails at an exchange."""
-    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
-    model, plain = _net(), _net().double()
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh["replicas", "shards"])
+    model, plain = _in_replicas(), _net().double()
     hook = Failing()
     handle = attach(model, hooks.local_sgd(2, outer=hooks.outer_sgd(1.0, 0.0), hook=hook))
     models = [plain, _net().double()]
@@ -185,18 +176,13 @@ def _apart(rank: int, fails_in: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("fails_in", [None, 0, 3])
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_replicas_that_are_apart(ranks: RankPool, place: str, fails_in: int | None) -> None:
-    assert ranks.run(_apart, fails_in) == [[]] * 4
+@on_processes("fsdp-4")
+def test_a_fragment_in_the_background(rank: int, place: str, fails_in: int | None) -> None:
+    """One rank fails where the exchange of a fragment begins.
 
-
-def _in_background(rank: int, fails_in: int | None) -> list[object]:
-    """A fragment of both replicas; one rank fails where its exchange begins."""
-    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
-    model = _net()
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh["replicas", "shards"])
+    Fragments end after steps 3 and 5, or after 5 and 6 where the first fails.
+    """
+    model = _in_replicas()
     hook = Failing()
     handle = attach(model, hooks.local_sgd(4, hook=hook, fragments=2, delay=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -216,14 +202,7 @@ def _in_background(rank: int, fails_in: int | None) -> list[object]:
     handle.remove()
     every: list[object] = [None] * 4
     torch.distributed.all_gather_object(every, [whole(p).tolist() for p in model.parameters()])
-    return [*said, steps, every[0] == every[rank]]
-
-
-@pytest.mark.parametrize("fails_in", [None, 0, 3])
-@pytest.mark.parametrize("place", ["fsdp-4"])
-def test_a_fragment_in_the_background(ranks: RankPool, place: str, fails_in: int | None) -> None:
-    """Fragments end after steps 3 and 5, or after 5 and 6 where the first fails."""
-    for rank, said in enumerate(ranks.run(_in_background, fails_in)):
-        kind = "OwnError" if rank == fails_in else "PeerError"
-        third = "" if fails_in is None else kind
-        assert said == ["", "", third, "", "", "", 2, True]
+    kind = "OwnError" if rank == fails_in else "PeerError"
+    assert said == ["", "", "" if fails_in is None else kind, "", "", ""]
+    assert steps == 2
+    assert every[0] == every[rank]

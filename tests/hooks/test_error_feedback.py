@@ -1,4 +1,4 @@
-"""Error feedback whose memory decays, and momentum, which is its other name."""
+"""Error feedback whose memory decays, as momentum's does, or is in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import copy
 import itertools
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from modes import Mode
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from remembering_hooks import hook_of
+from scaled_training import Counted
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import GradBucket, HookHandle, attach, hooks, reshard_states
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.error_decay import decay_error
 from torch_commhook.codecs.seeds import mix_seeds
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.states import FOLDED_INTO
 from torch_commhook.testing import run_ranks, simulate
 
@@ -34,6 +36,8 @@ COMPILED = Mode("module", "compile", backend="aot_eager")
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 WITH_ERROR = [codec for codec in EXAMPLES if codec.takes_error]
+
+BFLOAT16 = torch.bfloat16
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 
@@ -53,6 +57,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
             hooks.momentum(hooks.sign(), 0.5, dtype=torch.bfloat16),
             "momentum(sign(), beta=0.5, dtype=torch.bfloat16)",
         ),
+        (hooks.error_feedback(hooks.sign(), dtype=torch.float32), "error_feedback(sign())"),
+        (
+            hooks.error_feedback(hooks.sign(), dtype=torch.bfloat16),
+            "error_feedback(sign(), dtype=torch.bfloat16)",
+        ),
+        (
+            hooks.clip(1.0, hooks.after(3, hooks.error_feedback(hooks.sign(), dtype=BFLOAT16))),
+            "clip(1, after(3, error_feedback(sign(), dtype=torch.bfloat16)))",
+        ),
         (
             hooks.clip(1.0, hooks.after(3, hooks.momentum(hooks.sign(), 0.5))),
             "clip(1, after(3, momentum(sign(), beta=0.5)))",
@@ -61,10 +74,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*take more bytes than cast")
 )
 def test_it_prints_as_it_is_written(hook: hooks.Hook, text: str) -> None:
     assert repr(hook) == text
-    assert repr(parse_hook(text)) == text
+    for given in (text, text.replace("sign()", "sign").replace("torch.bfloat16", "bfloat16")):
+        assert repr(parse_hook(given)) == text
     for made in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
         assert repr(made) == text
-        assert made.error_decay == hook.error_decay
+        assert (made.error_decay, made.error_dtype) == (hook.error_decay, hook.error_dtype)
 
 
 HOW: dict[str, Callable[[Any], Any]] = {
@@ -109,6 +123,26 @@ def test_one_memory_has_one_decay() -> None:
             hooks.after(3, hook, before=before)
     hooks.after(3, fading, before=hooks.error_feedback(hooks.topk(), 0.9))
     hooks.after(3, fading)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "got"),
+    [(torch.float16, "torch.float16"), (torch.int8, "torch.int8"), ("bfloat16", "str"), (2, "int")],
+)
+def test_other_dtypes_are_refused(dtype: Any, got: str) -> None:
+    message = f"error_feedback: dtype must be torch.float32 or torch.bfloat16, got {got}$"
+    with pytest.raises(TypeError, match=message):
+        hooks.error_feedback(hooks.sign(), dtype=dtype)
+
+
+def test_one_memory_has_one_dtype() -> None:
+    wide = hooks.error_feedback(hooks.sign())
+    thin = hooks.error_feedback(hooks.topk(), dtype=torch.bfloat16)
+    for hook, before in ((wide, thin), (thin, wide), (thin, hooks.clip(1.0, wide))):
+        with pytest.raises(ValueError, match="after: before must remember errors in hook's dtype"):
+            hooks.after(3, hook, before=before)
+    hooks.after(3, thin, before=copy.deepcopy(thin))
+    hooks.after(3, thin)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -235,15 +269,15 @@ def test_without_decay_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate(hooks.momentum(hooks.sign(), 0.5), gradients)
 
 
-# ---- in every mode -------------------------------------------------------------------------------
+# ---- the memory decays in every mode -------------------------------------------------------------
 
 
-def _net() -> nn.Module:
+def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48), nn.Linear(48, 8))
 
 
-def _batch(rank: int, number: int) -> Tensor:
+def batch(rank: int, number: int) -> Tensor:
     return torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
@@ -255,14 +289,14 @@ def _errors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
 
 def _first_step(rank: int, mode: Mode, inside: str, decay: float, dtype: str) -> dict[str, Tensor]:
     torch._dynamo.reset()
-    model = mode.wrap(_net())
+    model = mode.wrap(net())
     if inside == "hierarchical":
         hook = hooks.error_feedback(hook_of(inside).hooks_inside()[0], decay)
     else:
         hook = parse_hook(f"error_feedback({inside}, decay={decay}, dtype={dtype})")
     handle = attach(model, hook, **mode.attach_options)
     with mode.step_function(model) as step:
-        step(_batch(rank, 0))
+        step(batch(rank, 0))
     found = _errors(handle.state_dict(), rank)
     handle.remove()
     return found
@@ -314,29 +348,24 @@ def test_all_that_is_remembered_decays(
     assert two_ranks.run(_is_decayed, mode, inside, dtype, timeout=120) == [[], []]
 
 
-def _sharded(rank: int, hook: str) -> bool:
-    """Whether shards' memory decays, and results are those of whole gradients' first steps."""
+@pytest.mark.parametrize("hook", ["blockwise(bits=4)", "sign()", "randomk(0.2)"])
+@on_ranks(2)
+def test_that_of_shards_decays(rank: int, hook: str) -> None:
     states = []
     for decay in (1.0, 0.75):
-        model = _net()
+        model = net()
         fully_shard(model)
         handle = attach(model, parse_hook(f"error_feedback({hook}, decay={decay})"))
-        model(_batch(rank, 0)).sum().backward()
+        model(batch(rank, 0)).sum().backward()
         states.append(_errors(handle.state_dict(), rank))
         handle.remove()
     plain, faded = states
-    return any(one.any() for one in plain.values()) and all(
-        torch.equal(one * 0.75, faded[name]) for name, one in plain.items()
-    )
+    assert any(one.any() for one in plain.values())
+    assert all(torch.equal(one * 0.75, faded[name]) for name, one in plain.items())
 
 
-@pytest.mark.parametrize("hook", ["blockwise(bits=4)", "sign()", "randomk(0.2)"])
-def test_that_of_shards_decays(two_ranks: RankPool, hook: str) -> None:
-    assert two_ranks.run(_sharded, hook) == [True, True]
-
-
-def _rules(rank: int) -> list[bool]:
-    """Whether each rule's memory has a decay of its own."""
+@on_ranks(2)
+def test_each_rule_of_a_policy_has_its_own(rank: int) -> None:
     texts = ["error_feedback(topk(0.1))", "momentum(topk(0.1), 0.5)"]
     found = []
     for first, second in itertools.product(texts, repeat=2):
@@ -347,97 +376,38 @@ def _rules(rank: int) -> list[bool]:
         handle = attach(model, parse_hook(f"policy([('0.*', {first})], {second})"))
         for step in range(3):
             model.zero_grad()
-            model(_batch(rank, step)).sum().backward()
+            model(batch(rank, step)).sum().backward()
         found.append(_errors(handle.state_dict(), rank))
         handle.remove()
     plain, last, first, both = found
     a, b = plain
-    return [
-        torch.equal(last[a], plain[a]) and torch.equal(last[b], both[b]),
-        torch.equal(first[a], both[a]) and torch.equal(first[b], plain[b]),
-        not torch.equal(plain[a], both[a]) and not torch.equal(plain[b], both[b]),
-    ]
+    assert torch.equal(last[a], plain[a]) and torch.equal(last[b], both[b])
+    assert torch.equal(first[a], both[a]) and torch.equal(first[b], plain[b])
+    assert not torch.equal(plain[a], both[a]) and not torch.equal(plain[b], both[b])
 
 
-def test_each_rule_of_a_policy_has_its_own(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_rules) == [[True] * 3] * 2
-
-
-def _fragments(rank: int) -> list[list[bool]]:
-    """After each step, whether the memory of each fragment is another one than before."""
+@on_ranks(2)
+def test_a_fragment_decays_when_it_is_exchanged(rank: int) -> None:
     model = nn.Sequential(nn.Linear(48, 48, bias=False), nn.Linear(48, 48, bias=False))
     hook = hooks.momentum(hooks.topk(0.05), 0.5)
     handle = attach(model, hooks.local_sgd(4, hook=hook, fragments=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    before: dict[str, Tensor] | None = None
-    changes = []
+    memories = []
     for step in range(10):
         optimizer.zero_grad()
-        model(_batch(rank, step)).sum().backward()
+        model(batch(rank, step)).sum().backward()
         optimizer.step()
-        now = _errors(handle.state_dict(), rank)
-        if before is not None:
-            changes.append([not torch.equal(now[name], before[name]) for name in sorted(now)])
-        before = now
+        memories.append(_errors(handle.state_dict(), rank))
     handle.remove()
-    return changes
+    changes = [
+        [not torch.equal(now[name], before[name]) for name in sorted(now)]
+        for before, now in itertools.pairwise(memories)
+    ]
+    assert all(sum(change) <= 1 for change in changes)
+    assert all(any(change[i] for change in changes) for i in range(2))
 
 
-def test_a_fragment_decays_when_it_is_exchanged(two_ranks: RankPool) -> None:
-    for changes in two_ranks.run(_fragments):
-        assert all(sum(change) <= 1 for change in changes)
-        assert all(any(change[i] for change in changes) for i in range(2))
-
-
-class _TwoWeights(nn.Module):
-    """Of which the second is used in the first step alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always = nn.Linear(16, 24, bias=False)
-        self.once = nn.Linear(16, 24, bias=False)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        y = self.always(x)
-        return y + self.once(x) if both else y
-
-
-def _unused(rank: int, hook: str, mode: Mode) -> list[Tensor]:
-    """The mean of what the ranks remember of a parameter, after each step."""
-    torch._dynamo.reset()
-    made = mode.wrap(_TwoWeights(), find_unused_parameters=True)
-    handle = attach(made, parse_hook(hook), **mode.attach_options)
-    forward = made if mode.runner == "eager" else torch.compile(made, backend=mode.backend)
-    found = []
-    for step in range(4):
-        made.zero_grad()
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = forward(x, step == 0).sum()
-        with mode._backward():
-            loss.backward()
-        own = handle.state_dict()[f"rank{rank}"]
-        left = own["error"]["once.weight"].reshape(-1) / dist.get_world_size()
-        if "shard_error" in own:
-            left = left + own["shard_error"]["once.weight"]
-        dist.all_reduce(left)
-        found.append(left)
-    handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
-@pytest.mark.parametrize("hook", ["topk(0.9)", "sign()"])
-def test_that_of_a_parameter_that_no_rank_uses_decays(
-    two_ranks: RankPool, hook: str, mode: Mode
-) -> None:
-    for found in two_ranks.run(_unused, f"momentum({hook}, 0.5)", mode, timeout=120):
-        assert found[0].any()
-        for step, left in enumerate(found):
-            torch.testing.assert_close(left, found[0] * 0.5**step, rtol=1e-4, atol=1e-5)
-
-
-# ---- in 16 bits ----------------------------------------------------------------------------------
+# ---- a memory of 16 bits decays ------------------------------------------------------------------
 
 
 def _rounding_of(step: int) -> Tensor:
@@ -492,3 +462,284 @@ def test_the_operator() -> None:
         decay_error(torch.zeros(3), 1.5)
     with pytest.raises(ValueError, match=r"^decay_error: rounding must be \[seed, step\]"):
         decay_error(torch.zeros(3), 0.5, torch.zeros(3, dtype=torch.int64))
+
+
+# ---- a memory of bfloat16 takes half the bytes ---------------------------------------------------
+
+#: Inside of error_feedback(): of each kind of memory.
+KINDS = [
+    "blockwise(bits=4)",
+    "topk(0.1)",
+    "randomk(0.1)",
+    "chunk_topk(8, 64)",
+    "powersgd(rank=2)",
+    "policy([('0.*', allreduce()), ('2.*', topk(0.1))], sign())",
+]
+
+
+def narrow(inside: str) -> str:
+    return f"error_feedback({inside}, dtype=torch.bfloat16)"
+
+
+def memories(handle: HookHandle) -> Iterator[BucketMemory]:
+    """Those of buckets, and of their parts."""
+    waiting = handle._attached.memory.bucket_memories()
+    while waiting:
+        memory = waiting.pop()
+        yield memory
+        waiting.extend(memory.parts.values())
+
+
+def errors(handle: HookHandle) -> dict[str, int]:
+    """Bytes of what is remembered as lost, by dtype."""
+    found: dict[str, int] = {}
+    for memory in memories(handle):
+        for name, tensor in memory.tensors.items():
+            if "error" in name:
+                found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + tensor.nbytes
+    return found
+
+
+def train(model: nn.Module, rank: int, steps: range, mode: Mode = EAGER) -> None:
+    with mode.step_function(model) as step:
+        for number in steps:
+            model.zero_grad()
+            step(batch(rank, number))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+
+
+def begun(rank: int, hook: str | hooks.Hook, steps: int, **options: Any) -> tuple[Any, HookHandle]:
+    """A model after some steps, and its hook's handle."""
+    model = net()
+    handle = attach(model, hook, **options)
+    train(model, rank, range(steps))
+    return model, handle
+
+
+def _bytes(rank: int, mode: Mode, inside: str) -> list[dict[str, int]]:
+    found = []
+    for hook in (f"error_feedback({inside})", narrow(inside)):
+        torch._dynamo.reset()
+        model = mode.wrap(net())
+        handle = attach(model, parse_hook(hook), **mode.attach_options)
+        train(model, rank, range(2), mode)
+        found.append(errors(handle))
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "inside"),
+    # Each compilation takes seconds.
+    [*itertools.product([EAGER, ON_DDP], KINDS), *itertools.product([TRACED], KINDS[:2])],
+    ids=str,
+)
+def test_half_the_bytes(two_ranks: RankPool, mode: Mode, inside: str) -> None:
+    for wide, thin in two_ranks.run(_bytes, mode, inside):
+        assert list(wide) == ["torch.float32"]
+        assert thin == {"torch.bfloat16": wide["torch.float32"] // 2}
+
+
+@on_ranks(2)
+def test_half_the_bytes_between_nodes(rank: int) -> None:
+    wide, found = hook_of("hierarchical"), []
+    for hook in (wide, hooks.error_feedback(wide.hooks_inside()[0], dtype=torch.bfloat16)):
+        _, handle = begun(rank, hook, 2)
+        found.append(errors(handle))
+        assert all(memory.tensors["node_error"].any() for memory in memories(handle))
+        handle.remove()
+    wide_bytes, thin = found
+    assert thin == {"torch.bfloat16": wide_bytes["torch.float32"] // 2}
+
+
+@on_ranks(2)
+def test_powersgd_lends_its_floats(rank: int) -> None:
+    """No bucket keeps the sum of gradient and error, which is float32, to itself."""
+    found = []
+    for hook in (narrow("powersgd(rank=2)"), narrow("blockwise()")):
+        _, handle = begun(rank, hook, 3, bucket_cap_mb=0.005)
+        own = list(memories(handle))
+        assert len(own) > 1
+        assert all("work" not in memory.buffers._buffers for memory in own)
+        lent = own[0].scratch._free
+        assert all(memory.scratch is own[0].scratch for memory in own)
+        found.append(sum(tensor.nbytes for tensor in lent))
+        assert len(lent) <= len(own)
+        handle.remove()
+    lent_bytes, nothing = found
+    # Buckets of the first step were others.
+    assert 0 < lent_bytes <= 2 * sum(4 * parameter.numel() for parameter in net().parameters())
+    assert nothing == 0
+
+
+@on_ranks(2)
+def test_parts_have_dtypes_of_their_own(rank: int) -> None:
+    """A policy's hooks may remember in dtypes of their own."""
+    hook = hooks.policy(
+        [("0.*", hooks.error_feedback(hooks.topk(0.1), dtype=torch.bfloat16))],
+        hooks.error_feedback(hooks.topk(0.1)),
+    )
+    model, handle = begun(rank, hook, 2)
+    first = sum(parameter.numel() for parameter in model[0].parameters())
+    rest = sum(parameter.numel() for parameter in model.parameters()) - first
+    assert errors(handle) == {"torch.bfloat16": 2 * first, "torch.float32": 4 * rest}
+    handle.remove()
+
+
+# ---- its rounding --------------------------------------------------------------------------------
+
+
+def _grows(rank: int, hook: hooks.Hook) -> float:
+    """By how much an error of 1 grows on average, of gradients less than its last bit."""
+    numel, steps = 400, 256
+    gradient = torch.full((numel,), 1 / 1024)
+    gradient[:4] = 100.0  # in each message
+    parameter = torch.zeros(numel, requires_grad=True)
+    for step in range(steps):
+        bucket = GradBucket([parameter], [gradient])
+        hook(None, bucket).wait()
+        error = hook.memory(bucket).tensors["error"]
+        if step == 0:
+            error[4:] = 1.0
+    return (error[4:].float().mean() - 1.0).item()
+
+
+def test_small_gradients_add_up_in_topk() -> None:
+    hook = hooks.error_feedback(hooks.topk(0.01), dtype=torch.bfloat16)
+    (grown,) = run_ranks(_grows, 1, hook)
+    assert grown == pytest.approx(255 / 1024, rel=0.1)
+
+
+# ---- its states ----------------------------------------------------------------------------------
+
+
+def _own(state: dict[str, Any], rank: int) -> list[Tensor]:
+    own = state[f"rank{rank}"]
+    return [own[kind][name] for kind in sorted(own) for name in sorted(own[kind])]
+
+
+@pytest.mark.parametrize("inside", ["blockwise(bits=4)", "topk(0.1)"])
+@on_ranks(2)
+def test_a_state_of_one_dtype_loads_into_the_other(rank: int, inside: str) -> None:
+    """And back, by ``replace`` and a state."""
+    wide, thin = f"error_feedback({inside})", narrow(inside)
+    model, handle = begun(rank, wide, 2)
+    for step, hook, dtype, before_dtype in (
+        (2, thin, torch.bfloat16, torch.float32),
+        (3, wide, torch.float32, torch.bfloat16),
+    ):
+        state = handle.state_dict()
+        handle.replace(hook)
+        handle.load_state_dict(state)
+        loaded = handle.state_dict()
+        assert loaded["steps"] == step
+        assert list(errors(handle)) == [str(dtype)]
+        for before, after in zip(_own(state, rank), _own(loaded, rank), strict=True):
+            assert (before.dtype, after.dtype) == (before_dtype, dtype)
+            assert torch.equal(after, before.to(dtype))
+        train(model, rank, range(step, step + 1))
+    handle.remove()
+
+
+@pytest.mark.parametrize("inside", ["sign()", "topk(0.1)"])
+@on_ranks(2)
+def test_the_largest_numbers_of_a_state_stay_finite(rank: int, inside: str) -> None:
+    _, handle = begun(rank, narrow(inside), 1)
+    state = handle.state_dict()
+    own = state[f"rank{rank}"]
+    largest = torch.finfo(torch.float32).max
+    for kind in own:
+        own[kind] = {name: torch.full(t.shape, largest) for name, t in own[kind].items()}
+    handle.load_state_dict(state)
+    found = [tensor for memory in memories(handle) for tensor in memory.tensors.values()]
+    assert {tensor.dtype for tensor in found} == {torch.bfloat16}
+    assert all(tensor.eq(torch.finfo(torch.bfloat16).max).all() for tensor in found)
+    handle.remove()
+
+
+def _state(rank: int) -> dict[str, Any]:
+    _, handle = begun(rank, narrow("blockwise(bits=4)"), 3)
+    state = handle.state_dict()
+    handle.remove()
+    return state
+
+
+def test_states_of_another_number_of_ranks() -> None:
+    states = run_ranks(_state, 2)
+    alone = reshard_states(states, 1)
+    for name, error in alone[0]["rank0"]["error"].items():
+        mean = sum(
+            state[f"rank{rank}"]["error"][name].float().view(-1) / 2
+            + state[f"rank{rank}"]["shard_error"][name].float()
+            for rank, state in enumerate(states)
+        )
+        torch.testing.assert_close(error.view(-1).float(), mean, rtol=1e-5, atol=1e-6)
+    again = reshard_states(alone, 2)
+
+    def goes_on(rank: int) -> list[str]:
+        model, handle = begun(rank, narrow("blockwise(bits=4)"), 0)
+        handle.load_state_dict(again[rank])
+        train(model, rank, range(1))
+        return list(errors(handle))
+
+    assert run_ranks(goes_on, 2) == [["torch.bfloat16"]] * 2
+
+
+# ---- a GradScaler --------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_it_follows_the_scale(rank: int) -> None:
+    scaler = Counted(1024.0)
+    _, handle = begun(rank, narrow("sign()"), 2, scaler=scaler)
+    before = [memory.tensors["error"].clone() for memory in memories(handle)]
+    scaler.scale = 256.0
+    handle._attached.memory.change_scale(256.0)
+    for memory, error in zip(memories(handle), before, strict=True):
+        assert error.any()
+        assert torch.equal(memory.tensors["error"], error / 4)
+    state = handle.state_dict()
+    for memory in memories(handle):
+        for name, parameter in zip(memory.names or [], memory.parameters, strict=True):
+            piece = memory.layout.views(memory.tensors["error"])[memory.names.index(name)]
+            assert torch.equal(state[f"rank{rank}"]["error"][name], piece / 256)
+            assert piece.shape == parameter.shape
+    handle.remove()
+
+
+# ---- powersgd ------------------------------------------------------------------------------------
+
+
+def _matrices(rank: int, hook: str, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 48, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    handle = attach(model, parse_hook(hook))
+    total = torch.zeros(48, 64, dtype=torch.float64)
+    sent = torch.zeros_like(total)
+    for _ in range(6):
+        model.zero_grad()
+        x, slopes = torch.randn(4, 64, dtype=dtype), torch.randn(4, 48, dtype=dtype)
+        (model(x) * slopes).sum().backward()
+        total += slopes.double().T @ x.double()
+        sent += model.weight.grad.double()
+    error = handle.state_dict()[f"rank{rank}"]["error"]["weight"].double()
+    handle.remove()
+    return [total, sent, error]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_low_rank_loses_what_it_rounds(dtype: torch.dtype) -> None:
+    found = run_ranks(_matrices, 2, narrow("powersgd(rank=1)"), dtype)
+    total = sum(each[0] for each in found) / 2
+    error = sum(each[2] for each in found) / 2
+    assert torch.equal(found[0][1], found[1][1])
+    off = (found[0][1] + error - total).abs().max()
+    # Of six steps, each rounded once; and gradients and results of 16 bits are rounded themselves.
+    rounded = 6 * 2.0**-8 * max(total.abs().max(), error.abs().max())
+    assert off < (3 if dtype == torch.bfloat16 else 1) * rounded
+    assert error.abs().max() > 10 * rounded, "nothing was lost, so that this test shows nothing"

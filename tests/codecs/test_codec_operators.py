@@ -1,0 +1,176 @@
+"""The operators of codecs: ``opcheck``, versions, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+
+commhook = torch.ops.commhook
+ROUNDING = torch.tensor([1, 2])
+X = torch.ones(64)
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators of a codec, with the arguments that follow tensors and message."""
+
+    codec: Codec
+    settings: dict[str, Any] = field(default_factory=dict)
+    rounding: tuple[Tensor, ...] = ()
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(commhook, f"{type(self.codec).__name__}_{method}").default
+
+    def message(self, numel: int) -> Tensor:
+        return torch.zeros(self.codec.nbytes(numel), dtype=torch.uint8)
+
+
+BLOCKWISE = CODECS["blockwise"](block_size=64)  # type: ignore[call-arg]
+BLOCKS = Operators(BLOCKWISE, {"bits": 8, "block_size": 64, "symmetric": True})
+CHUNKS = Operators(CODECS["chunk_topk"](5, 64, 2), {"k": 5, "chunk": 64, "bits": 2})
+TOPK = Operators(CODECS["topk"](0.03))
+RANDOMK = Operators(CODECS["randomk"](0.03), rounding=(ROUNDING,))
+ALL = [BLOCKS, CHUNKS, TOPK, RANDOMK]
+of_each = pytest.mark.parametrize("own", ALL, ids=lambda own: type(own.codec).__name__)
+
+
+@of_each
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_opcheck_of_each_dtype(own: Operators, dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
+    message = own.message(220)
+    own.encode(tensors, message, *own.rounding, **own.settings)
+    torch.library.opcheck(own.encode, (tensors, message, *own.rounding), own.settings)
+    torch.library.opcheck(own.decode, (message, tensors, *own.rounding), own.settings)
+
+
+@of_each
+@pytest.mark.parametrize("numel", [0, 1, 220])
+def test_opcheck(own: Operators, numel: int) -> None:
+    """With an error, of nothing and of one value; and sums of messages."""
+    x, message = [torch.randn(numel)], own.message(numel)
+    keywords = {**own.settings, "error": torch.zeros(numel)}
+    torch.library.opcheck(own.encode, (x, message, *own.rounding), keywords)
+    own.encode(x, message, *own.rounding, **own.settings)
+    stacked = torch.stack([message, message])
+    if own is not RANDOMK:  # whose messages are added up
+        keywords = {**own.settings, "scale": 0.5}
+        torch.library.opcheck(own.decode_sum, (stacked, x), keywords)
+    if own is BLOCKS:
+        keywords = {**own.settings, "error": torch.zeros(numel), "rounding": ROUNDING}
+        torch.library.opcheck(own.encode, (x, message), keywords)
+        torch.library.opcheck(own.reduce, (stacked, message, numel), keywords)
+
+
+@of_each
+def test_versions_move(own: Operators) -> None:
+    x, message, error = torch.randn(64), own.message(64), torch.zeros(64)
+    own.encode([x], message, *own.rounding, **own.settings, error=error)
+    assert (x._version, message._version, error._version) == (0, 1, 1)
+    own.decode(message, [x], *own.rounding, **own.settings)
+    assert x._version == 1
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@of_each
+def test_memory_must_be_apart(own: Operators) -> None:
+    memory, apart = torch.zeros(100), own.message(64)
+    shared = memory.view(torch.uint8)[: len(apart)]
+
+    def encode(x: Tensor, message: Tensor, **more: Tensor) -> None:
+        own.encode([x], message, *own.rounding, **own.settings, **more)
+
+    def decode(message: Tensor, x: Tensor) -> None:
+        own.decode(message, [x], *own.rounding, **own.settings)
+
+    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
+        encode(memory[1:65], shared)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
+        decode(shared, memory[1:65])
+    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
+        encode(memory[:64], apart, error=memory[36:])
+    with pytest.raises(ValueError, match="must reach each of its elements once"):
+        decode(apart, torch.ones(1).expand(64))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda message: BLOCKS.reduce(message, message.clone(), 64, **BLOCKS.settings),
+        lambda message: TOPK.decode_sum(message, [X.clone()]),
+        lambda message: CHUNKS.decode_sum(message, [X.clone()], **CHUNKS.settings),
+    ],
+    ids=["blockwise", "topk", "chunk_topk"],
+)
+def test_a_sum_is_of_rows(call: Callable[[Tensor], None]) -> None:
+    with pytest.raises(ValueError, match="messages must have two dimensions"):
+        call(torch.zeros(80, dtype=torch.uint8))
+
+
+def test_rows_without_bytes_are_refused() -> None:
+    """Of these there may be so many that all their bytes are a multiple of 2^64."""
+    rows, message = torch.empty(2**60, 0, dtype=torch.uint8), BLOCKS.message(64)
+    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
+        BLOCKS.reduce(rows, message, 64, **BLOCKS.settings)
+    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
+        BLOCKS.decode_sum(rows, [torch.zeros(64)], **BLOCKS.settings)
+    with pytest.raises(ValueError, match=r"numel must be at least 0 and at most 2\^60, got"):
+        BLOCKS.reduce(message[None], message.clone(), 2**63 - 1, **BLOCKS.settings)
+
+
+Change = tuple[dict[str, Any], type[Exception], str]
+#: Arguments of ``encode`` that do not fit, of all codecs and of single ones.
+REFUSED: list[Change] = [
+    ({"tensors": []}, ValueError, "tensors must hold at least one tensor"),
+    ({"tensors": [X.long()]}, TypeError, r"tensors\[0\] must be of dtype"),
+    ({"tensors": [X.clone().requires_grad_()]}, RuntimeError, r"tensors\[0\] must not require gr"),
+    ({"message": torch.ones(80)}, TypeError, "message must be of dtype uint8"),
+    ({"error": torch.ones(63)}, ValueError, "error must be contiguous and hold 64"),
+    ({"error": X.half()}, TypeError, "error must be of dtype float"),
+    ({"rounding": ROUNDING[:1]}, ValueError, "rounding must hold two numbers"),
+    ({"rounding": ROUNDING.float()}, TypeError, "rounding must be a dense tensor of dtype int64"),
+]
+MEMORY = torch.zeros(160, dtype=torch.uint8)
+REFUSED_BY_BLOCKS: list[Change] = [
+    ({"bits": 5}, ValueError, "bits must be 2, 4 or 8, got 5"),
+    ({"block_size": 12}, ValueError, "block_size must be a mult"),
+    ({"bits": 2, "block_size": 24}, ValueError, "multiple of 16"),
+    ({"block_size": 0}, ValueError, "block_size must be a mult"),
+    ({"shards": 0}, ValueError, "shards must be at least 1"),
+    ({"tensors": [torch.ones(65)]}, ValueError, "message must hold 96 bytes, got 80"),
+    ({"message": MEMORY[::2]}, ValueError, "message must be contiguous"),
+    ({"message": MEMORY[1:81]}, ValueError, "multiple of 4"),
+]
+REFUSED_BY_RANDOMK: list[Change] = [
+    ({"message": MEMORY[:6]}, ValueError, "message must hold 4 bytes .* got 6 bytes"),
+    ({"message": MEMORY[:0]}, ValueError, "must hold 4 bytes for each of 1 to"),
+    ({"tensors": [X[:1]]}, ValueError, "1 to 1 entries, got 8 bytes"),
+    ({"error": X.clone(), "unbiased": True}, ValueError, "error must be None if unbiased is True"),
+    ({"tensors": [X.expand(1 << 26, 64)]}, ValueError, r"less than 2\^31 elements"),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "change"),
+    [
+        *((own, change) for own in ALL for change in REFUSED),
+        *((BLOCKS, change) for change in REFUSED_BY_BLOCKS),
+        *((RANDOMK, change) for change in REFUSED_BY_RANDOMK),
+    ],
+    ids=lambda value: value[2] if isinstance(value, tuple) else type(value.codec).__name__,
+)
+def test_encode_refuses(own: Operators, change: Change) -> None:
+    changed, error, match = change
+    arguments = {"tensors": [X], "message": own.message(64), **own.settings, "rounding": ROUNDING}
+    with pytest.raises(error, match=rf"{type(own.codec).__name__}_encode: .*{match}"):
+        own.encode(**{**arguments, **changed})

@@ -1,0 +1,133 @@
+"""Checks of the bucket operators against ops_reference, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from kernel_device import KernelDevice
+from ops_reference import (
+    DTYPES,
+    PAIRS,
+    assert_same_bits,
+    expected_flatten,
+    expected_sum_of_squares,
+    expected_unflatten,
+    make,
+    maker,
+)
+from torch import Tensor
+
+import torch_commhook.native.bucket_ops as ops
+
+#: Sources, targets and scales.
+CASES = [(source, target, scale) for source, target in PAIRS for scale in (1.0, 1 / 3)]
+#: Classes of shapes for tensors of all dtypes together.
+OF_MIXED_DTYPES = ("some_empty", "mixed", "strided", "transposed", "odd_rows")
+ANY_SCALES = (0.0, -0.0, -2.0, 1e-50, 1e300, math.inf, math.nan)
+
+
+def total(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def assert_flattens(
+    device: KernelDevice, tensors: Sequence[Tensor], scale: float, dtype: torch.dtype
+) -> None:
+    """Tries the three operators that read tensors, with CPU tensors copied to the device."""
+    expected = expected_flatten(tensors, scale, dtype)
+    copies = device.copy(tensors)
+    context = f"{tensors[0].dtype} to {dtype} by {scale}"
+    assert_same_bits(ops.flatten(copies, scale=scale, dtype=dtype).cpu(), expected, context)
+
+    memory = torch.full((expected.numel() + 8,), 7.0, dtype=dtype, device=device.name)
+    for offset in (0, 1, 5):
+        out = memory[offset : offset + expected.numel()]
+        assert ops.flatten(copies, scale=scale, out=out) is out
+        assert_same_bits(out.cpu(), expected, f"{context}, offset {offset}")
+        assert (memory[:offset] == 7).all() and (memory[offset + expected.numel() :] == 7).all()
+        memory.fill_(7.0)
+
+    stats = ops.flatten_stats(copies, scale=scale, dtype=dtype)
+    assert_same_bits(stats.buffer.cpu(), expected, context)
+    assert_same_bits(stats.nonfinite_count.cpu(), (~expected.isfinite()).sum(), context)
+    assert stats.sum_of_squares.dtype == torch.float64 and stats.sum_of_squares.shape == ()
+    squares = expected_sum_of_squares(tensors, scale, dtype)
+    if math.isfinite(squares):
+        assert float(stats.sum_of_squares) == pytest.approx(squares, rel=1e-12, abs=0), context
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert_same_bits(copy.cpu(), tensor, "the tensors must stay as they are")
+
+
+def assert_unflattens(
+    device: KernelDevice, buffer: Tensor, tensors: Sequence[Tensor], scale: float
+) -> None:
+    """Tries ``unflatten``, with CPU tensors copied to the device."""
+    for tensor in tensors:
+        tensor.untyped_storage().fill_(255)  # NaN: the contents must not be read
+    expected = expected_unflatten(buffer, tensors, scale)
+    context = f"from {buffer.dtype} by {scale}"
+    source, copies = buffer.to(device.name), device.copy(tensors)
+    for new, right, model in zip(
+        ops.unflatten(source, copies, scale=scale), expected, tensors, strict=True
+    ):
+        assert_same_bits(new.cpu(), right, context)
+        assert new.stride() == torch.empty_like(model).stride()
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert_same_bits(copy.cpu(), tensor, "like must stay as it is")
+
+
+def assert_unflattens_into(
+    device: KernelDevice, buffer: Tensor, tensors: Sequence[Tensor], scale: float
+) -> None:
+    """Tries ``unflatten_into``, with CPU tensors copied to the device."""
+    expected = expected_unflatten(buffer, tensors, scale)
+    source, copies = buffer.to(device.name, copy=True), device.copy(tensors)
+    assert ops.unflatten_into(source, copies, scale=scale) is None
+    # Everything around and between the elements of a destination must stay.
+    for tensor, right in zip(tensors, expected, strict=True):
+        tensor.copy_(right)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        wanted, context = whole_storage(tensor), f"from {buffer.dtype} by {scale}"
+        assert_same_bits(whole_storage(copy).cpu(), wanted, context)
+    assert_same_bits(source.cpu(), buffer, "the buffer must stay as it is")
+
+
+def check_mixed_dtypes(device: KernelDevice, name: str) -> None:
+    tensors = [tensor for dtype in DTYPES for tensor in make(name, dtype)]
+    tensors = tensors[::2] + tensors[1::2]
+    for dtype in DTYPES:
+        assert_flattens(device, tensors, 1 / 3, dtype)
+        assert_unflattens(device, maker(dtype)(total(tensors)), tensors, 1 / 3)
+        assert_unflattens_into(device, maker(dtype)(total(tensors)), tensors, 1 / 3)
+
+
+def check_nonfinite_count(device: KernelDevice, name: str) -> None:
+    """``flatten_stats`` counts the values of the buffer that are not finite."""
+    for source, target in PAIRS:
+        tensors = make(name, source)
+        for i, tensor in enumerate(tensors):
+            flat = whole_storage(tensor)
+            flat[i % 7 :: 11], flat[i % 5 :: 13] = math.nan, -math.inf
+            flat[i % 3 :: 17] = torch.finfo(source).max  # finite only in some dtypes
+        stats = ops.flatten_stats(device.copy(tensors), dtype=target)
+        expected, context = expected_flatten(tensors, 1.0, target), f"{source} to {target}"
+        assert_same_bits(stats.buffer.cpu(), expected, context)
+        assert_same_bits(stats.nonfinite_count.cpu(), (~expected.isfinite()).sum(), context)
+        assert not stats.sum_of_squares.isfinite()
+
+
+def check_sums_before_the_cast(device: KernelDevice) -> None:
+    """``flatten_stats`` adds in float64: 1e5 is finite before the cast, and its square counts."""
+    stats = ops.flatten_stats([torch.full((3,), 1e5, device=device.name)], dtype=torch.float16)
+    assert stats.nonfinite_count == 3 and stats.sum_of_squares == 3e10
+    # The squares overflow float32, and 2^24 + 1 ones would not add up in it.
+    assert ops.flatten_stats([torch.full((8,), 1e30, device=device.name)]).sum_of_squares > 7.9e60
+    tensors = [torch.tensor([2.0**20]), torch.full((1 << 17,), 2.0**-6)]
+    assert ops.flatten_stats(device.copy(tensors)).sum_of_squares == 2.0**40 + 2.0**5
