@@ -41,6 +41,7 @@
 #   make elastic-histories   10,000 random histories of elastic training, in virtual time; five minutes
 #   make error-feedback   test the claims of error feedback, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
+#   make choice-evidence ARGS=reach   whether the tests that make check chooses notice faults; hours
 #   make long-runs        long runs whose files have changed since they last passed, up to 20 minutes
 #   make results          write docs/results.md from the stored results of the long runs
 #   make clean            remove the environments and all build outputs
@@ -62,7 +63,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/benchmarks:$(PYTHONPATH)
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test check durations wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 # Two files at a time, in the order of tests/support/cases.py: the longest first.
@@ -80,6 +81,11 @@ check:
 
 durations: $(VENV)/built
 	$(VENV)/bin/python -m pytest $(PARALLEL) --store-durations $(ARGS)
+
+# It changes sources: run it in a clone.
+choice-evidence: $(VENV)/built
+	$(PIP) install coverage
+	$(LONG_RUN)/choice_evidence.py $(ARGS)
 
 # Lets an environment import the packages of $(VENV).
 ABOVE_VENV = cd $(1)/lib/python3*/site-packages && \

@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 import torch
-from ddp_steps import backward_step, equal, small_model
 from group_doubles import completed
+from mode_cases import backward_step, equal, small_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks

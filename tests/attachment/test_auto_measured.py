@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mode_cases import Mode
 from mode_cases import batch as mode_batch
 from mode_cases import module as mode_module
-from modes import Mode
-from on_processes import on_processes
-from on_ranks import of_all_ranks
+from on_ranks import of_all_ranks, on_processes
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

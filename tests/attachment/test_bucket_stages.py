@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import equal
-from mode_cases import batch, gradients, module, outcome
-from modes import TRACED_MODES, Mode
-from on_processes import on_processes
+from mode_cases import TRACED_MODES, Mode, batch, equal, gradients, module, outcome
+from on_ranks import on_processes
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from on_processes import on_processes
-from on_ranks import on_ranks
+from on_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

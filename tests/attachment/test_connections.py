@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_processes import on_processes
+from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d

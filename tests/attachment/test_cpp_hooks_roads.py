@@ -14,10 +14,8 @@ from gil_calls import count_gil_calls
 from gil_per_bucket import NOISE, ddp_alone, gil_calls_per_bucket
 from layered_net import Net, differing, gradients_of
 from layered_net import batch as net_batch
-from mode_cases import batch, module
-from modes import TRACED_MODES, Mode
-from on_processes import on_processes
-from on_ranks import on_ranks
+from mode_cases import TRACED_MODES, Mode, batch, module
+from on_ranks import on_processes, on_ranks
 from rank_pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
@@ -40,7 +38,7 @@ by_model = pytest.mark.parametrize("use_ddp", [False, True])
 @pytest.fixture(scope="module")
 def comm_hooks() -> str:
     """The path of the tests' hooks, which are loaded in this process."""
-    path = library("tests/support/cpp_hooks", "comm_hooks")
+    path = library("comm_hooks")
     load_cpp_hooks(path)
     return path
 

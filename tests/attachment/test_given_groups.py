@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import equal
-from mode_cases import OwnError, batch, gradients, module, outcome
-from modes import Mode
-from on_processes import on_processes
+from mode_cases import Mode, OwnError, batch, equal, gradients, module, outcome
+from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook import attach, hooks

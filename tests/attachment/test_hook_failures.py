@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps import backward_step, equal, small_model
 from group_doubles import completed
-from on_processes import on_processes
+from mode_cases import backward_step, equal, small_model
+from on_ranks import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
@@ -259,7 +259,7 @@ def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) ->
 def test_ctrl_c_ends_the_wait_for_a_future(where: str) -> None:
     script = f"""
 import _thread, signal, threading, torch.distributed as dist
-from ddp_steps import small_model, backward_step
+from mode_cases import small_model, backward_step
 from test_hook_failures import Futures, OwnError
 from torch_commhook import attach
 

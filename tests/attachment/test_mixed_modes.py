@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from modes import BUCKET_CAP_MB, Mode
+from mode_cases import BUCKET_CAP_MB, Mode
 from rank_pool import RankPool
 from torch import Tensor, nn
 

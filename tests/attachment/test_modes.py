@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mode_cases import CastInTwoStages, batch, module, with_futures
-from modes import BUCKET_CAP_MB, MODES, TRACED_MODES, Mode
+from mode_cases import (
+    BUCKET_CAP_MB,
+    MODES,
+    TRACED_MODES,
+    CastInTwoStages,
+    Mode,
+    batch,
+    module,
+    with_futures,
+)
 from rank_pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters

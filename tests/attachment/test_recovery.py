@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import equal
-from mode_cases import OwnError, batch, gradients, module, outcome
-from modes import BUCKET_CAP_MB, TRACED_MODES, Mode, compiled_backward
-from on_processes import on_processes
+from mode_cases import (
+    BUCKET_CAP_MB,
+    TRACED_MODES,
+    Mode,
+    OwnError,
+    batch,
+    compiled_backward,
+    equal,
+    gradients,
+    module,
+    outcome,
+)
+from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import nn
 

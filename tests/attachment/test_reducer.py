@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from modes import compiled_backward
-from on_processes import on_processes
-from on_ranks import of_all_ranks, on_ranks
+from mode_cases import compiled_backward
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

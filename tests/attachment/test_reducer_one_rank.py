@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from modes import compiled_backward
+from mode_cases import compiled_backward
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.optim import _apply_optimizer_in_backward

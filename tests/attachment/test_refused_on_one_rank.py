@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_processes import on_processes
-from on_ranks import of_all_ranks
+from on_ranks import of_all_ranks, on_processes
 from torch import nn
 
 from torch_commhook import attach, hooks

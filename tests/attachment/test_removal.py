@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from on_processes import on_processes
+from on_ranks import on_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_processes import on_processes
-from on_ranks import of_all_ranks, on_ranks
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.replicate import replicate

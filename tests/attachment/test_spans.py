@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from modes import BUCKET_CAP_MB, Mode
-from on_processes import on_processes
+from mode_cases import BUCKET_CAP_MB, Mode
+from on_ranks import on_processes
 from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
 from rank_pool import RankPool
 from sharded_models import Mesh, by_layer

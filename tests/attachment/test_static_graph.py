@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mode_cases import OwnError
-from on_processes import on_processes
-from on_ranks import of_all_ranks, on_ranks
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_doubles import completed
-from on_processes import on_processes
+from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook.step import step_end

@@ -10,10 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from mode_cases import OwnError
-from modes import TRACED_MODES, Mode, compiled_backward
-from on_processes import on_processes
-from on_ranks import of_all_ranks, on_ranks
+from mode_cases import TRACED_MODES, Mode, OwnError, compiled_backward
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mode_cases import outcome
-from modes import compiled_backward
-from on_processes import on_processes
+from mode_cases import compiled_backward, outcome
+from on_ranks import on_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

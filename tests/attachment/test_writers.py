@@ -6,7 +6,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from mode_cases import batch, module
-from on_processes import on_processes
+from on_ranks import on_processes
 
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.writers import write

@@ -27,8 +27,16 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import PyTorchs, backward, both_in_modes, leaf, note
-from autograd_errors import NODE_ERRORS, TENSOR_ERRORS, checked
+from autograd_apis import (
+    NODE_ERRORS,
+    TENSOR_ERRORS,
+    PyTorchs,
+    backward,
+    both_in_modes,
+    checked,
+    leaf,
+    note,
+)
 from torch import Tensor
 
 from torch_commhook import autograd

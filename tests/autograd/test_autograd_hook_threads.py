@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from autograd_apis import leaf
+from gloo_threads import in_threads
 from layered_net import BUCKET_CAP_MB, Net, batch
-from threads import in_threads
 from torch import Tensor
 
 from torch_commhook import _C, attach, autograd

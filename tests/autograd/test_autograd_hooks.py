@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import Ours, PyTorchs, backward, in_modes, leaf
-from autograd_errors import NODE_ERRORS, TENSOR_ERRORS, checked
+from autograd_apis import (
+    NODE_ERRORS,
+    TENSOR_ERRORS,
+    Ours,
+    PyTorchs,
+    backward,
+    checked,
+    in_modes,
+    leaf,
+)
 from torch import Tensor
 
 from torch_commhook import autograd

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import Ours, PyTorchs, accumulator, backward, both, leaf
+from autograd_apis import Ours, PyTorchs, WholeGraph, accumulator, backward, both, leaf
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from whole_graph import WholeGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

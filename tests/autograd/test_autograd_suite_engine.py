@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_apis import backward, both, both_in_modes, leaf, note
-from threads import in_threads
+from gloo_threads import in_threads
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import Ours, PyTorchs, backward, both, both_in_modes, in_modes, leaf
+from autograd_apis import Ours, PyTorchs, WholeGraph, backward, both, both_in_modes, in_modes, leaf
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
 from torch._dynamo.exc import Unsupported
 from torch.autograd import Function
 from torch_releases import closures_fail
-from whole_graph import WholeGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from autograd_apis import backward, in_modes, leaf
 from cpp_libraries import library
-from threads import in_threads
+from gloo_threads import in_threads
 
 from torch_commhook import autograd, load_cpp_hooks
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    load_cpp_hooks(library("tests/support/cpp_hooks", "autograd_hooks"))
+    load_cpp_hooks(library("autograd_hooks"))
 
 
 @in_modes

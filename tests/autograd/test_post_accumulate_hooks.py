@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_threads import in_threads
 from layered_net import Net, batch, gradients_of
-from threads import in_threads
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_errors import forbid_launch
-from train_processes import TrainProcess
+from train_processes import TrainProcess, forbid_launch
 
 from torch_commhook.cli.bench import hooks as bench_hooks
 from torch_commhook.cli.bench import tables

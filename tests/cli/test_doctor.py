@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from doctor_reports import finding, report
 from repository import ROOT
 from torch_releases import since
-from train_processes import finished
+from train_processes import finding, finished, report
 
 import torch_commhook
 from torch_commhook.cli.doctor import CHECKS, build, host

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from doctor_reports import finding, report
 from launched_ranks import free_port
 from repository import ROOT
-from train_processes import finished
+from train_processes import finding, finished, report
 
 from benchmarks.netlab.lab import Lab, why_impossible
 from torch_commhook.cli.doctor import connections

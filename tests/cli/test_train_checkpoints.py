@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from nested_values import different_paths
-from train_errors import train_error
+from train_processes import train_error
 
 from torch_commhook.cli.checkpoint import (
     Checkpoint,

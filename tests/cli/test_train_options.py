@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_errors import forbid_launch, train_error
+from train_processes import forbid_launch, train_error
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import step_log, train

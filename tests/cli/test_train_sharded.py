@@ -13,8 +13,14 @@ import torch
 from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
-from train_errors import forbid_launch, train_error
-from train_processes import hooks_file, read_metrics, start_train, trained
+from train_processes import (
+    forbid_launch,
+    hooks_file,
+    read_metrics,
+    start_train,
+    train_error,
+    trained,
+)
 
 from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint

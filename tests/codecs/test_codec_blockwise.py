@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from blockwise_messages import encode, restore, steps_of
+from codec_examples import encode_blockwise as encode
+from codec_examples import restore_blockwise as restore
+from codec_examples import steps_of
 from ops_reference import LEVELS as KERNELS
 from ops_reference import cpu_level
 

@@ -10,8 +10,7 @@ import pytest
 import sparse_codecs
 import torch
 from codec_examples import encode, restore
-from ops_reference import limited_cpu
-from settings import threads
+from ops_reference import limited_cpu, threads
 from sparse_codecs import each_level  # noqa: F401
 from torch import Tensor
 

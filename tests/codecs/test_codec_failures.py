@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from codec_doubles import Around
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, X, as_long, backward, gloo_groups, gradients_of, model
+from staged_steps import BLOCKWISE, Around, X, as_long, backward, gloo_groups, gradients_of, model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_reference import LEVELS, cpu_level
-from settings import threads
-from streaming import cache_bytes, not_beyond_a_large_cache, split
+from ops_reference import LEVELS, cache_bytes, cpu_level, not_beyond_a_large_cache, split, threads
 
 from torch_commhook.codecs import CODECS, Codec
 

@@ -12,8 +12,7 @@ import sparse_codecs
 import torch
 from codec_examples import restore
 from hypothesis import HealthCheck, given, settings
-from ops_reference import limited_cpu
-from settings import threads
+from ops_reference import limited_cpu, threads
 from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from blockwise_messages import encode, restore
+from codec_examples import encode_blockwise as encode
+from codec_examples import restore_blockwise as restore
 from ops_reference import LEVELS as KERNELS
 from ops_reference import cpu_level
 from torch import Tensor

@@ -21,8 +21,7 @@ from codec_examples import (
     same,
     some_chunks,
 )
-from ops_reference import LEVELS, cpu_level, limited_cpu
-from settings import threads
+from ops_reference import LEVELS, cpu_level, limited_cpu, threads
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec, register_codec

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from codec_doubles import Around
 from codec_examples import EXAMPLES, LARGEST, encode, encode_chunks, restore, rounding_for
 from ops_reference import LEVELS, cpu_level
+from staged_steps import Around
 from torch import Tensor
 
 from torch_commhook import collectives

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from broadcast_groups import Alone, Counting
-from broadcast_layouts import DTYPES, LAYOUTS, base_of, bits, differing, of_layouts
+from broadcast_groups import DTYPES, LAYOUTS, Alone, Counting, base_of, bits, differing, of_layouts
 from rank_pool import RankPool
 
 from torch_commhook import _C, broadcast_coalesced

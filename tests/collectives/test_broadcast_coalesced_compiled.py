@@ -10,8 +10,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
-from broadcast_groups import Alone, Counting
-from broadcast_layouts import LAYOUTS, base_of, differing, of_layouts
+from broadcast_groups import LAYOUTS, Alone, Counting, base_of, differing, of_layouts
 from rank_pool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from chunk_cases import FIRST, error_of, of_each_codec, rounding_of, values
-from codec_doubles import Around
 from collective_cases import NO_GROUP
 from rank_pool import RankPool
+from staged_steps import Around
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec

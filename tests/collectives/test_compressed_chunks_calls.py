@@ -18,9 +18,9 @@ from chunk_cases import (
     rounding_of,
     values,
 )
-from codec_doubles import Around
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
+from staged_steps import Around
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from killed_peer import first_says
+from launched_ranks import first_says
 from rank_pool import RankPool
 
 from torch_commhook.collectives.gloo_groups import exchanges_of, finish_messages

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from codec_doubles import Around
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, TOPK, X, backward, gloo_groups, model
+from staged_steps import BLOCKWISE, TOPK, Around, X, backward, gloo_groups, model
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach, hooks

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from symmetric_files import CODEC, summed, with_files
+from symmetric_ranks import CODEC, summed, with_files
 from torch import nn
 
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks

@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from symmetric_files import CODEC, summed, with_files
-from symmetric_ranks import BLOCK_CODECS, shared_memories
+from symmetric_ranks import BLOCK_CODECS, CODEC, shared_memories, summed, with_files
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec

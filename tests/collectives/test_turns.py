@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from threads import in_threads
+from gloo_threads import in_threads
 
 from torch_commhook.collectives.turns import Turns, renew_turns, turns_of
 
@@ -45,11 +45,10 @@ def test_in_the_order_in_which_they_were_announced() -> None:
 
 
 def test_by_many_threads() -> None:
-    dice = random.Random()
     for _ in range(50):
         stages, count = Stages(), 40
         stages.announce(count)
-        numbers = dice.sample(range(count), count)
+        numbers = random.sample(range(count), count)
         takes = [functools.partial(list, map(stages.take, numbers[first::4])) for first in range(4)]
         assert in_threads(takes) == []
         assert stages.issued == list(range(count))

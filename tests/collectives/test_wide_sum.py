@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_threads import gloo_ranks
-from mode_cases import CastInTwoStages
-from modes import Mode
-from ops_reference import LEVELS, cpu_level
+from mode_cases import CastInTwoStages, Mode
+from ops_reference import LEVELS, cpu_level, threads
 from rank_pool import RankPool
-from settings import threads
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach, collectives, hooks, run_hook

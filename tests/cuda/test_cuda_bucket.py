@@ -12,12 +12,16 @@ from bucket_checks import (
     ANY_SCALES,
     CASES,
     OF_MIXED_DTYPES,
+    ROUNDED,
     assert_flattens,
     assert_unflattens,
     assert_unflattens_into,
     check_mixed_dtypes,
     check_nonfinite_count,
     check_sums_before_the_cast,
+    every_16bit,
+    float32_patterns,
+    there_and_back,
     total,
 )
 from kernel_device import COUNTS, DEVICE
@@ -31,7 +35,6 @@ from ops_reference import (
     make,
     maker,
 )
-from ops_rounding import ROUNDED, every_16bit, float32_patterns, there_and_back
 
 import torch_commhook.native.bucket_ops as ops
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from finite_values import NAN, spoil
 from kernel_device import COUNTS, DEVICE
-from ops_reference import DTYPES, SHAPE_CLASSES, SOURCE_CLASSES, make, maker
+from ops_reference import DTYPES, NAN, SHAPE_CLASSES, SOURCE_CLASSES, make, maker, spoil
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch_releases import since

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_refusals import check_that_devices_must_agree
 from kernel_device import DEVICE, KernelDevice
-from ops_reference import assert_same_bits, make
+from ops_reference import assert_same_bits, check_that_devices_must_agree, make
 
 import torch_commhook.native.bucket_ops as ops
 

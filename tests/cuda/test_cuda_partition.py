@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from host_programs import run_program
+from cpp_compiler import run_program
 
 pytestmark = pytest.mark.long  # compiling takes a quarter of a minute
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from host_programs import run_program
+from cpp_compiler import run_program
 
 
 def test_short_ways_give_what_long_ones_do() -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from on_processes import on_processes
+from on_ranks import on_processes
 
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.step.peer_error import PeerError

@@ -32,7 +32,7 @@ COMM_HOOKS = "comm_hooks"
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> list[str]:
-    return load_cpp_hooks(library("tests/support/cpp_hooks", COMM_HOOKS))
+    return load_cpp_hooks(library(COMM_HOOKS))
 
 
 def bucket(**options: Any) -> GradBucket:
@@ -56,7 +56,7 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 import torch, torch.distributed as dist
 from torch import nn
 from torch_commhook import GradBucket, attach, hooks, load_cpp_hooks, run_hook
-load_cpp_hooks({library("tests/support/cpp_hooks", COMM_HOOKS)!r})
+load_cpp_hooks({library(COMM_HOOKS)!r})
 """
     return subprocess.run(
         [sys.executable, "-c", load + script],
@@ -72,7 +72,7 @@ load_cpp_hooks({library("tests/support/cpp_hooks", COMM_HOOKS)!r})
 
 def test_loading_again_gives_the_same(loaded: list[str]) -> None:
     assert "wrong" in loaded and "torch_allreduce" in loaded
-    assert load_cpp_hooks(Path(library("tests/support/cpp_hooks", COMM_HOOKS))) == loaded
+    assert load_cpp_hooks(Path(library(COMM_HOOKS))) == loaded
 
 
 def test_headers() -> None:
@@ -90,15 +90,15 @@ def test_libraries_that_cannot_be_taken(tmp_path: Path) -> None:
     with pytest.raises(NativeLibraryError, match=r"does not load.*built for the torch"):
         load_cpp_hooks(text)
     cut = tmp_path / "cut.so"
-    whole = Path(library("tests/support/cpp_hooks", COMM_HOOKS)).read_bytes()
+    whole = Path(library(COMM_HOOKS)).read_bytes()
     for length in (0, 40, 70, 5000, len(whole) // 2):
         cut.write_bytes(whole[:length])
         with pytest.raises(NativeLibraryError, match="does not load"):
             load_cpp_hooks(cut)
     with pytest.raises(ValueError, match="registers no hooks"):
-        load_cpp_hooks(library("tests/support/cpp_hooks", "no_hooks"))
+        load_cpp_hooks(library("no_hooks"))
     with pytest.raises(NativeLibraryError, match=r"built for torch 1\.0\.0"):
-        load_cpp_hooks(library("tests/support/cpp_hooks", "old_hooks"))
+        load_cpp_hooks(library("old_hooks"))
     operators = Path(hooks.__file__).parent.parent / "lib"
     with pytest.raises(ValueError, match="is not a library of hooks"):
         load_cpp_hooks(next(operators.glob("_ops*.so")))
@@ -106,7 +106,7 @@ def test_libraries_that_cannot_be_taken(tmp_path: Path) -> None:
 
 def test_a_library_that_has_been_built_anew(tmp_path: Path) -> None:
     built = tmp_path / "hooks.so"
-    shutil.copy(library("tests/support/cpp_hooks", "autograd_hooks"), built)
+    shutil.copy(library("autograd_hooks"), built)
     script = f"""
 import os, shutil
 built = {str(built)!r}
@@ -115,14 +115,14 @@ os.utime(built, (0, 0))
 load_cpp_hooks(built)
 print("again", flush=True)
 os.remove(built)
-shutil.copy({library("tests/support/cpp_hooks", "no_hooks")!r}, built)
+shutil.copy({library("no_hooks")!r}, built)
 load_cpp_hooks(built)
 """
     done = ended(script)
     assert done.stdout == "again\n"
     assert "has been rebuilt since this process loaded" in done.stderr
     # One that was no good stays in the process as well.
-    shutil.copy(library("tests/support/cpp_hooks", "no_hooks"), built)
+    shutil.copy(library("no_hooks"), built)
     script = f"""
 import os, shutil
 try:
@@ -130,7 +130,7 @@ try:
 except ValueError as error:
     print(error)
 os.remove({str(built)!r})
-shutil.copy({library("tests/support/cpp_hooks", "autograd_hooks")!r}, {str(built)!r})
+shutil.copy({library("autograd_hooks")!r}, {str(built)!r})
 load_cpp_hooks({str(built)!r})
 """
     done = ended(script)
@@ -140,7 +140,7 @@ load_cpp_hooks({str(built)!r})
 
 def test_a_library_with_a_name_that_is_taken_is_not_taken_at_all() -> None:
     with pytest.raises(ValueError, match="'allreduce', which torch_commhook itself has registered"):
-        load_cpp_hooks(library("tests/support/cpp_hooks", "wrong_hooks"))
+        load_cpp_hooks(library("wrong_hooks"))
     with pytest.raises(ValueError, match="there is no communication hook 'mean_of_wrong_hooks'"):
         hooks.cpp("mean_of_wrong_hooks")
 
@@ -270,11 +270,7 @@ class TestOneBucket:
             ("throws an int", RuntimeError, "{where}: threw an object that is not a std"),
             ("null", TypeError, "{where}: runHook must return a Future, got a null pointer"),
             ("fails later", RuntimeError, "{where}: lost on the way"),
-            (
-                "throws an int later",
-                RuntimeError,
-                "{where}: threw an object that is not a std",
-            ),
+            ("throws an int later", RuntimeError, "{where}: threw an object that is not a std"),
             ("sets no buffer", ValueError, "setBuffer.*got an undefined tensor.*raised by {where}"),
             ("takes the buffer", RuntimeError, "the buffer was moved out of this bucket"),
             ("two", ValueError, "one tensor, got a list of 2.*raised by {where}"),

@@ -9,45 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from modes import Mode
-from rank_pool import RankPool
-from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
-from settings import default_dtype
+from on_ranks import on_processes
+from ops_reference import default_dtype
+from remembering_hooks import HOOKS, check_same
+from state_training import Run
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook import attach, codecs, metrics
+from torch_commhook import codecs, metrics
 from torch_commhook.collectives.message_error import begin_measuring
 from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
 
 
-def trained(
-    rank: int, hook: str, device: str | None, on_ddp: bool = False, mode: Mode | None = None
-) -> list[Tensor]:
+def trained(rank: int, hook: str, device: str | None, road: str = "module") -> list[Tensor]:
     """All gradients of three steps, the parameters, and what the hook remembers."""
-    mode = Mode("module", "eager") if mode is None else mode
-    torch._dynamo.reset()
-    inner = model_of()
-    model = DDP(inner, bucket_cap_mb=0.005) if on_ddp else inner
-    found = []
+    run = Run(rank, hook, road)
     with nullcontext() if device is None else torch.device(device):
-        handle = attach(model, hook_of(hook), **({} if on_ddp else {"bucket_cap_mb": 0.005}))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with mode.step_function(model) as step:
-            for number in range(3):
-                optimizer.zero_grad()
-                step(batch(rank, number))
-                found += [parameter.grad.clone() for parameter in inner.parameters()]
-                optimizer.step()
-                handle.stats()
+        handle = run.attach()
+        run.train(3)
+        handle.stats()
         state = handle.state_dict()
         handle.load_state_dict(state)
         handle.synchronize()
     handle.remove()
-    found += [parameter.detach().clone() for parameter in inner.parameters()]
-    return found + _tensors(state) + _tensors(handle.state_dict())
+    return run.found + run.parameters + _tensors(state) + _tensors(handle.state_dict())
 
 
 def _tensors(state: Any) -> list[Tensor]:
@@ -88,23 +74,25 @@ def test_a_default_device(plain: Any, hook: str) -> None:
     check_same(run_ranks(trained, 2, hook, "meta"), plain(hook))
 
 
-def _both(rank: int, hook: str, on_ddp: bool, mode: Mode) -> None:
-    want = trained(rank, hook, None, on_ddp, mode)
+def _both(rank: int, hook: str, road: str) -> None:
+    want = trained(rank, hook, None, road)
     with default_dtype(torch.bfloat16):
-        got = trained(rank, hook, None if on_ddp else "meta", on_ddp, mode)
+        got = trained(rank, hook, None if road == "ddp" else "meta", road)
     check_same([got], [want])
 
 
 @pytest.mark.parametrize("hook", ["error_feedback(powersgd(rank=2))", "adaptive(20000)"])
-@pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
-def test_defaults_over_gloo(two_ranks: RankPool, hook: str, on_ddp: bool) -> None:
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@on_processes
+def test_defaults_over_gloo(rank: int, hook: str, road: str) -> None:
     """Where ranks have groups and threads of the library's own."""
-    two_ranks.run(_both, hook, on_ddp, Mode("ddp" if on_ddp else "module", "eager"))
+    _both(rank, hook, road)
 
 
 @pytest.mark.parametrize("hook", ["error_feedback(powersgd(rank=2))", "clip(0.1, cast())"])
-def test_defaults_under_compiled_autograd(two_ranks: RankPool, hook: str) -> None:
-    two_ranks.run(_both, hook, False, Mode("module", "context", backend="aot_eager"))
+@on_processes
+def test_defaults_under_compiled_autograd(rank: int, hook: str) -> None:
+    _both(rank, hook, "compiled")
 
 
 @DTYPES

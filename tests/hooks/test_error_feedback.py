@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from modes import Mode
-from on_ranks import on_ranks
-from rank_pool import RankPool
+from mode_cases import Mode
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from remembering_hooks import hook_of
-from scaled_training import Counted
+from scaled_training import Counted, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -198,57 +197,27 @@ def _gradient(rank: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", WITH_ERROR, ids=str)
-def test_it_is_that_of_books(codec: Codec) -> None:
+@on_ranks(RANKS)
+def test_it_is_that_of_books(rank: int, codec: Codec) -> None:
     """Results and memory of each step, of what this rank sends and of the sum that it encodes."""
-
-    def train(rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        model = nn.Linear(NUMEL, 1, bias=False)  # the input is the gradient
-        handle = attach(model, hooks.momentum(hooks.compressed(codec), DECAY))
-        found = []
-        for step in range(STEPS):
-            model.zero_grad()
-            model(_gradient(rank, step)).backward()
-            assert model.weight.grad is not None
-            own = handle.state_dict()[f"rank{rank}"]
-            memory = {kind: each["weight"].reshape(-1) for kind, each in own.items()}
-            found.append((model.weight.grad.reshape(-1).clone(), memory))
-        handle.remove()
-        return found
-
-    ranks, wanted = run_ranks(train, RANKS), _Reference(codec)
+    model, wanted = nn.Linear(NUMEL, 1, bias=False), _Reference(codec)  # its input is the gradient
+    handle = attach(model, hooks.momentum(hooks.compressed(codec), DECAY))
     for step in range(STEPS):
-        result = wanted.step([_gradient(rank, step) for rank in range(RANKS)], step)
-        shard_error = torch.zeros(NUMEL)
-        for rank, steps in enumerate(ranks):
-            got, memory = steps[step]
-            torch.testing.assert_close(got.double(), result, rtol=1e-5, atol=1e-5)
-            error = memory["error"].double()
-            torch.testing.assert_close(error, wanted.errors[rank], rtol=1e-5, atol=1e-5)
-            shard_error += memory.get("shard_error", 0.0)
-        torch.testing.assert_close(shard_error.double(), wanted.shard_errors, rtol=1e-5, atol=1e-5)
+        model.zero_grad()
+        model(_gradient(rank, step)).backward()
+        result = wanted.step([_gradient(other, step) for other in range(RANKS)], step)
+        assert model.weight.grad is not None
+        own = handle.state_dict()[f"rank{rank}"]
+        memory = {kind: each["weight"].reshape(-1).double() for kind, each in own.items()}
+        of_shards = sum(of_all_ranks(memory.get("shard_error", torch.zeros(NUMEL).double())))
+        for got, want in (
+            (model.weight.grad.reshape(-1).double(), result),
+            (memory["error"], wanted.errors[rank]),
+            (of_shards, wanted.shard_errors),
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    handle.remove()
     assert wanted.errors[0].any()
-
-
-def test_momentum_is_that_of_demo() -> None:
-    """m = beta m + g; C(m) is sent; m -= C(m)."""
-    beta, hook = 0.9, hooks.momentum(hooks.topk(0.05), 0.9)
-
-    def train(rank: int) -> list[Tensor]:
-        weight = torch.zeros(NUMEL, requires_grad=True)
-        found = []
-        for step in range(STEPS):
-            bucket = GradBucket([weight], [_gradient(0, step)])
-            found.append(hook(None, bucket).wait().clone())
-        return found
-
-    (sent,) = run_ranks(train, 1)
-    m = torch.zeros(NUMEL, dtype=torch.float64)
-    for step, got in enumerate(sent):
-        m = beta * m + _gradient(0, step).double()
-        largest = m.abs().topk(75).indices
-        q = torch.zeros_like(m).scatter_(0, largest, m[largest])
-        torch.testing.assert_close(got.double(), q, rtol=1e-5, atol=1e-5)
-        m -= q
 
 
 def test_without_decay_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,44 +246,30 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48), nn.Linear(48, 8))
 
 
-def batch(rank: int, number: int) -> Tensor:
-    return torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
 def _errors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
     own = state[f"rank{rank}"]
     kinds = {"error", *FOLDED_INTO} & set(own)
     return {f"{kind} {name}": t for kind in sorted(kinds) for name, t in own[kind].items()}
 
 
-def _first_step(rank: int, mode: Mode, inside: str, decay: float, dtype: str) -> dict[str, Tensor]:
+def feedback(inside: str, decay: float = 1.0, dtype: torch.dtype = torch.float32) -> hooks.Hook:
+    hook = hook_of(inside).hooks_inside()[0] if inside == "hierarchical" else parse_hook(inside)
+    return hooks.error_feedback(hook, decay, dtype=dtype)
+
+
+def narrow(inside: str) -> hooks.Hook:
+    return feedback(inside, dtype=BFLOAT16)
+
+
+def _first_step(rank: int, mode: Mode, hook: hooks.Hook) -> dict[str, Tensor]:
     torch._dynamo.reset()
     model = mode.wrap(net())
-    if inside == "hierarchical":
-        hook = hooks.error_feedback(hook_of(inside).hooks_inside()[0], decay)
-    else:
-        hook = parse_hook(f"error_feedback({inside}, decay={decay}, dtype={dtype})")
     handle = attach(model, hook, **mode.attach_options)
     with mode.step_function(model) as step:
         step(batch(rank, 0))
     found = _errors(handle.state_dict(), rank)
     handle.remove()
     return found
-
-
-def _is_decayed(rank: int, *how: Any) -> list[str]:
-    """The memories that are not 3 / 4 of what they are without decay, after the first step."""
-    mode, inside, dtype = how
-    plain = _first_step(rank, mode, inside, 1.0, dtype)
-    faded = _first_step(rank, mode, inside, 0.75, dtype)
-    assert plain.keys() == faded.keys() and any(one.any() for one in plain.values())
-    # What is rounded to 16 bits at random comes out at one of two values.
-    bound = 0.0 if dtype == "float32" else 2.0**-7
-    return [
-        name
-        for name, one in plain.items()
-        if ((one.float() * 0.75 - faded[name].float()).abs() > bound * one.abs()).any()
-    ]
 
 
 INSIDE = [
@@ -342,10 +297,19 @@ INSIDE = [
     ],
     ids=str,
 )
-def test_all_that_is_remembered_decays(
-    two_ranks: RankPool, mode: Mode, inside: str, dtype: str
-) -> None:
-    assert two_ranks.run(_is_decayed, mode, inside, dtype, timeout=120) == [[], []]
+@on_processes
+def test_all_that_is_remembered_decays(rank: int, mode: Mode, inside: str, dtype: str) -> None:
+    """After the first step, each memory is 3 / 4 of what it is without decay."""
+    plain, faded = (
+        _first_step(rank, mode, feedback(inside, decay, getattr(torch, dtype)))
+        for decay in (1.0, 0.75)
+    )
+    assert plain.keys() == faded.keys() and any(one.any() for one in plain.values())
+    # What is rounded to 16 bits at random comes out at one of two values.
+    bound = 0.0 if dtype == "float32" else 2.0**-7
+    for name, one in plain.items():
+        off = (one.float() * 0.75 - faded[name].float()).abs()
+        assert (off <= bound * one.abs()).all(), name
 
 
 @pytest.mark.parametrize("hook", ["blockwise(bits=4)", "sign()", "randomk(0.2)"])
@@ -355,7 +319,7 @@ def test_that_of_shards_decays(rank: int, hook: str) -> None:
     for decay in (1.0, 0.75):
         model = net()
         fully_shard(model)
-        handle = attach(model, parse_hook(f"error_feedback({hook}, decay={decay})"))
+        handle = attach(model, feedback(hook, decay))
         model(batch(rank, 0)).sum().backward()
         states.append(_errors(handle.state_dict(), rank))
         handle.remove()
@@ -477,10 +441,6 @@ KINDS = [
 ]
 
 
-def narrow(inside: str) -> str:
-    return f"error_feedback({inside}, dtype=torch.bfloat16)"
-
-
 def memories(handle: HookHandle) -> Iterator[BucketMemory]:
     """Those of buckets, and of their parts."""
     waiting = handle._attached.memory.bucket_memories()
@@ -518,40 +478,31 @@ def begun(rank: int, hook: str | hooks.Hook, steps: int, **options: Any) -> tupl
     return model, handle
 
 
-def _bytes(rank: int, mode: Mode, inside: str) -> list[dict[str, int]]:
-    found = []
-    for hook in (f"error_feedback({inside})", narrow(inside)):
-        torch._dynamo.reset()
-        model = mode.wrap(net())
-        handle = attach(model, parse_hook(hook), **mode.attach_options)
-        train(model, rank, range(2), mode)
-        found.append(errors(handle))
-        handle.remove()
-    return found
-
-
 @pytest.mark.parametrize(
     ("mode", "inside"),
     # Each compilation takes seconds.
-    [*itertools.product([EAGER, ON_DDP], KINDS), *itertools.product([TRACED], KINDS[:2])],
+    [
+        *itertools.product([EAGER, ON_DDP], KINDS),
+        *itertools.product([TRACED], KINDS[:2]),
+        (EAGER, "hierarchical"),
+    ],
     ids=str,
 )
-def test_half_the_bytes(two_ranks: RankPool, mode: Mode, inside: str) -> None:
-    for wide, thin in two_ranks.run(_bytes, mode, inside):
-        assert list(wide) == ["torch.float32"]
-        assert thin == {"torch.bfloat16": wide["torch.float32"] // 2}
-
-
-@on_ranks(2)
-def test_half_the_bytes_between_nodes(rank: int) -> None:
-    wide, found = hook_of("hierarchical"), []
-    for hook in (wide, hooks.error_feedback(wide.hooks_inside()[0], dtype=torch.bfloat16)):
-        _, handle = begun(rank, hook, 2)
+@on_processes
+def test_half_the_bytes(rank: int, mode: Mode, inside: str) -> None:
+    found = []
+    for hook in (feedback(inside), narrow(inside)):
+        torch._dynamo.reset()
+        model = mode.wrap(net())
+        handle = attach(model, hook, **mode.attach_options)
+        train(model, rank, range(2), mode)
         found.append(errors(handle))
-        assert all(memory.tensors["node_error"].any() for memory in memories(handle))
+        if inside == "hierarchical":
+            assert all(memory.tensors["node_error"].any() for memory in memories(handle))
         handle.remove()
-    wide_bytes, thin = found
-    assert thin == {"torch.bfloat16": wide_bytes["torch.float32"] // 2}
+    wide, thin = found
+    assert list(wide) == ["torch.float32"]
+    assert thin == {"torch.bfloat16": wide["torch.float32"] // 2}
 
 
 @on_ranks(2)
@@ -588,43 +539,30 @@ def test_parts_have_dtypes_of_their_own(rank: int) -> None:
     handle.remove()
 
 
-# ---- its rounding --------------------------------------------------------------------------------
-
-
-def _grows(rank: int, hook: hooks.Hook) -> float:
-    """By how much an error of 1 grows on average, of gradients less than its last bit."""
-    numel, steps = 400, 256
-    gradient = torch.full((numel,), 1 / 1024)
+@on_ranks(1)
+def test_small_gradients_add_up_in_topk(rank: int) -> None:
+    """An error of 1 grows on average by gradients less than its last bit."""
+    hook = hooks.error_feedback(hooks.topk(0.01), dtype=torch.bfloat16)
+    gradient = torch.full((400,), 1 / 1024)
     gradient[:4] = 100.0  # in each message
-    parameter = torch.zeros(numel, requires_grad=True)
-    for step in range(steps):
+    parameter = torch.zeros(400, requires_grad=True)
+    for step in range(256):
         bucket = GradBucket([parameter], [gradient])
         hook(None, bucket).wait()
         error = hook.memory(bucket).tensors["error"]
         if step == 0:
             error[4:] = 1.0
-    return (error[4:].float().mean() - 1.0).item()
-
-
-def test_small_gradients_add_up_in_topk() -> None:
-    hook = hooks.error_feedback(hooks.topk(0.01), dtype=torch.bfloat16)
-    (grown,) = run_ranks(_grows, 1, hook)
-    assert grown == pytest.approx(255 / 1024, rel=0.1)
+    assert error[4:].float().mean().item() - 1.0 == pytest.approx(255 / 1024, rel=0.1)
 
 
 # ---- its states ----------------------------------------------------------------------------------
-
-
-def _own(state: dict[str, Any], rank: int) -> list[Tensor]:
-    own = state[f"rank{rank}"]
-    return [own[kind][name] for kind in sorted(own) for name in sorted(own[kind])]
 
 
 @pytest.mark.parametrize("inside", ["blockwise(bits=4)", "topk(0.1)"])
 @on_ranks(2)
 def test_a_state_of_one_dtype_loads_into_the_other(rank: int, inside: str) -> None:
     """And back, by ``replace`` and a state."""
-    wide, thin = f"error_feedback({inside})", narrow(inside)
+    wide, thin = feedback(inside), narrow(inside)
     model, handle = begun(rank, wide, 2)
     for step, hook, dtype, before_dtype in (
         (2, thin, torch.bfloat16, torch.float32),
@@ -636,9 +574,11 @@ def test_a_state_of_one_dtype_loads_into_the_other(rank: int, inside: str) -> No
         loaded = handle.state_dict()
         assert loaded["steps"] == step
         assert list(errors(handle)) == [str(dtype)]
-        for before, after in zip(_own(state, rank), _own(loaded, rank), strict=True):
-            assert (before.dtype, after.dtype) == (before_dtype, dtype)
-            assert torch.equal(after, before.to(dtype))
+        saved, now = _errors(state, rank), _errors(loaded, rank)
+        assert saved.keys() == now.keys()
+        for name, before in saved.items():
+            assert (before.dtype, now[name].dtype) == (before_dtype, dtype)
+            assert torch.equal(now[name], before.to(dtype))
         train(model, rank, range(step, step + 1))
     handle.remove()
 
@@ -687,9 +627,6 @@ def test_states_of_another_number_of_ranks() -> None:
     assert run_ranks(goes_on, 2) == [["torch.bfloat16"]] * 2
 
 
-# ---- a GradScaler --------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_it_follows_the_scale(rank: int) -> None:
     scaler = Counted(1024.0)
@@ -709,36 +646,28 @@ def test_it_follows_the_scale(rank: int) -> None:
     handle.remove()
 
 
-# ---- powersgd ------------------------------------------------------------------------------------
-
-
-def _matrices(rank: int, hook: str, dtype: torch.dtype) -> list[Tensor]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_low_rank_loses_what_it_rounds(rank: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rank)
     model = nn.Linear(64, 48, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    handle = attach(model, parse_hook(hook))
-    total = torch.zeros(48, 64, dtype=torch.float64)
-    sent = torch.zeros_like(total)
+    handle = attach(model, narrow("powersgd(rank=1)"))
+    own = torch.zeros(48, 64, dtype=torch.float64)
+    sent = torch.zeros_like(own)
     for _ in range(6):
         model.zero_grad()
         x, slopes = torch.randn(4, 64, dtype=dtype), torch.randn(4, 48, dtype=dtype)
         (model(x) * slopes).sum().backward()
-        total += slopes.double().T @ x.double()
+        own += slopes.double().T @ x.double()
         sent += model.weight.grad.double()
-    error = handle.state_dict()[f"rank{rank}"]["error"]["weight"].double()
+    lost = handle.state_dict()[f"rank{rank}"]["error"]["weight"].double()
     handle.remove()
-    return [total, sent, error]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_low_rank_loses_what_it_rounds(dtype: torch.dtype) -> None:
-    found = run_ranks(_matrices, 2, narrow("powersgd(rank=1)"), dtype)
-    total = sum(each[0] for each in found) / 2
-    error = sum(each[2] for each in found) / 2
-    assert torch.equal(found[0][1], found[1][1])
-    off = (found[0][1] + error - total).abs().max()
+    total, error = (sum(of_all_ranks(each)) / 2 for each in (own, lost))
+    assert torch.equal(*of_all_ranks(sent))
+    off = (sent + error - total).abs().max()
     # Of six steps, each rounded once; and gradients and results of 16 bits are rounded themselves.
     rounded = 6 * 2.0**-8 * max(total.abs().max(), error.abs().max())
     assert off < (3 if dtype == torch.bfloat16 else 1) * rounded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from named_hooks import HOOKS
+from hook_examples import HOOKS
 
 from torch_commhook.hooks.expressions import (
     HookExpressionError,

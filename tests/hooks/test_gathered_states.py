@@ -10,76 +10,62 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from nested_values import different_paths
-from on_ranks import of_all_ranks, on_ranks
-from rank_pool import RankPool
-from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
-from torch import Tensor, nn
+from on_ranks import of_all_ranks, on_processes, on_ranks
+from remembering_hooks import HOOKS, check_same, hook_of, model_of
+from state_training import Run
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach, reshard_states
 from torch_commhook.process_group import RecordingProcessGroup
 
-
-class Run:
-    """A model with a hook, and its optimizer."""
-
-    def __init__(self, hook: str, use_ddp: bool) -> None:
-        self.model: nn.Module = model_of()
-        if use_ddp:  # which keeps its first buckets so
-            self.model = DDP(self.model, find_unused_parameters=True)
-        self.handle: HookHandle = attach(self.model, hook_of(hook))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def steps(self, rank: int, numbers: range) -> list[Tensor]:
-        for number in numbers:
-            self.optimizer.zero_grad()
-            self.model(batch(rank, number)).square().sum().backward()
-            self.optimizer.step()
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+FEEDBACK = "error_feedback(blockwise(bits=4))"
 
 
-def _from_one_file(rank: int, hook: str, use_ddp: bool, folder: str) -> bool:
-    path = f"{folder}/state.pt"
-    first = Run(hook, use_ddp)
-    first.steps(rank, range(3))
-    state = {"model": first.model.state_dict(), "hook": first.handle.state_dict(gather=True)}
-    if rank == 0:
-        torch.save(state, path)
-    expected = first.steps(rank, range(3, 6))
-    first.handle.remove()
-    dist.barrier()
-    read = torch.load(path, weights_only=True)
-    second = Run(hook, use_ddp)
-    second.model.load_state_dict(read["model"])
-    second.handle.load_state_dict(read["hook"])
-    found = second.steps(rank, range(3, 6))
-    second.handle.remove()
-    check_same([found], [expected])
-    return any(key.startswith("rank") for key in state["hook"])
+def begun(
+    rank: int, hook: str = FEEDBACK, steps: int = 0, road: str = "module"
+) -> tuple[Run, HookHandle]:
+    """A model after some steps, and its hook's handle."""
+    run = Run(rank, hook, road)
+    handle = run.attach()
+    run.train(steps)
+    return run, handle
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("use_ddp", [False, True])
+@on_processes
 def test_each_rank_goes_on_from_one_file(
-    two_ranks: RankPool, tmp_path: Path, hook: str, use_ddp: bool
+    rank: int, tmp_path: Path, hook: str, use_ddp: bool
 ) -> None:
-    remembers = two_ranks.run(_from_one_file, hook, use_ddp, str(tmp_path))
-    assert remembers == [hook not in ("allreduce()", "cast()")] * 2
-
-
-FEEDBACK = "error_feedback(blockwise(bits=4))"
+    road = "ddp-unused" if use_ddp else "module"  # such a DDP keeps its first buckets
+    path = tmp_path / "state.pt"
+    first, handle = begun(rank, hook, 3, road)
+    state = {"model": first.model.state_dict(), "hook": handle.state_dict(gather=True)}
+    if rank == 0:
+        torch.save(state, path)
+    first.train(3)
+    handle.remove()
+    dist.barrier()
+    read = torch.load(path, weights_only=True)
+    second, handle = begun(rank, hook, 0, road)
+    second.model.load_state_dict(read["model"])
+    handle.load_state_dict(read["hook"])
+    second.number = 3
+    second.train(3)
+    handle.remove()
+    check_same([second.parameters], [first.parameters])
+    remembers = any(key.startswith("rank") for key in state["hook"])
+    assert remembers == (hook not in ("allreduce()", "cast()"))
 
 
 @on_ranks(2)
 def test_what_one_state_has(rank: int) -> None:
-    run = Run(FEEDBACK, False)
-    run.steps(rank, range(2))
-    own, gathered = run.handle.state_dict(), run.handle.state_dict(gather=True)
+    run, handle = begun(rank, steps=2)
+    own, gathered = handle.state_dict(), handle.state_dict(gather=True)
     before = copy.deepcopy(gathered)
-    run.steps(rank, range(2, 3))
+    run.train(1)
     assert different_paths(gathered, before) == []  # in memory of its own
-    run.handle.remove()
+    handle.remove()
     every = of_all_ranks(gathered)
     for others in every:
         assert different_paths(gathered, others) == []
@@ -99,22 +85,21 @@ def test_what_one_state_has(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_state_that_cannot_be_gathered(rank: int) -> None:
-    run = Run(FEEDBACK, False)
-    run.steps(rank, range(1))
-    memory = run.handle._attached.memory
+    _run, handle = begun(rank, steps=1)
+    memory = handle._attached.memory
     state_dict = memory.state_dict
     if rank == 1:
         memory.state_dict = lambda: 1 / 0
     message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
     error, message = (ZeroDivisionError, "division by zero") if rank else (RuntimeError, message)
     with pytest.raises(error, match=f"^{message}"):
-        run.handle.state_dict(gather=True)
+        handle.state_dict(gather=True)
     memory.state_dict = state_dict
     memory._seen_steps += rank
     message = "the ranks' 'steps' must be the same for one state of all ranks, got 1 and"
     with pytest.raises(Exception, match=message):
-        run.handle.state_dict(gather=True)
-    run.handle.remove()
+        handle.state_dict(gather=True)
+    handle.remove()
 
 
 @on_ranks(2)
@@ -126,19 +111,15 @@ def test_a_group_that_nobody_knows(rank: int) -> None:
     handle.remove()
 
 
-def _stateful(rank: int, folder: str) -> bool:
-    run = Run(FEEDBACK, False)
-    assert isinstance(run.handle, Stateful)
-    run.steps(rank, range(2))
-    before = copy.deepcopy(run.handle.state_dict())
-    checkpoint.save({"hook": run.handle}, checkpoint_id=folder)
-    run.handle.remove()
-    other = Run(FEEDBACK, False)
-    checkpoint.load({"hook": other.handle}, checkpoint_id=folder)
-    assert different_paths(other.handle.state_dict(), before) == []
-    other.handle.remove()
-    return before["steps"] == 2
-
-
-def test_a_handle_in_a_distributed_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert two_ranks.run(_stateful, str(tmp_path)) == [True, True]
+@on_processes
+def test_a_handle_in_a_distributed_checkpoint(rank: int, tmp_path: Path) -> None:
+    _run, handle = begun(rank, steps=2)
+    assert isinstance(handle, Stateful)
+    before = copy.deepcopy(handle.state_dict())
+    checkpoint.save({"hook": handle}, checkpoint_id=tmp_path)
+    handle.remove()
+    _other, loaded = begun(rank)
+    checkpoint.load({"hook": loaded}, checkpoint_id=tmp_path)
+    assert different_paths(loaded.state_dict(), before) == []
+    loaded.remove()
+    assert before["steps"] == 2

@@ -40,11 +40,7 @@ def captured(training: Training, device: DeviceOnHost) -> GraphOnHost:
 
 @ROADS
 @pytest.mark.parametrize("name", CAPTURED)
-def test_replays_do_what_eager_steps_do(
-    device_on_host: DeviceOnHost,
-    name: str,
-    road: str,
-) -> None:
+def test_replays_do_what_eager_steps_do(device_on_host: DeviceOnHost, name: str, road: str) -> None:
     eager = Training(road, CAPTURED[name]())
     eager.run(0, WARM + REPLAYED + 1, eager.step)
 
@@ -59,10 +55,7 @@ def test_replays_do_what_eager_steps_do(
 
 
 @ROADS
-def test_a_capture_that_fails_changes_nothing(
-    device_on_host: DeviceOnHost,
-    road: str,
-) -> None:
+def test_a_capture_that_fails_changes_nothing(device_on_host: DeviceOnHost, road: str) -> None:
     """Replays of the graph before are counted as they were, and it can be captured anew."""
     eager = Training(road, CAPTURED["blockwise"]())
     eager.run(0, WARM + REPLAYED, eager.step)
@@ -126,9 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 @ROADS
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_changes_on_the_host_is_refused(
-    device_on_host: DeviceOnHost,
-    name: str,
-    road: str,
+    device_on_host: DeviceOnHost, name: str, road: str
 ) -> None:
     make, options, said = REFUSED[name]
     own = warm(road, make(), **options)
@@ -147,10 +138,7 @@ def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:
 
 
 @ROADS
-def test_a_graph_does_not_outlive_what_it_captured(
-    device_on_host: DeviceOnHost,
-    road: str,
-) -> None:
+def test_a_graph_does_not_outlive_what_it_captured(device_on_host: DeviceOnHost, road: str) -> None:
     """A loaded state lies in other tensors, which the graph knows nothing of."""
     own = warm(road, hooks.error_feedback(hooks.randomk(0.5)))
     graph = captured(own, device_on_host)
@@ -208,11 +196,7 @@ EAGER = {
 
 @ROADS
 @pytest.mark.parametrize("name", EAGER)
-def test_no_step_waits_for_the_device(
-    device_on_host: DeviceOnHost,
-    name: str,
-    road: str,
-) -> None:
+def test_no_step_waits_for_the_device(device_on_host: DeviceOnHost, name: str, road: str) -> None:
     own = Training(road, EAGER[name]())
     own.run(0, 2, own.step)  # buckets are formed anew, and adaptive settles
     # On CUDA it reads what has come to the host; on the CPU it reads at once.

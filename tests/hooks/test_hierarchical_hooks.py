@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -141,24 +141,18 @@ def test_more_levels(levels: list[int], ranks: int, sizes: tuple[int, ...], nume
         assert float((result - mean).norm()) <= 1e-6 * float(mean.norm())
 
 
-def test_labels_of_racks() -> None:
+@hosts(0, 0, 1, 1, 2, 2, 3, 3)
+@on_ranks(8)
+def test_labels_of_racks(rank: int) -> None:
     """Hosts of two ranks; racks of two hosts, which lie between each other."""
-    racks = [0, 0, 1, 1, 0, 0, 1, 1]
-
-    def on_rank(rank: int) -> Any:
-        hook = hooks.hierarchical(EXACT, levels=["host", f"rack={racks[rank]}"])
-        handle = attach(nn.Linear(2, 2), hook)
-        groups = [dist.get_process_group_ranks(group) for group in hook.own_groups()]
-        handle.remove()
-        return str(hook), hook.sizes, groups
-
-    with hosts(0, 0, 1, 1, 2, 2, 3, 3):
-        found = run_ranks(on_rank, 8)
-    assert {(name, sizes) for name, sizes, _ in found} == {
-        ("hierarchical(topk(density=1.0), levels=['host', 'rack'])", (2, 2, 2))
-    }
-    assert found[0][2] == [[0, 1], [0, 4], [0, 2]]
-    assert found[7][2] == [[6, 7], [3, 7], [5, 7]]
+    hook = hooks.hierarchical(EXACT, levels=["host", f"rack={rank // 2 % 2}"])
+    handle = attach(nn.Linear(2, 2), hook)
+    groups = of_all_ranks([dist.get_process_group_ranks(group) for group in hook.own_groups()])
+    handle.remove()
+    assert str(hook) == "hierarchical(topk(density=1.0), levels=['host', 'rack'])"
+    assert hook.sizes == (2, 2, 2)
+    assert groups[0] == [[0, 1], [0, 4], [0, 2]]
+    assert groups[7] == [[6, 7], [3, 7], [5, 7]]
 
 
 @on_ranks(4)
@@ -173,9 +167,6 @@ def test_nodes_remember_what_they_lose(rank: int) -> None:
         total += hook(None, bucket).wait()
     mean = torch.stack(every).mean(0)
     assert float((total / 200 - mean).norm() / mean.norm()) < 0.1
-
-
-# ---- traffic -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("levels", "ranks"), [([2], 8), ([4], 8), ([2, 2], 8), ([8, 4], 128)])
@@ -211,10 +202,7 @@ def _simulated(group: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("of_rank", "plain"),
-    [
-        ((0, 0, 0, 0), "allreduce()"),
-        ((0, 1, 2, 3), "error_feedback(blockwise())"),
-    ],
+    [((0, 0, 0, 0), "allreduce()"), ((0, 1, 2, 3), "error_feedback(blockwise())")],
     ids=["one host", "one rank a host"],
 )
 @pytest.mark.parametrize("kind", ["module", "ddp"])
@@ -282,14 +270,11 @@ def _on_two_hosts(rank: int, kind: str) -> list[Tensor]:
     return found
 
 
-def test_processes_of_one_machine(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_sizes) == [(4, 1)] * 4
-
-
-def _sizes(rank: int) -> Any:
+@on_processes
+def test_processes_of_one_machine(rank: int) -> None:
     hook = hooks.hierarchical(codecs.blockwise())
     attach(nn.Linear(2, 2), hook).remove()
-    return hook.sizes
+    assert hook.sizes == (2, 1)
 
 
 @pytest.fixture(scope="module")
@@ -326,88 +311,71 @@ CODECS = [
 ]
 
 
-def _both_ways(rank: int, groups: dict[str, Any], codec: codecs.Codec) -> None:
-    """Sums under way at once have the bits and bytes of such as wait for each stage."""
+def _both_ways(rank: int, shape: tuple[int, int] | None) -> None:
+    """On so many nodes of so many ranks, or on three levels."""
+    if shape is None:
+        hook = hooks.hierarchical(CODECS[0], levels=[2, 2])
+        attach(nn.Linear(2, 2), hook).remove()
+        groups: Any = {"intra_group": hook.intra_groups, "inter_group": hook.inter_group}
+    else:
+        groups = _nodes(*shape)
     generator = torch.Generator().manual_seed(rank)
     values = [torch.randn(numel, generator=generator) for numel in (1000, 3, 5000, 1, 700)]
-    rounding = torch.full((2, 2), 7) if codec.is_random else None
-    found, sent = [], []
-    for waits in (False, True, False):
-        meter = WireMeter()
-        with pytest.MonkeyPatch.context() as patch, counting(meter):
-            if waits:
-                patch.setattr(_collective, "_waits_for_nothing", lambda *_: False)
-            started = [
-                hierarchical_all_reduce(each.clone(), codec, **groups, rounding=rounding)
-                for each in values
-            ]
-            found.append([future.wait() for future in started])
-        sent.append((meter.bytes_sent, meter.bytes_received))
-    for results in found[1:]:
-        assert all(map(torch.equal, results, found[0])), codec
-    assert sent[0] == sent[1] == sent[2], codec
+    for codec in CODECS[:1] if shape is None else CODECS:
+        rounding = torch.full((2, 2), 7) if codec.is_random else None
+        found, sent = [], []
+        for waits in (False, True, False):
+            meter = WireMeter()
+            with pytest.MonkeyPatch.context() as patch, counting(meter):
+                if waits:
+                    patch.setattr(_collective, "_waits_for_nothing", lambda *_: False)
+                started = [
+                    hierarchical_all_reduce(each.clone(), codec, **groups, rounding=rounding)
+                    for each in values
+                ]
+                found.append([future.wait() for future in started])
+            sent.append((meter.bytes_sent, meter.bytes_received))
+        for results in found[1:]:
+            assert all(map(torch.equal, results, found[0])), codec
+        assert sent[0] == sent[1] == sent[2], codec
 
 
-def _of_nodes(rank: int, nodes: int, ranks: int) -> None:
-    for codec in CODECS:
-        _both_ways(rank, _nodes(nodes, ranks), codec)
-
-
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 2)])
-def test_sums_under_way_at_once(two_ranks: RankPool, nodes: int, ranks: int) -> None:
-    two_ranks.run(_of_nodes, nodes, ranks)
-
-
-def test_sums_of_two_nodes_under_way_at_once(four_ranks: RankPool) -> None:
-    four_ranks.run(_of_nodes, 2, 2)
-
-
-def _of_levels(rank: int) -> None:
-    hook = hooks.hierarchical(codecs.blockwise(), levels=[2, 2])
-    attach(nn.Linear(2, 2), hook).remove()
-    groups = {"intra_group": hook.intra_groups, "inter_group": hook.inter_group}
-    _both_ways(rank, groups, codecs.blockwise())
-
-
-def test_sums_of_three_levels_under_way_at_once(eight_ranks: RankPool) -> None:
-    eight_ranks.run(_of_levels)
-
-
-# ---- a rank that fails ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [("two_ranks", (2, 1)), ("two_ranks", (1, 2)), ("four_ranks", (2, 2)), ("eight_ranks", None)],
+)
+def test_sums_under_way_at_once(
+    request: pytest.FixtureRequest, pool: str, shape: tuple[int, int] | None
+) -> None:
+    """They have the bits and bytes of sums that wait for each stage."""
+    request.getfixturevalue(pool).run(_both_ways, shape)
 
 
 def _raise(*args: object, **keywords: object) -> None:
     raise ValueError("no sum")
 
 
-def _fails(rank: int, levels: list[int] | None) -> list[str]:
+def _fails(rank: int, levels: list[int] | None) -> None:
     """A step in which rank 2 cannot add the other nodes' messages, and the next step."""
     groups = _nodes(2, 2) if levels is None else {"levels": levels}
     hook = hooks.hierarchical(codecs.blockwise(), **groups)
     model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(5)))
     handle = attach(model, hook, bucket_cap_mb=40 * 40 * 4 / (1 << 20))
-    found = []
-    for fails in (rank == 2, False):
-        model.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            if fails:
-                patch.setattr(type(hook.codec), "reduce", _raise)
-            try:
-                model(torch.full((1, 40), 1.0)).sum().backward()
-                found.append("right")
-            except (ValueError, PeerError) as error:
-                found.append(type(error).__name__)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(type(hook.codec), "reduce", _raise)
+        with pytest.raises(ValueError if rank == 2 else PeerError):
+            model(torch.full((1, 40), 1.0)).sum().backward()
+    model.zero_grad()
+    model(torch.full((1, 40), 1.0)).sum().backward()
     handle.remove()
-    return found
 
 
 @pytest.mark.parametrize(("pool", "levels"), [("four_ranks", None), ("eight_ranks", [2, 2])])
 def test_a_rank_that_fails_between_nodes(
     request: pytest.FixtureRequest, pool: str, levels: list[int] | None
 ) -> None:
-    found = request.getfixturevalue(pool).run(_fails, levels)
-    assert found.pop(2) == ["ValueError", "right"]
-    assert found == [["PeerError", "right"]] * len(found)
+    request.getfixturevalue(pool).run(_fails, levels)
 
 
 # ---- copies --------------------------------------------------------------------------------------
@@ -457,46 +425,42 @@ def test_levels_that_are_refused(levels: Any, error: type[Exception], message: s
         hooks.hierarchical(codecs.sign(), levels=levels)
 
 
-def test_what_is_refused_when_attached() -> None:
-    def on_rank(rank: int) -> None:
-        model = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match=r"levels\[0\] must divide the 4 units .*, got 3"):
-            attach(model, hooks.hierarchical(codecs.sign(), levels=[3]))
-        hook = hooks.hierarchical(codecs.sign(), levels=["host", f"rack={rank}"])
-        with pytest.raises(ValueError, match=r"levels\[1\] must have whole units"):
-            attach(model, hook)
-        hook = hooks.hierarchical(codecs.sign(), levels=["a=b"])
-        attach(model, hook).remove()
-        half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        with pytest.raises(RuntimeError, match="make one hook for each process group"):
-            attach(model, hook, process_group=half)
-        other = hooks.hierarchical(codecs.sign(), levels=["a=b"][: rank + 1] * (1 + (rank == 3)))
-        with pytest.raises(RuntimeError, match="hook must be the same on all ranks"):
-            attach(model, other)
-        groups = {"intra_group": half, "inter_group": half}
-        with pytest.raises(ValueError, match="levels must be left out where groups are given"):
-            hooks.hierarchical(codecs.sign(), **groups, levels=["host"])
-        with pytest.raises(TypeError, match="inter_group must be a ProcessGroup, got None"):
-            hooks.hierarchical(codecs.sign(), intra_group=half)
-
-    with hosts(0, 0, 1, 1):
-        run_ranks(on_rank, 4)
+@hosts(0, 0, 1, 1)
+@on_ranks(4)
+def test_what_is_refused_when_attached(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"levels\[0\] must divide the 4 units .*, got 3"):
+        attach(model, hooks.hierarchical(codecs.sign(), levels=[3]))
+    hook = hooks.hierarchical(codecs.sign(), levels=["host", f"rack={rank}"])
+    with pytest.raises(ValueError, match=r"levels\[1\] must have whole units"):
+        attach(model, hook)
+    hook = hooks.hierarchical(codecs.sign(), levels=["a=b"])
+    attach(model, hook).remove()
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    with pytest.raises(RuntimeError, match="make one hook for each process group"):
+        attach(model, hook, process_group=half)
+    other = hooks.hierarchical(codecs.sign(), levels=["a=b"][: rank + 1] * (1 + (rank == 3)))
+    with pytest.raises(RuntimeError, match="hook must be the same on all ranks"):
+        attach(model, other)
+    groups = {"intra_group": half, "inter_group": half}
+    with pytest.raises(ValueError, match="levels must be left out where groups are given"):
+        hooks.hierarchical(codecs.sign(), **groups, levels=["host"])
+    with pytest.raises(TypeError, match="inter_group must be a ProcessGroup, got None"):
+        hooks.hierarchical(codecs.sign(), intra_group=half)
 
 
-def test_a_warning_of_uneven_hosts() -> None:
-    def on_rank(rank: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            attach(nn.Linear(2, 2), hooks.hierarchical(codecs.sign())).remove()
-        return [str(each.message) for each in found if "units" in str(each.message)]
-
-    with hosts(0, 0, 1, 1, 1, 1):
-        first, *others = run_ranks(on_rank, 6)
-    assert first == [
+@hosts(0, 0, 1, 1, 1, 1)
+@on_ranks(6)
+def test_a_warning_of_uneven_hosts(rank: int) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        attach(nn.Linear(2, 2), hooks.hierarchical(codecs.sign())).remove()
+    said = [str(each.message) for each in found if "units" in str(each.message)]
+    wanted = (
         "hierarchical(sign(), levels=['host']): levels[0] has units of 2, 4 parts; it sums "
         "exactly among 2 of them at a time, which divides all these numbers"
-    ]
-    assert not any(others)
+    )
+    assert said == ([] if rank else [wanted])
 
 
 def test_elastic_training_refuses_it(one_rank: None) -> None:
@@ -529,30 +493,25 @@ def test_groups_are_checked(rank: int) -> None:
         attach(nn.Linear(3, 2), some)
 
 
-def _as_it_is(group: Any) -> Any:
-    return group
+@pytest.mark.parametrize("wraps", [False, True])
+@on_ranks(4)
+def test_groups_of_hierarchical_hooks_must_be_rows_and_columns(rank: int, wraps: bool) -> None:
+    around: Any = WrapperProcessGroup if wraps else lambda group: group
+    halves, columns, crossed = (
+        [dist.new_group(ranks) for ranks in pair]
+        for pair in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]])
+    )
+    intra, inter = around(halves[rank // 2]), around(crossed[0 if rank in (0, 3) else 1])
+    hook = hooks.hierarchical(codecs.sign(), intra_group=intra, inter_group=inter)
+    with pytest.raises(ValueError, match="must have the ranks of one position in their nodes"):
+        attach(nn.Linear(3, 2), hooks.clip(1.0, hook))
 
-
-@pytest.mark.parametrize("around", [_as_it_is, WrapperProcessGroup])
-def test_groups_of_hierarchical_hooks_must_be_rows_and_columns(around: Any) -> None:
-    def crossed(rank: int) -> None:
-        made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
-        intra, inter = around(made[rank // 2]), around(made[2 if rank in (0, 3) else 3])
-        hook = hooks.hierarchical(codecs.sign(), intra_group=intra, inter_group=inter)
-        with pytest.raises(ValueError, match="must have the ranks of one position in their nodes"):
-            attach(nn.Linear(3, 2), hooks.clip(1.0, hook))
-
-    def beyond(rank: int) -> None:
-        halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        alone = [dist.new_group([other]) for other in range(4)][rank]
-        hook = hooks.hierarchical(
-            codecs.sign(), intra_group=around(alone), inter_group=around(halves[2 + rank % 2])
-        )
-        with pytest.raises(ValueError, match=r"of the model only, \[.*\], got \[.*\] too"):
-            attach(nn.Linear(3, 2), hook, process_group=halves[rank // 2])
-
-    run_ranks(crossed, 4)
-    run_ranks(beyond, 4)
+    alone = around([dist.new_group([other]) for other in range(4)][rank])
+    beyond = hooks.hierarchical(
+        codecs.sign(), intra_group=alone, inter_group=around(columns[rank % 2])
+    )
+    with pytest.raises(ValueError, match=r"of the model only, \[.*\], got \[.*\] too"):
+        attach(nn.Linear(3, 2), beyond, process_group=halves[rank // 2])
 
 
 @pytest.mark.parametrize("on_ddp", [False, True])

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from nested_values import different_paths
-from on_ranks import on_ranks
-from rank_pool import RankPool
+from on_ranks import on_processes, on_ranks
 from state_training import attached, net, train
 
 KINDS = [
@@ -57,28 +56,24 @@ def test_a_state_always_has_the_same(rank: int, hook: str, on_ddp: bool) -> None
     del other_model
 
 
-def _from_a_fresh_template(rank: int, hook: str, on_ddp: bool, folder: str) -> list[str]:
-    """The entries in which a state differs from one that is loaded from its checkpoint."""
+@pytest.mark.parametrize("on_ddp", [False, True])
+@pytest.mark.parametrize("hook", [KINDS[0], "local_sgd(3)", KINDS[-1]])
+@on_processes
+def test_a_checkpoint_into_a_fresh_template(
+    rank: int, tmp_path: Path, hook: str, on_ddp: bool
+) -> None:
     model, handle = attached(net(), hook, on_ddp)
     train(model, rank, range(4))
     state = handle.state_dict()
-    checkpoint.save({"hook": state}, checkpoint_id=folder)
+    checkpoint.save({"hook": state}, checkpoint_id=tmp_path)
     dist.barrier()
     _, other = attached(net(), hook, on_ddp)
     template = {"hook": other.state_dict()}
-    checkpoint.load(template, checkpoint_id=folder)
+    checkpoint.load(template, checkpoint_id=tmp_path)
     other.load_state_dict(template["hook"])
     again = other.state_dict()
     for one in (handle, other):
         one.synchronize()
         one.remove()
-    kept = ("steps", "shared", f"rank{rank}")
-    return different_paths(*({key: each[key] for key in kept} for each in (again, state)))
-
-
-@pytest.mark.parametrize("on_ddp", [False, True])
-@pytest.mark.parametrize("hook", [KINDS[0], "local_sgd(3)", KINDS[-1]])
-def test_a_checkpoint_into_a_fresh_template(
-    two_ranks: RankPool, tmp_path: Path, hook: str, on_ddp: bool
-) -> None:
-    assert two_ranks.run(_from_a_fresh_template, hook, on_ddp, str(tmp_path)) == [[], []]
+    for key in ("steps", "shared", f"rank{rank}"):
+        assert different_paths(again[key], state[key]) == []

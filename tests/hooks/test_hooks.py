@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import of_all_ranks, on_ranks
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
+from torch_commhook.hooks.expressions import parse_hook
 
 WORLD_SIZE = 2
 #: Unit roundoff of the dtype that travels, and how often a value is rounded to it: once by each
 #: rank and once by the sum.
 ROUNDING = {"allreduce()": 0.0, "cast(float16)": 2.0**-11, "cast(bfloat16)": 2.0**-8}
-
-HOOKS = {
-    "allreduce()": hooks.allreduce,
-    "cast(float16)": lambda: hooks.cast(torch.float16),
-    "cast(bfloat16)": lambda: hooks.cast(torch.bfloat16),
-}
 
 
 class Net(torch.nn.Module):
@@ -70,7 +63,7 @@ def _exact_mean(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def _train(rank: int, way: str, name: str, dtype: torch.dtype, options: dict) -> None:
     net = _net(dtype)
     model = DDP(net, bucket_cap_mb=0.01, **options)
-    hook = HOOKS[name]()
+    hook = parse_hook(name)
     if way == "attach":
         handle = attach(model, hook)
     else:
@@ -87,11 +80,7 @@ def _train(rank: int, way: str, name: str, dtype: torch.dtype, options: dict) ->
             assert got.stride() == parameter.stride(), path
             error = (got.double() - want).abs().max()
             assert error <= bound * want.abs().max() + 1e-12, (path, step, error)
-        # All ranks hold the same bits.
-        mine = torch.cat([gradient.reshape(-1) for gradient in _gradients(net)])
-        everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
-        dist.all_gather(everyone, mine)
-        assert torch.equal(everyone[0], everyone[1])
+        assert all(map(torch.equal, *of_all_ranks(_gradients(net))))
     if way == "attach":
         stats = handle.stats()
         width = dtype.itemsize if name == "allreduce()" else 2
@@ -102,7 +91,7 @@ def _train(rank: int, way: str, name: str, dtype: torch.dtype, options: dict) ->
         assert sum(bucket.numel for bucket in stats.buckets) == numel
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("way", ["attach", "register_comm_hook"])
 @pytest.mark.parametrize(
     "options",
@@ -114,8 +103,9 @@ def _train(rank: int, way: str, name: str, dtype: torch.dtype, options: dict) ->
     ],
     ids=lambda options: next(iter(options), "default"),
 )
-def test_gradients_are_the_mean(two_ranks: RankPool, way: str, name: str, options: dict) -> None:
-    two_ranks.run(_train, way, name, torch.float32, options)
+@on_processes
+def test_gradients_are_the_mean(rank: int, way: str, name: str, options: dict) -> None:
+    _train(rank, way, name, torch.float32, options)
 
 
 @pytest.mark.parametrize("state", ["group", "none"])
@@ -130,7 +120,7 @@ def test_a_state_that_is_a_group_is_averaged_over(rank: int, state: str) -> None
     assert (gradient == (1.0 + rank if state == "group" else 1.5)).all()
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @on_ranks(2)
 def test_parameters_of_other_dtypes(rank: int, name: str, dtype: torch.dtype) -> None:
@@ -229,11 +219,18 @@ def test_uneven_inputs_with_join(rank: int) -> None:
     assert all(map(torch.equal, first, second))
 
 
-class InJoinError(Exception):
-    pass
-
-
-def _fails_in_join(rank: int, how: str) -> str:
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raises", ArithmeticError, "^boo"),
+        ("too long", ValueError, "hook '.*hook' on bucket 0 of 1: the result must have 8 elements"),
+        ("callback", RuntimeError, r"hook '.*hook' on bucket 0 of 1: (.|\n)*IndexError"),
+    ],
+)
+@on_processes
+def test_errors_of_a_rank_that_has_run_out(
+    rank: int, how: str, error: type[Exception], message: str
+) -> None:
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(3, 2))
     steps = 0
@@ -245,35 +242,15 @@ def _fails_in_join(rank: int, how: str) -> str:
         if steps < 3:
             return future
         if how == "raises":
-            raise InJoinError("boo")
+            raise ArithmeticError("boo")
         if how == "too long":
             return future.then(lambda done: torch.ones(99))
         return future.then(lambda done: [][0])
 
     attach(model, hook)
-    try:
-        with model.join():
-            for _ in range(2 + rank):  # in the third step rank 0 has run out
-                model(torch.ones(2, 3)).sum().backward()
-    except (InJoinError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("raises", "InJoinError: boo"),
-        (
-            "too long",
-            r"ValueError: hook '.*hook' on bucket 0 of 1: the result must have 8 elements",
-        ),
-        ("callback", r"RuntimeError: hook '.*hook' on bucket 0 of 1: (.|\n)*IndexError"),
-    ],
-)
-def test_errors_of_a_rank_that_has_run_out(two_ranks: RankPool, how: str, message: str) -> None:
-    for got in two_ranks.run(_fails_in_join, how):
-        assert re.match(message, got), got
+    with pytest.raises(error, match=message), model.join():
+        for _ in range(2 + rank):  # in the third step rank 0 has run out
+            model(torch.ones(2, 3)).sum().backward()
 
 
 SPARSE = {
@@ -319,23 +296,17 @@ def test_a_cast_refuses_sparse_gradients(rank: int) -> None:
         _sparse(rank, "cast")
 
 
-def _compiled(rank: int) -> float:
+@on_processes
+def test_under_torch_compile(rank: int) -> None:
     net = _net()
     model = DDP(net, bucket_cap_mb=1)  # less than the first bucket's 1 MiB is refused by Dynamo
     attach(model, hooks.cast(torch.bfloat16))
     compiled = torch.compile(model, backend="aot_eager")
-    worst = 0.0
     for step in range(2):
         model.zero_grad()
         compiled(_input(rank, step)).square().sum().backward()
         for gradient, want in zip(_gradients(net), _exact_mean(step, torch.float32), strict=True):
-            worst = max(worst, ((gradient - want).abs().max() / want.abs().max()).item())
-    return worst
-
-
-def test_under_torch_compile(two_ranks: RankPool) -> None:
-    for worst in two_ranks.run(_compiled, timeout=180):
-        assert worst <= 3 * 2.0**-8
+            assert (gradient - want).abs().max() <= 3 * 2.0**-8 * want.abs().max()
 
 
 # ---- one rank, no DDP ----------------------------------------------------------------------------
@@ -346,11 +317,11 @@ class TestAlone:
     def _bucket(self, numel: int = 100) -> GradBucket:
         return GradBucket([torch.zeros(numel)], [torch.randn(numel)])
 
-    @pytest.mark.parametrize("name", HOOKS)
+    @pytest.mark.parametrize("name", ROUNDING)
     def test_called_as_a_plain_function(self, name: str) -> None:
         bucket = self._bucket()
         before = bucket.buffer().clone()
-        result = HOOKS[name]()(None, bucket).wait()
+        result = parse_hook(name)(None, bucket).wait()
         assert result is bucket.buffer() and result.dtype == torch.float32
         assert torch.allclose(result, before, rtol=2 * ROUNDING[name], atol=0)
 

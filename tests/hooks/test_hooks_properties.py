@@ -91,10 +91,7 @@ def run(hook: hooks.Hook, grads: list[list[Tensor]], steps: int = 1) -> Simulati
 
 
 @any_case
-@given(
-    **any_hook,
-    steps=st.integers(1, 2),
-)
+@given(**any_hook, steps=st.integers(1, 2))
 def test_zeros_stay_zeros(
     hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], steps: int
 ) -> None:
@@ -142,11 +139,7 @@ class Once(Wrapper):
 
 
 @any_case
-@given(
-    **any_hook,
-    magnitude=magnitudes,
-    count=st.integers(1, 3),
-)
+@given(**any_hook, magnitude=magnitudes, count=st.integers(1, 3))
 def test_what_is_not_finite_stays_so(
     hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], magnitude: float, count: int
 ) -> None:
@@ -200,18 +193,8 @@ def test_what_is_not_finite_is_forgotten(
 # ---- bounds --------------------------------------------------------------------------------------
 
 DENORMAL = 2.0**-149
-UNIT = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
-LEAST = {
-    torch.float64: 0.0,
-    torch.float32: DENORMAL,
-    torch.float16: 2.0**-24,
-    torch.bfloat16: 2.0**-133,
-}
+UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
+LEAST = {dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 def lost_by_blocks(codec: Codec, x: Tensor) -> Tensor:
@@ -332,9 +315,6 @@ def test_bounds_of_means(hook: hooks.Hook, case: Case) -> None:
             within |= sizes + limit >= 65504
         within |= ~every.isfinite().all(0) | (sizes > 1e38)
         assert within.all()
-
-
-# ---- magnitudes ----------------------------------------------------------------------------------
 
 
 @any_case

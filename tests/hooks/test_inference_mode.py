@@ -3,63 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from modes import Mode
-from on_ranks import on_ranks
-from rank_pool import RankPool
+from on_ranks import on_processes, on_ranks
 from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
+from state_training import Context, Run
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, HookHandle, attach, codecs, hooks, reshard_states
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.testing import run_ranks
 
-Context = Callable[[], AbstractContextManager[Any]]
-
-ROADS: dict[str, tuple[Mode, dict[str, Any]]] = {
-    "module": (Mode("module", "eager"), {}),
-    "views": (Mode("module", "eager"), {"gradient_as_bucket_view": True}),
-    "ddp": (Mode("ddp", "eager"), {}),
-    "ddp-views": (Mode("ddp", "eager"), {"gradient_as_bucket_view": True}),
-    "compiled": (Mode("module", "context", backend="aot_eager"), {}),
-}
-EAGER = [road for road in ROADS if road != "compiled"]
-
-
-class Run:
-    """A model, its training, and the gradients of all steps."""
-
-    def __init__(self, rank: int, hook: str, road: str) -> None:
-        torch._dynamo.reset()
-        self.rank, self.hook = rank, hook
-        self.mode, options = ROADS[road]
-        self.module = self.model = model_of()
-        self.options: dict[str, Any] = {"bucket_cap_mb": 0.005, **options}
-        if self.mode.model == "ddp":
-            self.model: nn.Module = DDP(self.module, **self.options)
-            self.options = {}
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05)
-        self.found: list[Tensor] = []
-        self.number = 0
-
-    def attach(self, hook: str | None = None) -> HookHandle:
-        return attach(self.model, hook_of(hook or self.hook), **self.options)
-
-    def train(self, steps: int, around_optimizer: Context = nullcontext) -> None:
-        with self.mode.step_function(self.model) as step:
-            for _ in range(steps):
-                self.optimizer.zero_grad()
-                step(batch(self.rank, self.number))
-                self.number += 1
-                self.found += [parameter.grad.clone() for parameter in self.module.parameters()]
-                with around_optimizer():
-                    self.optimizer.step()
+EAGER = ["module", "views", "ddp", "ddp-views"]
 
 
 def attached(run: Run, context: Context) -> HookHandle:
@@ -140,7 +99,7 @@ def trained(
     handle = entry(run, context)
     handle.synchronize()
     handle.remove()
-    return run.found + [parameter.detach().clone() for parameter in run.module.parameters()]
+    return run.found + run.parameters
 
 
 @pytest.mark.parametrize(
@@ -171,16 +130,14 @@ def test_what_is_made_without_gradients(
         check_same(got, want)
 
 
-def _compiled(rank: int, hook: str, entry: Callable[[Run, Context], HookHandle]) -> None:
-    want = trained(rank, hook, "compiled", entry, nullcontext)
-    check_same([trained(rank, hook, "compiled", entry, torch.inference_mode)], [want])
-
-
 @pytest.mark.parametrize("entry", [attached, loaded], ids=lambda entry: entry.__name__)
-def test_under_compiled_autograd(
-    two_ranks: RankPool, entry: Callable[[Run, Context], HookHandle]
-) -> None:
-    two_ranks.run(_compiled, "error_feedback(blockwise(bits=4))", entry)
+@on_processes
+def test_under_compiled_autograd(rank: int, entry: Callable[[Run, Context], HookHandle]) -> None:
+    want, got = (
+        trained(rank, "error_feedback(blockwise(bits=4))", "compiled", entry, context)
+        for context in (nullcontext, torch.inference_mode)
+    )
+    check_same([got], [want])
 
 
 def _backward(rank: int, context: Context, hook: str, views: bool) -> list[Tensor]:

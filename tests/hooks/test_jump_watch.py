@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import attach
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.jump_watch import JumpWatch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def net() -> nn.Sequential:
@@ -63,7 +66,6 @@ def jumps(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records if "from one step to the next" in r.message]
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("jump", [-4, 1], ids=lambda jump: f"2**{jump}")
 @pytest.mark.parametrize(
     ("road", "hook"),
@@ -82,33 +84,25 @@ def test_gradients_that_jump_are_said_once(
     assert f"'{hook}': gradients have become 2**{jump} times" in said
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("road", ["module", "ddp", "registered"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_also_those_of_other_dtypes(
-    caplog: pytest.LogCaptureFixture, dtype: torch.dtype, road: str
+@pytest.mark.parametrize(
+    ("road", "before", "options"),
+    [
+        *(
+            (road, [1.0] * 10, {"dtype": dtype})
+            for road in ("module", "ddp", "registered")
+            for dtype in (torch.float64, torch.bfloat16)
+        ),
+        *((road, [1.0] * 8, {"unused": True}) for road in ("module", "views", "ddp")),
+        ("registered", [1.0] * 9 + [math.nan, 0.0, math.inf], {}),
+    ],
+)
+def test_also_in_other_dtypes_beside_unused_parameters_and_after_steps_without_gradients(
+    caplog: pytest.LogCaptureFixture, road: str, before: list[float], options: dict[str, Any]
 ) -> None:
-    scaled_by_hand(road, "error_feedback(sign())", [1.0] * 10 + [0.25] * 9, dtype=dtype)
+    scaled_by_hand(road, "error_feedback(sign())", before + [0.25] * 9, **options)
     assert len(jumps(caplog)) == 1
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("road", ["module", "views", "ddp"])
-def test_also_beside_a_parameter_that_is_not_used(
-    caplog: pytest.LogCaptureFixture, road: str
-) -> None:
-    scaled_by_hand(road, "error_feedback(sign())", [1.0] * 8 + [0.25] * 9, unused=True)
-    assert len(jumps(caplog)) == 1
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_also_after_steps_without_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
-    lost = [math.nan, 0.0, math.inf]
-    scaled_by_hand("registered", "error_feedback(sign())", [1.0] * 9 + lost + [0.25] * 8)
-    assert len(jumps(caplog)) == 1
-
-
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("hook", "scales"),
     [

@@ -16,6 +16,7 @@ from layered_net import batch
 from local_training import (
     MEAN,
     ROADS,
+    Streaming,
     Training,
     all_same,
     attached,
@@ -27,9 +28,7 @@ from local_training import (
     steps_done,
     train,
 )
-from on_ranks import of_all_ranks, on_ranks
-from rank_pool import RankPool
-from streaming_reference import Streaming
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
@@ -54,12 +53,13 @@ def _trained(
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_with_h_1_it_is_data_parallel_sgd(road: str) -> None:
-    got = run_ranks(_trained, 2, local_sgd(1, outer=MEAN), 5, road)
-    wanted = run_ranks(_trained, 2, hooks.allreduce(), 5, road)
-    assert all_same(got)
-    start = parameters_of(net())
-    assert farthest(got[0], wanted[0]) < 2e-7 < 1e-3 < farthest(start, wanted[0])
+@on_ranks(2)
+def test_with_h_1_it_is_data_parallel_sgd(rank: int, road: str) -> None:
+    got, wanted = (
+        _trained(rank, hook, 5, road) for hook in (local_sgd(1, outer=MEAN), hooks.allreduce())
+    )
+    assert all_same(of_all_ranks(got))
+    assert farthest(got, wanted) < 2e-7 < 1e-3 < farthest(parameters_of(net()), wanted)
 
 
 def _reference(outer: outer_sgd) -> list[Tensor]:
@@ -74,11 +74,11 @@ def _reference(outer: outer_sgd) -> list[Tensor]:
     [outer_sgd(), outer_sgd(0.5, 0.8, nesterov=False), outer_sgd(0.9, 0.0)],
     ids=["nesterov", "momentum", "plain"],
 )
-def test_it_moves_as_plain_pytorch_does(two_ranks: RankPool, outer: outer_sgd) -> None:
-    got = two_ranks.run(_trained, local_sgd(3, outer=outer), 9, "module", 0.5)
-    assert all_same(got)
-    wanted = _reference(outer)
-    assert farthest(got[0], wanted) < 1e-6
+@on_processes
+def test_it_moves_as_plain_pytorch_does(rank: int, outer: outer_sgd) -> None:
+    got, wanted = _trained(rank, local_sgd(3, outer=outer), 9, momentum=0.5), _reference(outer)
+    assert all_same(of_all_ranks(got))
+    assert farthest(got, wanted) < 1e-6
     assert farthest(wanted, _reference(MEAN)) > 1e-4
 
 
@@ -144,7 +144,12 @@ def test_traffic_falls_by_h(rank: int, name: str, road: str) -> None:
         assert last < 4 * NUMEL / 6
 
 
-def _recorded(rank: int, name: str, staged: bool) -> tuple[list[int], int | None, int]:
+@pytest.mark.parametrize(
+    ("name", "staged"),
+    [("allreduce", False), ("allreduce", True), ("int4 with error feedback", False)],
+)
+@on_processes
+def test_nothing_travels_but_what_is_counted(rank: int, name: str, staged: bool) -> None:
     recording = RecordingProcessGroup(dist.group.WORLD)
     model = net()
     handle = attach(model, local_sgd(4, hook=INSIDE[name]()), process_group=recording)
@@ -156,21 +161,10 @@ def _recorded(rank: int, name: str, staged: bool) -> tuple[list[int], int | None
     for step in range(8):
         train(model, optimizer, rank, range(step, step + 1))
         counts.append(len(recording.records))
-    sent, total = handle.stats().bytes_sent, recording.total.bytes_sent
+    assert counts[:3] == [0, 0, 0] and counts[3] == counts[6] > 0
+    exchange = simulate(INSIDE[name](), [[torch.zeros(NUMEL)]] * 2).bytes_sent[rank]
+    assert handle.stats().bytes_sent == recording.total.bytes_sent == 2 * exchange
     handle.remove()
-    return counts, sent, total
-
-
-@pytest.mark.parametrize(
-    ("name", "staged"),
-    [("allreduce", False), ("allreduce", True), ("int4 with error feedback", False)],
-)
-def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str, staged: bool) -> None:
-    wire_bytes = simulate(INSIDE[name](), [[torch.zeros(NUMEL)]] * 2).bytes_sent
-    results = two_ranks.run(_recorded, name, staged)
-    for (counts, sent, total), of_rank in zip(results, wire_bytes, strict=True):
-        assert counts[:3] == [0, 0, 0] and counts[3] == counts[6] > 0
-        assert sent == total == 2 * of_rank
 
 
 # ---- what counts as a step -----------------------------------------------------------------------
@@ -452,18 +446,7 @@ def test_nothing_keeps_a_model(road: str, removed: bool) -> None:
         train(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 0, 1)
 
 
-# ---- how it prints, and where it refuses to run --------------------------------------------------
-
-
-def test_it_prints_as_it_is_written() -> None:
-    assert str(local_sgd(8)) == "local_sgd(8)"
-    assert str(local_sgd(8, outer=outer_sgd(0.7, 0.9))) == "local_sgd(8)"
-    assert (
-        str(local_sgd(8, outer=MEAN, hook=hooks.cast()))
-        == "local_sgd(8, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True), hook=cast(bfloat16))"
-    )
-    text = "local_sgd(8, fragments=3, delay=2, mix=0.25)"
-    assert str(local_sgd(8, fragments=3, delay=2, mix=0.25)) == text
+# ---- where it refuses to run ---------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from local_training import MEAN, ROADS, attached, train
-from rank_pool import RankPool
+from on_ranks import on_processes
 
 from torch_commhook import hooks
 from torch_commhook.attachment.optimizer_steps import _counters
@@ -83,38 +83,31 @@ WAYS = {
 }
 
 
-def _each_way(rank: int, road: str, steps: int) -> list[list[str]]:
-    return _said([*WAYS, Dropped.synchronize], rank, road, steps)
-
-
 @pytest.mark.parametrize(("steps", "when"), [(1, "1 step after"), (7, "3 steps after"), (4, None)])
 @pytest.mark.parametrize("road", ROADS)
+@on_processes
 def test_what_is_dropped_within_a_round_is_said_once(
-    two_ranks: RankPool, road: str, steps: int, when: str | None
+    rank: int, road: str, steps: int, when: str | None
 ) -> None:
-    for *dropped, synchronized in two_ranks.run(_each_way, road, steps):
-        assert synchronized == []
-        for said, what in zip(dropped, WAYS.values(), strict=True):
-            assert len(said) == (0 if when is None else 1)
-            for one in said:
-                assert one.startswith(
-                    f"torch_commhook: hook 'local_sgd(4)' {what} {when} the ranks"
-                )
-                assert "HookHandle.synchronize() first, on all ranks" in one
+    *dropped, synchronized = _said([*WAYS, Dropped.synchronize], rank, road, steps)
+    assert synchronized == []
+    for said, what in zip(dropped, WAYS.values(), strict=True):
+        assert len(said) == (0 if when is None else 1)
+        for one in said:
+            assert one.startswith(f"torch_commhook: hook 'local_sgd(4)' {what} {when} the ranks")
+            assert "HookHandle.synchronize() first, on all ranks" in one
 
 
-def _unsent(rank: int) -> list[list[str]]:
+@on_processes
+def test_updates_that_were_not_sent(rank: int) -> None:
+    """With ``error_reset`` ranks differ after an exchange, too."""
     topk = hooks.error_feedback(hooks.topk(0.01))
     hook = local_sgd(1, outer=MEAN, hook=topk, error_reset=True)
-    return _said([*WAYS, Dropped.synchronize], rank, "module", 2, hook)
-
-
-def test_updates_that_were_not_sent(two_ranks: RankPool) -> None:
-    """With ``error_reset`` ranks differ after an exchange, too."""
-    for *dropped, synchronized in two_ranks.run(_unsent):
-        assert synchronized == []
-        assert [len(said) for said in dropped] == [1] * len(WAYS)
-        assert all("while ranks had updates that they had not sent" in said[0] for said in dropped)
+    ways = [*WAYS, Dropped.synchronize]
+    *dropped, synchronized = _said(ways, rank, "module", 2, hook)
+    assert synchronized == []
+    assert [len(said) for said in dropped] == [1] * len(WAYS)
+    assert all("while ranks had updates that they had not sent" in said[0] for said in dropped)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -122,7 +115,9 @@ def test_a_rank_that_is_alone() -> None:
     assert _said([*WAYS], 0, "module", 1) == [[]] * len(WAYS)
 
 
-def _as_errors(rank: int) -> None:
+@on_processes
+def test_warnings_that_are_errors(rank: int) -> None:
+    """What was asked for is done all the same, and nothing counts steps any more."""
     for way in (Dropped.remove, Dropped.replace, Dropped.lose_model):
         dropped = Dropped(rank, "module", 1)
         model, handle = dropped.model, dropped.handle
@@ -143,11 +138,6 @@ def _as_errors(rank: int) -> None:
                 assert handle.is_attached == (way is Dropped.replace)
                 handle.remove()
         assert not handle.is_attached and not _counters
-
-
-def test_warnings_that_are_errors(two_ranks: RankPool) -> None:
-    """What was asked for is done all the same, and nothing counts steps any more."""
-    two_ranks.run(_as_errors)
 
 
 SCRIPT = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from layered_net import batch
 from local_training import (
     MEAN,
+    Held,
+    Streaming,
     Training,
     all_same,
     backward,
@@ -20,9 +23,8 @@ from local_training import (
     same,
 )
 from mode_cases import OwnError
-from on_ranks import of_all_ranks, on_ranks
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
-from streaming_reference import Held, Streaming
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, hooks
@@ -139,40 +141,39 @@ def test_a_forward_that_is_refused_while_an_exchange_is_under_way(rank: int) -> 
     run.handle.remove()
 
 
-def _beside(rank: int, fails: bool) -> tuple[list[Tensor], list[str]]:
-    """Another model's step fails while an exchange is under way."""
-    flaky, held = Flaky(), Held()
-    run = Training(rank, local_sgd(4, outer=_OUTER, hook=held, delay=3, mix=0.5), momentum=0.5)
-    other = net()
-    beside = attach(other, flaky, bucket_cap_mb=0.004)
-    said = []
-    for step in range(9):
-        run.train()
-        flaky.fails = fails and step == 4 and rank == 0
-        other.zero_grad()
-        try:
-            backward(other, rank, step)
-        except (OwnError, PeerError) as error:
-            said.append(f"{type(error).__name__} in step {step}")
-        if step == 4:
-            held.release.set()
-    found = run.parameters, said
-    beside.remove()
-    run.end()
-    return found
-
-
-def test_another_model_that_fails_while_an_exchange_is_under_way(two_ranks: RankPool) -> None:
-    wanted = two_ranks.run(_beside, False)
-    for rank, (parameters, said) in enumerate(two_ranks.run(_beside, True)):
-        assert said == [f"{'OwnError' if rank == 0 else 'PeerError'} in step 4"]
-        assert same(parameters, wanted[rank][0])
+@on_processes
+def test_another_model_that_fails_while_an_exchange_is_under_way(rank: int) -> None:
+    ends = []
+    for fails in (False, True):
+        flaky, held = Flaky(), Held()
+        run = Training(rank, local_sgd(4, outer=_OUTER, hook=held, delay=3, mix=0.5), momentum=0.5)
+        other = net()
+        beside = attach(other, flaky, bucket_cap_mb=0.004)
+        said = []
+        for step in range(9):
+            run.train()
+            flaky.fails = fails and step == 4 and rank == 0
+            other.zero_grad()
+            try:
+                backward(other, rank, step)
+            except (OwnError, PeerError) as error:
+                said.append((step, type(error)))
+            if step == 4:
+                held.release.set()
+        assert said == ([(4, PeerError if rank else OwnError)] if fails else [])
+        ends.append(run.parameters)
+        beside.remove()
+        run.end()
+    assert all_same(ends)
 
 
 # ---- in an exchange ------------------------------------------------------------------------------
 
 
-def _fails(rank: int, road: str) -> Any:
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@on_processes
+def test_a_rank_that_fails_in_the_exchange(rank: int, road: str) -> None:
+    """All raise, nothing has changed, and the next step tries again."""
     flaky = Flaky()
     run = Training(rank, local_sgd(2, hook=flaky), road)
     errors = {}
@@ -180,61 +181,47 @@ def _fails(rank: int, road: str) -> Any:
         flaky.fails = step in (1, 2, 5) and step % 2 == rank
         if said := error_of_step(run):
             errors[step] = said
-    found = errors, run.exchanges, run.parameters
-    run.handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("road", ["module", "ddp"])
-def test_a_rank_that_fails_in_the_exchange(two_ranks: RankPool, road: str) -> None:
-    """All raise, nothing has changed, and the next step tries again."""
-    first, second = results = two_ranks.run(_fails, road)
     # Due after steps 1, 2 and 3 (when it is done), and then after 5 and 6.
-    kinds = [{step: said.partition(":")[0] for step, said in each[0].items()} for each in results]
-    assert kinds[0] == {1: "PeerError", 2: "OwnError", 5: "PeerError"}
-    assert kinds[1] == {1: "OwnError", 2: "PeerError", 5: "OwnError"}
-    assert "on rank 1: OwnError: boo" in first[0][1]
-    assert first[1] == second[1] == 2
-    assert not same(first[2], second[2])  # one step after the last exchange
-
-
-def _sent_again(rank: int, fails: bool, in_parts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    codec = FlakyTopk(0.25)
-    model = nn.Linear(16, 16, bias=False)
-    begin = model.weight.detach().clone()
-    hook: Any = error_feedback(compressed(codec))
-    if in_parts:
-        hook = policy([], hook)
-    handle = attach(model, local_sgd(1, outer=MEAN, hook=hook))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
-    gradient = torch.randn(16, 16, generator=generator)
-    (model.weight * gradient).sum().backward()
-    if fails and rank == 0:
-        codec.fail_once()
-    try:
-        optimizer.step()
-    except (OwnError, PeerError):
-        assert fails
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()  # tries again
-    left = handle.state_dict()[f"rank{rank}"]["error"]["weight"]
-    handle.remove()
-    return begin - model.weight.detach(), left, gradient * 0.1
+    kinds = {step: said.partition(":")[0] for step, said in errors.items()}
+    assert kinds == {n: "OwnError" if n % 2 == rank else "PeerError" for n in (1, 2, 5)}
+    assert rank == 1 or "on rank 1: OwnError: boo" in errors[1]
+    assert run.exchanges == 2
+    assert not all_same(of_all_ranks(run.parameters))  # one step after the last exchange
+    run.handle.remove()
 
 
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "parts"])
 @pytest.mark.parametrize("fails", [False, True])
+@on_processes
 def test_what_a_failed_exchange_has_sent_is_not_remembered_as_lost(
-    two_ranks: RankPool, fails: bool, in_parts: bool
+    rank: int, fails: bool, in_parts: bool
 ) -> None:
     """Neither of whole buckets nor, with a policy, of parts of them."""
-    (moved, *first), (_, *second) = two_ranks.run(_sent_again, fails, in_parts)
-    left, wanted = ((a + b) / 2 for a, b in zip(first, second, strict=True))
-    assert torch.allclose(moved + left, wanted, atol=1e-6)
+    codec = FlakyTopk(0.25)
+    model = nn.Linear(16, 16, bias=False)
+    hook: Any = error_feedback(compressed(codec))
+    if in_parts:
+        hook = policy([], hook)
+    handle = attach(model, local_sgd(1, outer=MEAN, hook=hook))
+    begin = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
+    (model.weight * gradient).sum().backward()
+    if fails and rank == 0:
+        codec.fail_once()
+    with pytest.raises((OwnError, PeerError)) if fails else nullcontext():
+        optimizer.step()
+    if fails:
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()  # tries again
+    left = handle.state_dict()[f"rank{rank}"]["error"]["weight"]
+    handle.remove()
+    mean_left, wanted = (sum(of_all_ranks(each)) / 2 for each in (left, gradient * 0.1))
+    assert torch.allclose(begin - model.weight.detach() + mean_left, wanted, atol=1e-6)
 
 
-def _fails_at_begin(rank: int, road: str, fails: int) -> Any:
+def _fails_at_begin(rank: int, road: str, fails: int) -> None:
+    """All raise where it was to end, nothing has changed, and the next step tries again."""
     flaky = Flaky()
     hook = local_sgd(4, outer=_OUTER, hook=flaky, fragments=2, delay=1, mix=0.5)
     run = Training(rank, hook, road)
@@ -243,17 +230,6 @@ def _fails_at_begin(rank: int, road: str, fails: int) -> Any:
         flaky.fails = step == 1 and fails == rank
         said.append(error_of_step(run))
         exchanges.append(run.exchanges)
-    found = said, exchanges, run.parameters, run.anchors
-    run.end()
-    return found
-
-
-@pytest.mark.parametrize(("road", "fails"), [("module", 0), ("module", 2), ("ddp", 1)])
-def test_a_rank_that_fails_where_an_exchange_begins(
-    three_ranks: RankPool, road: str, fails: int
-) -> None:
-    """All raise where it was to end, nothing has changed, and the next step tries again."""
-    results = three_ranks.run(_fails_at_begin, road, fails)
     wanted = Streaming(3, 4, 2, 1, 0.5, _OUTER)
     wanted.optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in wanted.models]
     # Fragment 0 begins after step 4, not 2. Fragment 1, due after step 4, waits for its end.
@@ -264,17 +240,22 @@ def test_a_rank_that_fails_where_an_exchange_begins(
             wanted.apply()
         if step in begins:
             wanted.begin(begins[step])
-    for rank, (said, exchanges, parameters, anchors) in enumerate(results):
-        kind = "OwnError: boo" if rank == fails else "PeerError"
-        assert [bool(each) for each in said] == [n == 2 for n in range(9)]
-        assert said[2].startswith(kind)
-        if rank != fails:
-            assert f"on rank {fails}: OwnError: boo" in said[2]
-        assert exchanges == [0, 0, 0, 0, 1, 2, 2, 3, 3]
-        assert farthest(parameters, parameters_of(wanted.models[rank])) < 2e-6
-        named = dict(wanted.anchor.named_parameters())
-        assert farthest(list(anchors.values()), [named[name] for name in anchors]) < 2e-6
-        assert same(list(anchors.values()), list(results[0][3].values()))
+    assert [bool(each) for each in said] == [n == 2 for n in range(9)]
+    assert said[2].startswith("OwnError: boo" if rank == fails else "PeerError")
+    assert rank == fails or f"on rank {fails}: OwnError: boo" in said[2]
+    assert exchanges == [0, 0, 0, 0, 1, 2, 2, 3, 3]
+    anchors, named = run.anchors, dict(wanted.anchor.named_parameters())
+    assert farthest(run.parameters, parameters_of(wanted.models[rank])) < 2e-6
+    assert farthest(list(anchors.values()), [named[name] for name in anchors]) < 2e-6
+    assert all_same(of_all_ranks(list(anchors.values())))
+    run.end()
+
+
+@pytest.mark.parametrize(("road", "fails"), [("module", 0), ("module", 2), ("ddp", 1)])
+def test_a_rank_that_fails_where_an_exchange_begins(
+    three_ranks: RankPool, road: str, fails: int
+) -> None:
+    three_ranks.run(_fails_at_begin, road, fails)
 
 
 def _tensors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
@@ -283,7 +264,10 @@ def _tensors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
     return {f"{k} {n}": t for k, tensors in kinds.items() for n, t in tensors.items()}
 
 
-def _fails_in_background(rank: int, saves: bool) -> tuple[list[str], list[int]]:
+@pytest.mark.parametrize("saves", [False, True])
+@on_processes
+def test_a_rank_that_fails_in_the_background(rank: int, saves: bool) -> None:
+    """What it has sent is not remembered as sent."""
     codec = FlakyTopk(0.25)
     hook = local_sgd(4, hook=error_feedback(compressed(codec)), fragments=2, delay=1)
     run = Training(rank, hook)
@@ -309,22 +293,18 @@ def _fails_in_background(rank: int, saves: bool) -> tuple[list[str], list[int]]:
     said += [error_of_step(run) for _ in range(2)]
     steps.append(run.exchanges)
     run.end()
-    return said, steps
+    assert [bool(each) for each in said] == [False, True, False, False]
+    assert said[1].startswith("OwnError" if rank else "PeerError")
+    assert rank == 1 or "on rank 1: OwnError: boo" in said[1]
+    assert steps == [3, 4]
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_a_rank_that_fails_in_the_background(two_ranks: RankPool, saves: bool) -> None:
-    """What it has sent is not remembered as sent."""
-    (first, *_), (second, *_) = results = two_ranks.run(_fails_in_background, saves)
-    for said in (first, second):
-        assert [bool(each) for each in said] == [False, True, False, False]
-    assert first[1].startswith("PeerError") and "on rank 1: OwnError: boo" in first[1]
-    assert second[1].startswith("OwnError")
-    assert [steps for _, steps in results] == [[3, 4]] * 2
+@on_processes
+def test_ctrl_c_where_an_exchange_ends(rank: int) -> None:
+    """On rank 0, after all have told that it went well: the other ranks have the exchange.
 
-
-def _interrupted(rank: int) -> tuple[list[str], list[Tensor]]:
-    """Ctrl-C on rank 0 where an exchange ends, after all have told that it went well."""
+    So has this one in the end.
+    """
     run = Training(rank, local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
     run.train(2)
     background = run.handle._attached.local_steps._background
@@ -349,16 +329,10 @@ def _interrupted(rank: int) -> tuple[list[str], list[Tensor]]:
                 run.done += 1
                 said.append(type(error).__name__)
     run.train()
-    anchors = run.anchors
+    assert said == ["" if rank else "KeyboardInterrupt", ""]
+    anchors = list(run.anchors.values())
     run.end()
-    return said, [*anchors.values(), *run.parameters]
-
-
-def test_ctrl_c_where_an_exchange_ends(two_ranks: RankPool) -> None:
-    """The other ranks have it, and so has this one in the end."""
-    first, second = two_ranks.run(_interrupted)
-    assert (first[0], second[0]) == (["KeyboardInterrupt", ""], ["", ""])
-    assert same(first[1], second[1])
+    assert all_same(of_all_ranks([*anchors, *run.parameters]))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -382,8 +356,11 @@ def test_ctrl_c_comes_through(way: str, monkeypatch: pytest.MonkeyPatch) -> None
     run.handle.remove()
 
 
-def _outcomes_differ(rank: int, fragments: int, clips: bool) -> tuple[list[str], list[Tensor]]:
-    """Rank 0 alone takes an exchange for one that failed."""
+def _outcomes_differ(rank: int, fragments: int, clips: bool) -> None:
+    """Rank 0 alone takes an exchange for one that failed.
+
+    All ranks refuse the sums, and go on from a state.
+    """
     averages = hooks.clip(1.0) if clips else hooks.allreduce()
     run = Training(rank, local_sgd(4, outer=_OUTER, hook=averages, fragments=fragments, delay=1))
     state = run.handle.state_dict()
@@ -404,19 +381,16 @@ def _outcomes_differ(rank: int, fragments: int, clips: bool) -> tuple[list[str],
     run.done = 0
     run.train(6)
     run.end()
-    return said, run.parameters
+    assert said[:-1] == ([] if rank else ["boo"])
+    assert "local_sgd: ranks exchanged different fragments" in said[-1]
+    assert all_same(of_all_ranks(run.parameters))
 
 
 @pytest.mark.parametrize(("fragments", "clips"), [(1, False), (2, False), (2, True)])
 def test_ranks_that_exchange_different_fragments(
     three_ranks: RankPool, fragments: int, clips: bool
 ) -> None:
-    """All ranks refuse the sums, and go on from a state."""
-    results = three_ranks.run(_outcomes_differ, fragments, clips)
-    for rank, (said, parameters) in enumerate(results):
-        assert said[:-1] == ([] if rank else ["boo"])
-        assert "local_sgd: ranks exchanged different fragments" in said[-1]
-        assert same(parameters, results[0][1])
+    three_ranks.run(_outcomes_differ, fragments, clips)
 
 
 _ENDS = """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from layered_net import batch
 from local_training import farthest, parameters_of, same
-from modes import Mode
-from rank_pool import RankPool
+from mode_cases import Mode
+from on_ranks import on_processes
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -18,7 +18,7 @@ from torch_commhook.hooks import Hook, local_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
-
+EAGER = Mode("module", "eager")
 PLAIN, STREAMING = local_sgd(2), local_sgd(4, fragments=2, delay=1, mix=0.5)
 
 
@@ -79,32 +79,29 @@ COMPILED = [
     [(mode, PLAIN) for mode in COMPILED] + [(COMPILED[n], STREAMING) for n in (0, 2)],
     ids=str,
 )
-def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode, hook: Hook) -> None:
-    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"), hook)
-    results = two_ranks.run(_in_mode, mode, hook, timeout=120)
-    for result, want in zip(results, wanted, strict=True):
-        assert (result["steps"], result["bytes"]) == (want["steps"], want["bytes"])
-        assert result["steps"] == 3
-        assert same(result["parameters"], want["parameters"])
-        compiled_once = 1 if mode.model == "ddp" else 0
-        assert result["captures"][compiled_once] == result["captures"][-1], "compiled again"
-        if mode.model != "ddp":  # whose forward has some of PyTorch's own
-            assert result["breaks"] == 0
+@on_processes
+def test_compiled_as_in_eager(rank: int, mode: Mode, hook: Hook) -> None:
+    wanted = _in_mode(rank, Mode(mode.model, "eager"), hook)
+    found = _in_mode(rank, mode, hook)
+    assert found["steps"] == wanted["steps"] == 3
+    assert found["bytes"] == wanted["bytes"]
+    assert same(found["parameters"], wanted["parameters"])
+    compiled_once = 1 if mode.model == "ddp" else 0
+    assert found["captures"][compiled_once] == found["captures"][-1], "compiled again"
+    if mode.model != "ddp":  # whose forward has some of PyTorch's own
+        assert found["breaks"] == 0
 
 
-def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
-    eager, compiled = Mode("module", "eager"), Mode("module", "context", backend="aot_eager")
-    wanted = two_ranks.run(_in_mode, eager, PLAIN, "by hand")
-    results = two_ranks.run(_in_mode, compiled, PLAIN, "by hand", timeout=120)
-    for result, want in zip(results, wanted, strict=True):
-        assert result["steps"] == want["steps"] == 3
-        assert same(result["parameters"], want["parameters"])
+@on_processes
+def test_updates_by_hand_are_noticed_under_compilers(rank: int) -> None:
+    wanted = _in_mode(rank, EAGER, update="by hand")
+    found = _in_mode(rank, Mode("module", "context", backend="aot_eager"), update="by hand")
+    assert found["steps"] == wanted["steps"] == 3
+    assert same(found["parameters"], wanted["parameters"])
 
 
-def test_an_optimizer_that_is_compiled(two_ranks: RankPool) -> None:
-    mode = Mode("module", "eager")
-    wanted = two_ranks.run(_in_mode, mode)
-    results = two_ranks.run(_in_mode, mode, PLAIN, "compiled", timeout=120)
-    for result, want in zip(results, wanted, strict=True):
-        assert result["steps"] == want["steps"] == 3
-        assert farthest(result["parameters"], want["parameters"]) < 1e-4
+@on_processes
+def test_an_optimizer_that_is_compiled(rank: int) -> None:
+    wanted, found = _in_mode(rank, EAGER), _in_mode(rank, EAGER, update="compiled")
+    assert found["steps"] == wanted["steps"] == 3
+    assert farthest(found["parameters"], wanted["parameters"]) < 1e-4

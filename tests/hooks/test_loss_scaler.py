@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from on_ranks import on_processes
 from scaled_training import Counted, Steps, attached, backward_of, batch, gradients
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory import scaler_watch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:
@@ -23,7 +25,6 @@ def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:
     return scaler, *attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
 def test_it_is_asked_once_in_each_backward(road: str) -> None:
     scaler, model, handle = _counted(road, 4.0)
@@ -37,7 +38,6 @@ def test_it_is_asked_once_in_each_backward(road: str) -> None:
     assert found == [1, 1, 1]
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
     scaler = Counted(4.0)
     model, handle = attached("module", hooks.cast(), scaler=scaler)
@@ -47,7 +47,6 @@ def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
     assert scaler.asked == 0
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
 def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
     scaler, model, handle = _counted(road, 1.0)
@@ -61,7 +60,6 @@ def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
     handle.remove()
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("scaler", "error", "said"),
     [
@@ -80,44 +78,27 @@ def test_what_is_no_scaler_is_refused(scaler: Any, error: type[Exception], said:
         attached("module", hooks.allreduce(), scaler=scaler)
 
 
-def _unlike(rank: int, scales: tuple[float | None, float | None]) -> str:
-    scaler = None if scales[rank] is None else Counted(scales[rank])
-    with pytest.raises(RuntimeError) as raised:
-        attached("module", hooks.allreduce(), scaler=scaler)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("scales", [(4.0, 2.0), (4.0, None)], ids=str)
-def test_ranks_must_have_one_scale(
-    two_ranks: RankPool, scales: tuple[float | None, float | None]
-) -> None:
-    said = "the scaler's scale must be the same on all ranks: rank 0 has 4.0, rank 1 has"
-    assert all(said in text for text in two_ranks.run(_unlike, scales))
-
-
-def _a_scale_of_one_rank(rank: int, road: str) -> list[str]:
-    torch._dynamo.reset()
-    scaler = Counted(1.0)
-    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
-    said = []
-    for scale in (math.inf if rank == 1 else 1.0, 1.0):
-        scaler.scale = scale
-        try:
-            with backward_of(road):
-                model(batch(rank, 0)).sum().backward()
-        except (RuntimeError, ValueError) as error:
-            said.append("failed" if rank == 0 else str(error))
-    handle.remove()
-    return said
+@on_processes
+def test_ranks_must_have_one_scale(rank: int, scales: tuple[float, float | None]) -> None:
+    scaler = None if scales[rank] is None else Counted(scales[rank])
+    said = r"the scaler's scale must be the same on all ranks: rank 0 has 4\.0, rank 1 has"
+    with pytest.raises(RuntimeError, match=said):
+        attached("module", hooks.allreduce(), scaler=scaler)
 
 
 @pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
-def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(
-    two_ranks: RankPool, road: str
-) -> None:
-    first, second = two_ranks.run(_a_scale_of_one_rank, road)
-    assert first == ["failed"]
-    assert len(second) == 1 and "positive, finite scale, got inf" in second[0]
+@on_processes
+def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(rank: int, road: str) -> None:
+    scaler, model, handle = _counted(road, 1.0)
+    scaler.scale = math.inf if rank == 1 else 1.0
+    said = "positive, finite scale, got inf" if rank == 1 else ""
+    with pytest.raises((RuntimeError, ValueError), match=said), backward_of(road):
+        model(batch(rank, 0)).sum().backward()
+    scaler.scale = 1.0
+    with backward_of(road):
+        model(batch(rank, 0)).sum().backward()
+    handle.remove()
 
 
 class Halved(hooks.Hook):
@@ -133,7 +114,6 @@ class Halved(hooks.Hook):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "in clip"])
-@pytest.mark.usefixtures("one_rank")
 def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
     hook = hooks.clip(1e9, Halved()) if inside else Halved()
     model, handle = attached("module", hook, scaler=Counted(4.0))
@@ -166,7 +146,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records if "attach(model, hook, scaler=scaler)" in r.message]
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("hook", ["error_feedback(sign())", "clip(0.5)"])
 def test_a_scaler_that_nobody_told_of_is_said_once(
@@ -177,7 +156,6 @@ def test_a_scaler_that_nobody_told_of_is_said_once(
     assert f"'{hook}' was not told of the GradScaler" in said
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("hook", "scaled", "told", "steps"),
     [
@@ -194,7 +172,6 @@ def test_else_nothing_is_said(
     assert warnings(caplog) == []
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixture) -> None:
     _model, handle = attached("module", parse_hook("error_feedback(sign())"))
     trained("module", "allreduce()", scaled=True, told=False)
@@ -202,7 +179,6 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
     assert warnings(caplog) == []
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
     assert scaler_watch._handles
@@ -227,12 +203,11 @@ def _graphs_of_step(hook: str) -> int:
     return len(found)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_who_looks_for_scalers_breaks_no_graph() -> None:
     assert _graphs_of_step("error_feedback(sign())") == _graphs_of_step("sign()") > 0
 
 
-@pytest.mark.usefixtures("one_rank", "no_hook_on_optimizers_left")
+@pytest.mark.usefixtures("no_hook_on_optimizers_left")
 def test_a_model_that_goes_away_leaves_no_hook_on_optimizers() -> None:
     model = nn.Linear(2, 2)
     handle = attach(model, parse_hook("error_feedback(sign())"))

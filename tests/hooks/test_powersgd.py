@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import on_ranks
-from rank_pool import RankPool
+from mode_cases import compiled_backward
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -43,7 +42,6 @@ class Ranks:
     def __init__(
         self, hook: hooks.Hook, steps: Steps, like: Sequence[Tensor] | None = None
     ) -> None:
-        world_size = len(steps[0])
         parameters = [torch.empty_like(p) for p in (steps[0][0] if like is None else like)]
 
         def run_rank(rank: int) -> list[tuple[list[Tensor], list[Tensor], Tensor]]:
@@ -54,20 +52,15 @@ class Ranks:
                 result = own(None, bucket).wait().clone()
                 tensors = own.memory(bucket).tensors
                 error = tensors.get("error", torch.zeros(bucket.numel()))
-                factors = [tensor for name, tensor in tensors.items() if name != "error"]
-                found.append(
-                    (
-                        bucket.pieces(result),
-                        bucket.pieces(error.clone()),
-                        torch.cat([torch.empty(0), *(f.clone().float() for f in factors)]),
-                    )
-                )
+                factors = [tensor.float() for name, tensor in tensors.items() if name != "error"]
+                flat = torch.cat([torch.empty(0), *factors])
+                found.append((bucket.pieces(result), bucket.pieces(error.clone()), flat))
             return found
 
-        ranks = run_ranks(run_rank, world_size)
-        self.results = [[rank[i][0] for rank in ranks] for i in range(len(steps))]
-        self.errors = [[rank[i][1] for rank in ranks] for i in range(len(steps))]
-        self.factors = [[rank[i][2] for rank in ranks] for i in range(len(steps))]
+        by_step = list(zip(*run_ranks(run_rank, len(steps[0])), strict=True))
+        self.results = [[result for result, _, _ in ranks] for ranks in by_step]
+        self.errors = [[error for _, error, _ in ranks] for ranks in by_step]
+        self.factors = [[factors for _, _, factors in ranks] for ranks in by_step]
 
     def result(self, step: int = -1) -> list[Tensor]:
         """A step's averages, which all ranks have."""
@@ -84,6 +77,11 @@ def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
 
 
+def powersgd(rank: int = 2, *, feedback: bool) -> hooks.Hook:
+    hook = hooks.powersgd(rank)
+    return hooks.error_feedback(hook) if feedback else hook
+
+
 def mean(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).mean(0)
 
@@ -95,11 +93,6 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 def of_rank(rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, rank, dtype=dtype) @ torch.randn(rank, columns, dtype=dtype)
-
-
-@pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(zlib.crc32(request.node.name.encode()))
 
 
 # ---- what theory says ----------------------------------------------------------------------------
@@ -279,9 +272,7 @@ def test_against_a_reference(rank: int, feedback: bool) -> None:
         [[torch.randn(s, dtype=torch.float64) for s in SHAPES] for _ in range(3)] for _ in "1234"
     ]
     wants, errors = reference(first_factors(SHAPES, rank), steps, rank, feedback=feedback)
-    hook: hooks.Hook = hooks.powersgd(rank)
-    if feedback:
-        hook = hooks.error_feedback(hook)
+    hook = powersgd(rank, feedback=feedback)
     for dtype, tolerance in ((torch.float64, 1e-6 if feedback else 1e-11), (torch.float32, 1e-4)):
         cast = [[[g.to(dtype) for g in rank_] for rank_ in step] for step in steps]
         ranks = Ranks(hook, cast)
@@ -289,10 +280,9 @@ def test_against_a_reference(rank: int, feedback: bool) -> None:
             for got, expected in zip(ranks.result(step), want, strict=True):
                 assert got.dtype == dtype
                 assert distance(got, torch.from_numpy(expected)) < tolerance
-            if feedback:
-                for i, expected in enumerate(errors[step]):
-                    got = mean([error[i] for error in ranks.errors[step]]).view(len(want[i]), -1)
-                    assert np.abs(got.numpy() - expected).max() < tolerance * 10
+            for i, expected in enumerate(errors[step] if feedback else []):
+                got = mean([error[i] for error in ranks.errors[step]]).view(len(want[i]), -1)
+                assert np.abs(got.numpy() - expected).max() < tolerance * 10
 
 
 def test_the_order_in_a_bucket_and_its_neighbours_do_not_matter() -> None:
@@ -378,9 +368,7 @@ def test_what_is_not_finite_stays_in_its_parameter(
     good = [[torch.randn(30, 20), torch.randn(9), torch.randn(30, 20)] for _ in range(2)]
     broken = copy.deepcopy(good)
     broken[1][0][place] = bad
-    hook: hooks.Hook = hooks.powersgd(2)
-    if feedback:
-        hook = hooks.error_feedback(hook)
+    hook = powersgd(feedback=feedback)
     ranks = Ranks(hook, [good, broken, good, good])
     first, *others = ranks.result(1)
     assert not first.isfinite().any()
@@ -432,6 +420,12 @@ def test_factors_that_overflow() -> None:
     assert torch.equal(ranks.result(1)[0], want.result()[0])
 
 
+def _leaves_finite_errors(steps: Steps) -> None:
+    ranks = Ranks(powersgd(1, feedback=True), steps)
+    assert all(error[0].isfinite().all() for errors in ranks.errors for error in errors)
+    assert ranks.result()[0].isfinite().all()
+
+
 def test_the_largest_numbers_leave_a_finite_error() -> None:
     """Factors that are finite can leave what is not."""
     largest = torch.finfo(torch.float32).max
@@ -443,18 +437,14 @@ def test_the_largest_numbers_leave_a_finite_error() -> None:
             places = torch.randint(600, (20,))
             gradient[0].view(-1)[places] = largest * torch.randn(20).sign()
         steps += [large, good]
-    ranks = Ranks(hooks.error_feedback(hooks.powersgd(1)), steps)
-    assert all(error[0].isfinite().all() for errors in ranks.errors for error in errors)
-    assert ranks.result()[0].isfinite().all()
+    _leaves_finite_errors(steps)
 
 
 def test_float64_beyond_float32_leaves_a_finite_error() -> None:
     good = [[torch.randn(30, 20, dtype=torch.float64), torch.randn(3).double()] for _ in range(2)]
     large = copy.deepcopy(good)
     large[0][0].mul_(1e100)
-    ranks = Ranks(hooks.error_feedback(hooks.powersgd(1)), [large, good])
-    assert all(error[0].isfinite().all() for errors in ranks.errors for error in errors)
-    assert ranks.result()[0].isfinite().all()
+    _leaves_finite_errors([large, good])
 
 
 def test_sums_that_would_overflow() -> None:
@@ -546,10 +536,7 @@ def test_bases_of_what_is_not_finite() -> None:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_memory_formats(feedback: bool) -> None:
     gradients = [[torch.randn(24, 4, 3, 3), torch.randn(8, 6, 2, 5, 3)] for _ in range(2)]
-    hook: hooks.Hook = hooks.powersgd(2)
-    if feedback:
-        hook = hooks.error_feedback(hook)
-    steps = [gradients] * 3
+    hook, steps = powersgd(feedback=feedback), [gradients] * 3
     plain = Ranks(hook, steps)
     formats = [torch.channels_last, torch.channels_last_3d]
     like = [g.to(memory_format=f) for g, f in zip(gradients[0], formats, strict=True)]
@@ -588,13 +575,6 @@ def test_a_mean_beyond_float16() -> None:
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def test_settings() -> None:
-    assert repr(hooks.powersgd()) == "powersgd(rank=1)"
-    text = "error_feedback(powersgd(rank=2, min_compression_rate=1.5, seed=3))"
-    hook = hooks.error_feedback(hooks.powersgd(2, min_compression_rate=1.5, seed=3))
-    assert repr(hook) == repr(copy.deepcopy(hook)) == text
-
-
 def test_the_seed_decides() -> None:
     gradients = [[torch.randn(30, 20)]]
     results = [simulate(hooks.powersgd(2, seed=seed), gradients).result[0] for seed in (0, 0, 1)]
@@ -623,12 +603,13 @@ class Net(nn.Module):
         return self.layers(self.conv(x).flatten(1))
 
 
-def _train(rank: int, model: nn.Module, steps: range) -> list[Tensor]:
+def _train(rank: int, model: Net, steps: range) -> list[Tensor]:
     gradients = []
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + rank)
         model.zero_grad()
-        model(torch.randn(4, 3, 5, 5, generator=generator)).square().sum().backward()
+        x = torch.randn(4, 3, 5, 5, generator=generator).to(model.conv.weight.dtype)
+        model(x).square().sum().backward()
         gradients += [parameter.grad.clone() for parameter in model.parameters()]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -688,7 +669,9 @@ def test_a_state_of_another_rank_keeps_its_errors(rank: int) -> None:
 # ---- processes, compilers ------------------------------------------------------------------------
 
 
-def _wide(rank: int, register: bool) -> list[Tensor]:
+@pytest.mark.parametrize("register", [False, True])
+@on_processes
+def test_many_buckets_over_gloo(rank: int, register: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(24)))
     model = DDP(net, bucket_cap_mb=0.01)
@@ -701,51 +684,26 @@ def _wide(rank: int, register: bool) -> list[Tensor]:
         model.zero_grad()
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(2 * step + rank))
         model(x).square().sum().backward()
-    return [parameter.grad.clone() for parameter in net.parameters()]
-
-
-@pytest.mark.parametrize("register", [False, True])
-def test_many_buckets_over_gloo(two_ranks: RankPool, register: bool) -> None:
-    first, second = two_ranks.run(_wide, register)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    first, second = of_all_ranks([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, first, second))
     assert all(gradient.isfinite().all() for gradient in first)
 
 
-def _compiled(rank: int, make: Callable[[], hooks.Hook], dtype: torch.dtype) -> None:
-    want = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        model = Net().to(dtype)
-        attach(model, make(), bucket_cap_mb=0.01)
-        got = []
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            model.zero_grad()
-            x = torch.randn(4, 3, 5, 5, generator=generator).to(dtype)
-            loss = model(x).square().sum()
-            if compiled:
-                compiler = torch.compile(backend="aot_eager", fullgraph=True)
-                with torch._dynamo.compiled_autograd._enable(compiler):
-                    loss.backward()
-            else:
-                loss.backward()
-            got += [parameter.grad.clone() for parameter in model.parameters()]
-        if compiled:
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        want = got
-
-
-def _compiled_all(rank: int) -> None:
-    for make, dtype in (
-        (lambda: hooks.powersgd(5, min_compression_rate=1), torch.bfloat16),
-        (lambda: hooks.error_feedback(hooks.powersgd(2)), torch.float64),
-    ):
-        _compiled(rank, make, dtype)
-
-
-def test_compiled_without_a_graph_break(two_ranks: RankPool) -> None:
+@on_processes
+def test_compiled_without_a_graph_break(rank: int) -> None:
     """Other settings and dtypes; test_modes has every mode."""
-    two_ranks.run(_compiled_all, timeout=120)
+    for hook, dtype in (
+        ("powersgd(5, min_compression_rate=1)", torch.bfloat16),
+        ("error_feedback(powersgd(2))", torch.float64),
+    ):
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model = Net().to(dtype)
+            attach(model, hook, bucket_cap_mb=0.01)
+            with compiled_backward(compiled, fullgraph=True):
+                found.append(_train(rank, model, range(3)))
+        assert all(map(torch.equal, *found))
 
 
 def test_operators() -> None:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-import torch.distributed as dist
 from hook_examples import Callable, one_bucket
 
 from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
@@ -62,8 +61,7 @@ def test_state_and_bucket_arrive_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "got"),
-    [(None, "None"), (3, "int"), ([torch.ones(2)], "list"), (gc, "module")],
+    ("value", "got"), [(None, "None"), (3, "int"), ([torch.ones(2)], "list"), (gc, "module")]
 )
 @pytest.mark.parametrize("theirs", [False, True])
 def test_what_is_no_future_is_named(value: object, got: str, theirs: bool) -> None:
@@ -166,31 +164,17 @@ def test_a_stored_exception_is_raised() -> None:
 # ---- check_hook ----------------------------------------------------------------------------------
 
 
-def torch_annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    raise NotImplementedError
+def annotated(bucket: str, result: str, state: str = "object") -> Any:
+    """A hook with these annotations, as the compiler leaves them: as text."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    hook.__annotations__ = {"state": state, "bucket": bucket, "return": result}
+    return hook
 
 
 def any_names(a, b):  # type: ignore[no-untyped-def]
-    raise NotImplementedError
-
-
-def any_types(state: Any, bucket: Any) -> Any:
-    raise NotImplementedError
-
-
-def objects(state: object, bucket: object) -> object:
-    raise NotImplementedError
-
-
-def union(state: object, bucket: GradBucket | dist.GradBucket) -> torch.Tensor | None:
-    raise NotImplementedError
-
-
-def unresolvable(state: object, bucket: OnlyTheCheckerKnows) -> torch.Tensor:  # noqa: F821
-    raise NotImplementedError
-
-
-def own_future(state: object, bucket: HasBuffer) -> OwnFuture:
     raise NotImplementedError
 
 
@@ -210,13 +194,13 @@ def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch
     "hook",
     [
         returns_buffer,
-        torch_annotated,
         any_names,
-        any_types,
-        objects,
-        union,
-        unresolvable,
-        own_future,
+        annotated("dist.GradBucket", "torch.futures.Future[torch.Tensor]"),
+        annotated("Any", "Any", "Any"),
+        annotated("object", "object"),
+        annotated("GradBucket | dist.GradBucket", "torch.Tensor | None"),
+        annotated("OnlyTheCheckerKnows", "torch.Tensor"),
+        annotated("HasBuffer", "OwnFuture"),
         with_default,
         lambda *args: args,
         functools.partial(with_default, scale=2.0),

@@ -16,6 +16,8 @@ from layered_net import BUCKET_CAP_MB
 from local_training import (
     MEAN,
     ROADS,
+    Held,
+    Streaming,
     Training,
     all_same,
     attached,
@@ -26,9 +28,8 @@ from local_training import (
     same,
     train,
 )
-from on_ranks import of_all_ranks, on_ranks
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
-from streaming_reference import Held, Streaming
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
@@ -45,36 +46,21 @@ _STEPS = 16
 # ---- what it computes ----------------------------------------------------------------------------
 
 
-def _all_trained(rank: int, settings: list[dict[str, Any]], road: str) -> list[Any]:
-    """For each of the settings, the parameters, and the anchors by name."""
-    found = []
+def _moves_as_plain_pytorch_does(rank: int, settings: list[dict[str, Any]], road: str) -> None:
+    """Compare the parameters and anchors of each of the settings with the reference's."""
     for each in settings:
         run = Training(rank, local_sgd(7, outer=_OUTER, **each), road, momentum=0.5)
         run.train(_STEPS)
-        found.append((run.parameters, run.anchors))
-        run.end()
-    return found
-
-
-def _differences(results: list[Any], settings: list[dict[str, Any]]) -> list[str]:
-    """The settings and ranks whose results differ from the reference's."""
-    found = []
-    start = parameters_of(net())
-    for number, each in enumerate(settings):
-        wanted = Streaming(len(results), 7, outer=_OUTER, **each)
+        wanted = Streaming(dist.get_world_size(), 7, outer=_OUTER, **each)
         for _ in range(_STEPS):
             wanted.step()
-        assert farthest(start, parameters_of(wanted.anchor)) > 1e-3
-        anchors = dict(wanted.anchor.named_parameters())
-        for rank, of_rank in enumerate(results):
-            parameters, anchor = of_rank[number]
-            if not farthest(parameters, parameters_of(wanted.models[rank])) < 2e-6:
-                found.append(f"{each}: parameters of rank {rank}")
-            if not farthest([anchors[name] for name in anchor], list(anchor.values())) < 2e-6:
-                found.append(f"{each}: anchors of rank {rank}")
-            if not same(list(anchor.values()), list(results[0][number][1].values())):
-                found.append(f"{each}: anchors of rank {rank} are not those of rank 0")
-    return found
+        assert farthest(parameters_of(net()), parameters_of(wanted.anchor)) > 1e-3
+        assert farthest(run.parameters, parameters_of(wanted.models[rank])) < 2e-6, each
+        named, anchors = dict(wanted.anchor.named_parameters()), run.anchors
+        own = list(anchors.values())
+        assert farthest([named[name] for name in anchors], own) < 2e-6, each
+        assert all_same(of_all_ranks(own)), each
+        run.end()
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
@@ -87,33 +73,21 @@ def test_it_moves_as_plain_pytorch_does(two_ranks: RankPool, ranks: int, fragmen
         for mix in (0.0, 0.5)
     ]
     if ranks == 2:
-        results = two_ranks.run(_all_trained, settings, "module", timeout=120)
+        two_ranks.run(_moves_as_plain_pytorch_does, settings, "module")
     else:
-        results = run_ranks(_all_trained, ranks, settings, "module")
-    assert _differences(results, settings) == []
+        run_ranks(_moves_as_plain_pytorch_does, ranks, settings, "module")
 
 
 @pytest.mark.parametrize("road", ROADS[1:])
-def test_on_each_road(road: str) -> None:
-    settings = [{"fragments": 3, "delay": 2, "mix": 0.5}]
-    assert _differences(run_ranks(_all_trained, 2, settings, road), settings) == []
-
-
 @on_ranks(2)
-def test_one_fragment_without_delay_is_local_sgd(rank: int) -> None:
-    """With and without naming what does nothing. ``test_local_sgd.py`` tests the rest."""
+def test_on_each_road(rank: int, road: str) -> None:
+    settings = {"fragments": 3, "delay": 2, "mix": 0.5}
+    _moves_as_plain_pytorch_does(rank, [settings], road)
+
+
+def test_one_fragment_without_delay_is_local_sgd() -> None:
+    """These are the defaults, with which ``test_local_sgd.py`` tests the rest."""
     assert str(local_sgd(3, fragments=1, delay=0, mix=0)) == "local_sgd(3)"
-    found: list[Any] = []
-    for settings in ({}, {"fragments": 1, "delay": 0, "mix": 0}):
-        model, handle = attached(local_sgd(3, hook=hooks.cast(), **settings))
-        train(model, torch.optim.AdamW(model.parameters(), lr=0.01), rank, 7)
-        state = handle.state_dict()
-        assert state["local_steps"] == {"done": 1, "is_open": False}
-        assert list(state[f"rank{rank}"]) == ["local_sgd_parameter"]
-        found.append(parameters_of(model))
-        handle.synchronize()
-        handle.remove()
-    assert same(*found)
 
 
 @on_ranks(2)
@@ -149,7 +123,10 @@ def test_anchors_of_16_bits_are_float32(rank: int) -> None:
 # ---- what travels, and when ----------------------------------------------------------------------
 
 
-def _recorded(rank: int, fragments: int) -> list[Any]:
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@on_processes
+def test_a_fragment_travels_at_a_time(rank: int, fragments: int) -> None:
+    """Layers of one size: of 6 steps as much as without fragments, in as many equal parts."""
     recording = RecordingProcessGroup(dist.group.WORLD)
     model = net()
     handle = attach(
@@ -169,38 +146,24 @@ def _recorded(rank: int, fragments: int) -> list[Any]:
     assert handle.state_dict()["steps"] == stats.steps
     handle.synchronize()
     handle.remove()
-    return [sent, stats.steps, stats.bytes_sent, stats.bytes_sent_last_step]
+    every, each = 6 // fragments, 4 * sum(p.numel() for p in model.parameters()) // fragments
+    assert sent == [each if n % every == every - 1 else 0 for n in range(13)]
+    assert (stats.steps, stats.bytes_sent) == (2 * fragments, sum(sent))
+    assert stats.bytes_sent_last_step == each
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 3])
-def test_a_fragment_travels_at_a_time(two_ranks: RankPool, fragments: int) -> None:
-    """Layers of one size: of 6 steps as much as without fragments, in as many equal parts."""
-    numel = sum(parameter.numel() for parameter in net().parameters())
-    for sent, steps, counted, last in two_ranks.run(_recorded, fragments):
-        every = 6 // fragments
-        expected = [4 * numel // fragments if n % every == every - 1 else 0 for n in range(13)]
-        assert sent == expected
-        assert (steps, counted, last) == (2 * fragments, sum(sent), 4 * numel // fragments)
-
-
-def _late(rank: int) -> list[bool]:
-    """Whether results were there when a step returned, until the one that needs them."""
+@on_processes
+def test_only_the_step_that_needs_a_result_waits(rank: int) -> None:
     held = Held()
     run = Training(rank, local_sgd(4, outer=MEAN, hook=held, delay=3))
     run.train(3)
-    found = []
     for step in range(3, 7):
         if step == 6:
             threading.Timer(0.2, held.release.set).start()
         run.train()
-        found.append(held.release.is_set())
+        assert held.release.is_set() == (step == 6)
     assert run.exchanges == 1
     run.handle.remove()
-    return found
-
-
-def test_only_the_step_that_needs_a_result_waits(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_late) == [[False, False, False, True]] * 2
 
 
 # ---- together at will ----------------------------------------------------------------------------
@@ -260,46 +223,41 @@ def test_synchronize_begins_a_round_where_nobody_is_apart(rank: int) -> None:
 # ---- what becomes of an exchange under way -------------------------------------------------------
 
 
-def _left(rank: int, way: str) -> list[Any]:
+@on_processes
+def test_it_is_left_while_one_is_under_way(rank: int) -> None:
     hook = local_sgd(2, hook=hooks.error_feedback(hooks.blockwise(bits=4)), delay=1)
-    run = Training(rank, hook)
-    run.train(2)
-    here = run.parameters
-    if way == "lost":
-        with pytest.warns(RuntimeWarning, match="lost its model"):
-            inner = weakref.ref(run.model)
-            del run.model, run.optimizer
-            gc.collect()
-        assert inner() is None
-        return []
-    if way == "replaced":
-        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
-            run.handle.replace(hooks.allreduce())
-        assert same(here, run.parameters)
-        run.handle.remove()
-        return []
-    if way == "removed":
-        with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
-            run.handle.remove()
-        state = run.handle.state_dict()
-        assert state["local_steps"]["steps_in_flight"] == 0
-        run = Training(rank, hook)  # goes on from there
-        run.handle.load_state_dict(state)
-        run.done = 2
-    run.train()
-    run.handle.remove()
-    return run.parameters
+    goes_on, removed, replaced, lost = (Training(rank, hook) for _ in range(4))
+    for run in (goes_on, removed, replaced, lost):
+        run.train(2)
+    goes_on.train()
+    goes_on.handle.remove()
+
+    with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
+        removed.handle.remove()
+    state = removed.handle.state_dict()
+    assert state["local_steps"]["steps_in_flight"] == 0
+    resumed = Training(rank, hook)  # goes on from there
+    resumed.handle.load_state_dict(state)
+    resumed.done = 2
+    resumed.train()
+    resumed.handle.remove()
+    assert same(resumed.parameters, goes_on.parameters)
+
+    here = replaced.parameters
+    with pytest.warns(RuntimeWarning, match="was removed 2 steps after"):
+        replaced.handle.replace(hooks.allreduce())
+    assert same(here, replaced.parameters)
+    replaced.handle.remove()
+
+    with pytest.warns(RuntimeWarning, match="lost its model"):
+        inner = weakref.ref(lost.model)
+        del run, lost.model, lost.optimizer
+        gc.collect()
+    assert inner() is None
 
 
-def test_it_is_left_while_one_is_under_way(two_ranks: RankPool) -> None:
-    wanted = two_ranks.run(_left, "goes on")
-    got = two_ranks.run(_left, "removed")
-    assert all(map(same, got, wanted))
-    assert two_ranks.run(_left, "replaced") == [[], []]
-    assert two_ranks.run(_left, "lost") == [[], []]
-
-
-def _rebuilt(rank: int) -> tuple[list[Tensor], list[bool]]:
+@on_processes
+def test_buckets_that_are_formed_anew_meanwhile(rank: int) -> None:
     """DDP forms its buckets anew in the fifth step, when an exchange is under way."""
     hook = local_sgd(6, outer=_OUTER, fragments=2, delay=2, mix=0.5)
     run = Training(rank, hook, "ddp", momentum=0.5)
@@ -317,18 +275,12 @@ def _rebuilt(rank: int) -> tuple[list[Tensor], list[bool]]:
         with run.model.no_sync() if step < 3 else nullcontext():
             backward(run.model, rank, step)
         run.optimizer.step()
-    found = run.parameters, changes
-    run.end()
-    return found
-
-
-def test_buckets_that_are_formed_anew_meanwhile(two_ranks: RankPool) -> None:
     wanted = Streaming(2, 6, 2, 2, 0.5, _OUTER)
     for _ in range(10):
         wanted.step()
-    for rank, (parameters, changes) in enumerate(two_ranks.run(_rebuilt)):
-        assert any(changes)
-        assert farthest(parameters, parameters_of(wanted.models[rank])) < 2e-6
+    assert any(changes)
+    assert farthest(run.parameters, parameters_of(wanted.models[rank])) < 2e-6
+    run.end()
 
 
 # ---- how parameters are cut into fragments -------------------------------------------------------

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modes import Mode
-from on_ranks import on_ranks
-from rank_pool import RankPool
+from mode_cases import Mode
+from on_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 
 from torch_commhook import attach
@@ -38,20 +37,11 @@ class TwoWeights(nn.Module):
 
 EAGER, TRACED = Mode("module", "eager"), Mode("module", "context", backend="aot_eager")
 ON_DDP = Mode("ddp", "eager")
+MODES = pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
 
 
 def _batch(rank: int, number: int, width: int = 16) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
-def _left(state: dict[str, Any], rank: int, name: str) -> Tensor:
-    """The mean over the ranks of what they have to send."""
-    own = state[f"rank{rank}"]
-    left = own["error"][name].reshape(-1) / dist.get_world_size()
-    if "shard_error" in own:
-        left = left + own["shard_error"][name]
-    dist.all_reduce(left)
-    return left
 
 
 class Run:
@@ -73,7 +63,13 @@ class Run:
             loss.backward()
 
     def left(self, name: str = "sometimes.weight") -> Tensor:
-        return _left(self.handle.state_dict(), self.rank, name)
+        """The mean over the ranks of what they have to send."""
+        own = self.handle.state_dict()[f"rank{self.rank}"]
+        left = own["error"][name].reshape(-1) / dist.get_world_size()
+        if "shard_error" in own:
+            left = left + own["shard_error"][name]
+        dist.all_reduce(left)
+        return left
 
     def left_after_steps(self, count: int = 3, *, zeroed: bool = True) -> list[Tensor]:
         """What is left of the second weight, which the first step alone uses, after each step."""
@@ -108,13 +104,6 @@ class Run:
         return float((wanted - applied - left).norm() / wanted.norm())
 
 
-def _sometimes_unused(rank: int, hook: str, mode: Mode) -> float:
-    run = Run(rank, mode, hook)
-    lost = run.lost("sometimes.weight", [(number % 3 == 0,) for number in range(9)])
-    run.handle.remove()
-    return lost
-
-
 HOOKS = [
     "error_feedback(topk(0.05))",
     "error_feedback(chunk_topk(8, 256))",
@@ -124,28 +113,29 @@ HOOKS = [
 ]
 
 
+#: Of nine steps, the arguments that follow the input.
+ONE_IN_THREE = [(number % 3 == 0,) for number in range(9)]
+
+
 @pytest.mark.parametrize(
     ("mode", "hook"),
-    [
-        *itertools.product([EAGER, ON_DDP], HOOKS),
-        (TRACED, HOOKS[0]),
-        (TRACED, HOOKS[-1]),
-    ],
+    [*itertools.product([EAGER, ON_DDP], HOOKS), (TRACED, HOOKS[0]), (TRACED, HOOKS[-1])],
     ids=str,
 )
-def test_nothing_is_lost_of_parameters_that_no_rank_used(
-    two_ranks: RankPool, mode: Mode, hook: str
-) -> None:
-    for lost in two_ranks.run(_sometimes_unused, hook, mode, timeout=120):
-        assert lost < 1e-5
+@on_processes
+def test_nothing_is_lost_of_parameters_that_no_rank_used(rank: int, mode: Mode, hook: str) -> None:
+    run = Run(rank, mode, hook)
+    assert run.lost("sometimes.weight", ONE_IN_THREE) < 1e-5
+    run.handle.remove()
 
 
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
-def test_little_is_lost_where_16_bits_remember_it(two_ranks: RankPool, mode: Mode) -> None:
+@MODES
+@on_processes
+def test_little_is_lost_where_16_bits_remember_it(rank: int, mode: Mode) -> None:
     """Of nine steps, each of which rounds what is remembered."""
-    hook = "error_feedback(topk(0.05), dtype=torch.bfloat16)"
-    for lost in two_ranks.run(_sometimes_unused, hook, mode, timeout=120):
-        assert 1e-5 < lost < 9 * 2.0**-8
+    run = Run(rank, mode, "error_feedback(topk(0.05), dtype=torch.bfloat16)")
+    assert 1e-5 < run.lost("sometimes.weight", ONE_IN_THREE) < 9 * 2.0**-8
+    run.handle.remove()
 
 
 AFTER = {
@@ -157,18 +147,6 @@ AFTER = {
 }
 
 
-def _after(rank: int, hook: str, before: str, mode: Mode) -> tuple[float, float]:
-    torch.manual_seed(0)
-    model = nn.Linear(30, 40, bias=False)
-    run = Run(rank, mode, f"after(3, {hook}, before={before})", model)
-    lost, shards = run.lost("weight", [()] * 6), 0.0
-    if "blockwise" not in hook and "sign" not in hook:
-        own = run.handle.state_dict()[f"rank{rank}"]
-        shards = float(own["shard_error"]["weight"].norm())
-    run.handle.remove()
-    return lost, shards
-
-
 @pytest.mark.parametrize(
     ("mode", "hook"),
     [
@@ -178,32 +156,34 @@ def _after(rank: int, hook: str, before: str, mode: Mode) -> tuple[float, float]
     ],
     ids=str,
 )
-def test_a_hook_takes_over_what_the_one_before_has_lost(
-    two_ranks: RankPool, mode: Mode, hook: str
-) -> None:
-    for lost, left_behind in two_ranks.run(_after, hook, AFTER[hook], mode, timeout=120):
-        assert lost < 1e-5
-        assert left_behind == 0.0
-
-
-def _traffic(rank: int, hook: str, read_often: bool) -> tuple[int, int]:
+@on_processes
+def test_a_hook_takes_over_what_the_one_before_has_lost(rank: int, mode: Mode, hook: str) -> None:
     torch.manual_seed(0)
-    run = Run(rank, TRACED, hook, nn.Linear(30, 40))
-    for _ in range(6):
-        run.step(torch.ones(4, 30))
-        if read_often:
-            run.handle.stats()
-    stats = run.handle.stats()
+    model = nn.Linear(30, 40, bias=False)
+    run = Run(rank, mode, f"after(3, {hook}, before={AFTER[hook]})", model)
+    assert run.lost("weight", [()] * 6) < 1e-5
+    if "blockwise" not in hook and "sign" not in hook:
+        own = run.handle.state_dict()[f"rank{rank}"]
+        assert not own["shard_error"]["weight"].any()
     run.handle.remove()
-    return stats.steps, stats.bytes_sent
 
 
-def test_traffic_of_compiled_steps_that_differ(two_ranks: RankPool) -> None:
+@on_processes
+def test_traffic_of_compiled_steps_that_differ(rank: int) -> None:
     """Whenever it is asked for."""
-    hook = "after(2, topk(0.1))"
-    often = two_ranks.run(_traffic, hook, True, timeout=120)
-    assert two_ranks.run(_traffic, hook, False, timeout=120) == often
-    assert often[0][0] == 6
+    found = []
+    for read_often in (True, False):
+        torch.manual_seed(0)
+        run = Run(rank, TRACED, "after(2, topk(0.1))", nn.Linear(30, 40))
+        for _ in range(6):
+            run.step(torch.ones(4, 30))
+            if read_often:
+                run.handle.stats()
+        stats = run.handle.stats()
+        found.append((stats.steps, stats.bytes_sent))
+        run.handle.remove()
+    assert found[0] == found[1]
+    assert found[0][0] == 6
 
 
 def test_traffic_as_text() -> None:
@@ -214,23 +194,7 @@ def test_traffic_as_text() -> None:
     assert from_text(as_text(buckets)) == buckets
 
 
-def _not_zeroed(rank: int, hook: str, mode: Mode) -> tuple[list[Tensor], bool]:
-    model = TwoWeights()
-    weight = model.sometimes.weight
-    if "topk" in hook:  # whose memory has the parameters' strides alone
-        weight = model.sometimes.weight = nn.Parameter(weight.detach().t().clone().t())
-    run = Run(rank, mode, hook, model)
-    left = run.left_after_steps(1, zeroed=False)
-    assert weight.grad is not None
-    gradient = weight.grad.clone()
-    for number in (1, 2):
-        run.step(_batch(rank, number), False)
-        left.append(run.left())
-    run.handle.remove()
-    return left, torch.equal(weight.grad, gradient)
-
-
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+@MODES
 @pytest.mark.parametrize(
     "hook",
     [
@@ -239,46 +203,44 @@ def _not_zeroed(rank: int, hook: str, mode: Mode) -> tuple[list[Tensor], bool]:
         "after(9, error_feedback(topk(0.1)))",
     ],
 )
-def test_a_gradient_that_is_not_zeroed_is_not_remembered(
-    two_ranks: RankPool, hook: str, mode: Mode
-) -> None:
-    left, stays = two_ranks.run(_not_zeroed, hook, mode)[0]
-    assert stays
-    for later in left[1:]:
-        assert torch.allclose(later, left[0], atol=1e-5)
+@on_processes
+def test_a_gradient_that_is_not_zeroed_is_not_remembered(rank: int, hook: str, mode: Mode) -> None:
+    model = TwoWeights()
+    weight = model.sometimes.weight
+    if "topk" in hook:  # whose memory has the parameters' strides alone
+        weight = model.sometimes.weight = nn.Parameter(weight.detach().t().clone().t())
+    run = Run(rank, mode, hook, model)
+    (left,) = run.left_after_steps(1, zeroed=False)
+    assert weight.grad is not None
+    gradient = weight.grad.clone()
+    for number in (1, 2):
+        run.step(_batch(rank, number), False)
+        assert torch.allclose(run.left(), left, atol=1e-5)
+    run.handle.remove()
+    assert torch.equal(weight.grad, gradient)
 
 
-def _tripled(rank: int, mode: Mode) -> list[Tensor]:
+@MODES
+@on_processes
+def test_what_posthooks_do_is_not_remembered(rank: int, mode: Mode) -> None:
     run = Run(rank, mode, "error_feedback(topk(0.1))")
     run.handle.register_posthook(lambda reduced, local: tuple(r.mul_(3) for r in reduced))
-    left = run.left_after_steps()
+    first, *later = run.left_after_steps()
     run.handle.remove()
-    return left
+    for left in later:
+        assert torch.allclose(left, first, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
-def test_what_posthooks_do_is_not_remembered(two_ranks: RankPool, mode: Mode) -> None:
-    left = two_ranks.run(_tripled, mode)[0]
-    for later in left[1:]:
-        assert torch.allclose(later, left[0], atol=1e-5)
-
-
-def _decayed(rank: int, hook: str, mode: Mode) -> list[Tensor]:
-    run = Run(rank, mode, hook)
-    left = run.left_after_steps(4)
-    run.handle.remove()
-    return left
-
-
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+@MODES
 @pytest.mark.parametrize("hook", ["topk(0.9)", "sign()"])
-def test_that_of_a_parameter_that_no_rank_uses_decays(
-    two_ranks: RankPool, hook: str, mode: Mode
-) -> None:
-    for found in two_ranks.run(_decayed, f"momentum({hook}, 0.5)", mode, timeout=120):
-        assert found[0].any()
-        for step, left in enumerate(found):
-            torch.testing.assert_close(left, found[0] * 0.5**step, rtol=1e-4, atol=1e-5)
+@on_processes
+def test_that_of_a_parameter_that_no_rank_uses_decays(rank: int, hook: str, mode: Mode) -> None:
+    run = Run(rank, mode, f"momentum({hook}, 0.5)")
+    found = run.left_after_steps(4)
+    run.handle.remove()
+    assert found[0].any()
+    for step, left in enumerate(found):
+        torch.testing.assert_close(left, found[0] * 0.5**step, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -311,7 +273,16 @@ def test_joining_on_ddp(rank: int, hook: str) -> None:
     assert len(written) == 2 - rank  # where there are gradients
 
 
-def _clipped(rank: int, hook: str, zeroed: bool, mode: Mode) -> tuple[float, bool]:
+@MODES
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize(
+    "hook", ["clip(1.0)", "clip(1.0, policy([('always*', allreduce())], error_feedback(sign())))"]
+)
+@on_processes
+def test_clip_takes_the_norm_of_gradients_that_are_written(
+    rank: int, hook: str, zeroed: bool, mode: Mode
+) -> None:
+    """Not of what was left of earlier steps, for a parameter that no rank has used."""
     run = Run(rank, mode, hook)
     always, sometimes = run.model.always.weight, run.model.sometimes.weight
     for number in range(2):
@@ -320,23 +291,8 @@ def _clipped(rank: int, hook: str, zeroed: bool, mode: Mode) -> tuple[float, boo
         stale = None if sometimes.grad is None else sometimes.grad.clone()
         run.step(_batch(rank, number), number == 0)
     run.handle.remove()
-    assert always.grad is not None
-    stays = sometimes.grad is None if stale is None else torch.equal(sometimes.grad, stale)
-    return float(always.grad.norm()), stays
-
-
-@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
-@pytest.mark.parametrize("zeroed", [True, False])
-@pytest.mark.parametrize(
-    "hook", ["clip(1.0)", "clip(1.0, policy([('always*', allreduce())], error_feedback(sign())))"]
-)
-def test_clip_takes_the_norm_of_gradients_that_are_written(
-    two_ranks: RankPool, hook: str, zeroed: bool, mode: Mode
-) -> None:
-    """Not of what was left of earlier steps, for a parameter that no rank has used."""
-    for norm, stays in two_ranks.run(_clipped, hook, zeroed, mode):
-        assert norm == pytest.approx(1.0, rel=1e-5)
-        assert stays
+    assert float(always.grad.norm()) == pytest.approx(1.0, rel=1e-5)
+    assert sometimes.grad is None if stale is None else torch.equal(sometimes.grad, stale)
 
 
 @on_ranks(2)

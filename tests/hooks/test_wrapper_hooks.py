@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import of_all_ranks, on_ranks
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -65,14 +66,13 @@ ROADS = pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
 
 
 @ROADS
-def test_after_changes_between_two_steps(on_ddp: bool) -> None:
-    plain = run_ranks(run, 2, "allreduce()", on_ddp, 4)[0]
-    coded = run_ranks(run, 2, "blockwise(bits=4)", on_ddp, 4)[0]
-    both = run_ranks(run, 2, "after(2, blockwise(bits=4))", on_ddp, 4)[0]
-    for number in range(4):
-        want = plain if number < 2 else coded
-        assert same(both["gradients"][number], want["gradients"][number]), number
-        assert both["sent"][number] == want["sent"][number]
+@on_ranks(2)
+def test_after_changes_between_two_steps(rank: int, on_ddp: bool) -> None:
+    plain = run(rank, "allreduce()", on_ddp, 4)
+    coded = run(rank, "blockwise(bits=4)", on_ddp, 4)
+    both = run(rank, "after(2, blockwise(bits=4))", on_ddp, 4)
+    assert all(map(same, both["gradients"], plain["gradients"][:2] + coded["gradients"][2:]))
+    assert both["sent"] == plain["sent"][:2] + coded["sent"][2:]
 
 
 def test_after_with_another_hook_before() -> None:
@@ -86,24 +86,22 @@ def test_after_with_another_hook_before() -> None:
 
 
 @ROADS
-def test_clip_is_clip_grad_norm(on_ddp: bool) -> None:
-    plain = run_ranks(run, 2, "allreduce()", on_ddp, 2)[0]
+@on_ranks(2)
+def test_clip_is_clip_grad_norm(rank: int, on_ddp: bool) -> None:
+    plain, clipped = (
+        run(rank, hook, on_ddp, 2)["gradients"] for hook in ("allreduce()", "clip(2.0)")
+    )
     norms = []
-    for number, gradients in enumerate(plain["gradients"]):
-        parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
-        for parameter, gradient in zip(parameters, gradients.values(), strict=True):
-            parameter.grad = gradient.clone()
+    for gradients, found in zip(plain, clipped, strict=True):
+        wanted = [gradient.clone() for gradient in gradients.values()]
+        parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in wanted]
+        for parameter, gradient in zip(parameters, wanted, strict=True):
+            parameter.grad = gradient
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 2.0)))
-        clipped = run_ranks(run, 2, "clip(2.0)", on_ddp, 2)
-        for rank in range(2):
-            for parameter, got in zip(
-                parameters, clipped[rank]["gradients"][number].values(), strict=True
-            ):
-                torch.testing.assert_close(got, parameter.grad)
+        torch.testing.assert_close(list(found.values()), wanted)
     assert min(norms) > 2
-    untouched = run_ranks(run, 2, f"clip({2 * max(norms)})", on_ddp, 2)[0]
-    for got, want in zip(untouched["gradients"], plain["gradients"], strict=True):
-        assert same(got, want)
+    untouched = run(rank, f"clip({2 * max(norms)})", on_ddp, 2)["gradients"]
+    assert all(map(same, untouched, plain))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +124,15 @@ POLICY = "policy([('dim <= 1', allreduce()), ('embedding*', topk(1.0))], blockwi
 
 
 @ROADS
-def test_policy_gives_each_parameter_its_hook(on_ddp: bool) -> None:
-    plain = run_ranks(run, 2, "allreduce()", on_ddp, 3)
-    mixed = run_ranks(run, 2, POLICY, on_ddp, 3)
-    assert same(mixed[0]["gradients"][2], mixed[1]["gradients"][2])
-    for name, want in plain[0]["gradients"][2].items():
-        got = mixed[0]["gradients"][2][name]
+@on_ranks(2)
+def test_policy_gives_each_parameter_its_hook(rank: int, on_ddp: bool) -> None:
+    plain, mixed = (run(rank, hook, on_ddp, 3)["gradients"][2] for hook in ("allreduce()", POLICY))
+    assert same(*of_all_ranks(mixed))
+    for name, want in plain.items():
         if want.dim() <= 1 or name.startswith("embedding"):
-            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(mixed[name], want)
         else:
-            assert 0.01 < float((got - want).norm() / want.norm()) < 0.5, name
+            assert 0.01 < float((mixed[name] - want).norm() / want.norm()) < 0.5, name
 
 
 def test_policy_by_size_and_in_error_feedback() -> None:
@@ -156,15 +153,19 @@ def test_policy_by_size_and_in_error_feedback() -> None:
 
 
 @ROADS
-def test_adaptive_keeps_its_budget(on_ddp: bool) -> None:
-    four = run_ranks(run, 2, "error_feedback(blockwise(bits=4))", on_ddp, 3)[0]["sent"][-1]
-    eight = run_ranks(run, 2, "error_feedback(blockwise())", on_ddp, 3)[0]["sent"][-1]
+@on_ranks(2)
+def test_adaptive_keeps_its_budget(rank: int, on_ddp: bool) -> None:
+    def trained(hook: str, steps: int) -> tuple[dict[str, Any], int]:
+        """What a run gives, and rank 0's bytes in the last step."""
+        found = run(rank, hook, on_ddp, steps)
+        return found, of_all_ranks(found["sent"][-1])[0]
+
+    _, four = trained("error_feedback(blockwise(bits=4))", 3)
+    _, eight = trained("error_feedback(blockwise())", 3)
     for budget in (four, (four + eight) // 2, eight):
-        ranks = run_ranks(run, 2, f"adaptive({budget}, every=2)", on_ddp, 5)
-        for result in ranks:
-            assert all(sent <= budget for sent in result["sent"][2:])
-        assert same(ranks[0]["gradients"][-1], ranks[1]["gradients"][-1])
-        last = ranks[0]["sent"][-1]
+        found, last = trained(f"adaptive({budget}, every=2)", 5)
+        assert all(sent <= budget for sent in found["sent"][2:])
+        assert same(*of_all_ranks(found["gradients"][-1]))
         assert last == four if budget == four else last > four
     assert last == eight
 
@@ -177,23 +178,36 @@ def test_adaptive_says_that_a_budget_is_too_small() -> None:
 # ---- what they tell ------------------------------------------------------------------------------
 
 
-def test_hooks_print_as_they_are_written() -> None:
-    for text in [
+@pytest.mark.parametrize(
+    "text",
+    [
         "after(3, blockwise())",
         "after(3, sign(), before=cast(float16))",
         "clip(1)",
         "clip(0.12345612)",
         "clip(0.5, error_feedback(sign()))",
         "error_feedback(blockwise(bits=4))",
+        "error_feedback(powersgd(rank=2, min_compression_rate=1.5, seed=3))",
         "policy()",
         "policy([('dim <= 1', allreduce())], blockwise())",
         "policy(default=sign())",
         "adaptive(1000)",
         "adaptive(1000, every=5)",
+        "auto(max_error=0.05)",
+        "auto(max_error=0.1, hooks=[blockwise(bits=4), error_feedback(topk(density=0.1))])",
         "blockwise(bits=4, seed=3)",
         "topk(density=0.1)",
-    ]:
-        assert repr(parse_hook(text)) == text
+        "powersgd(rank=1)",
+        "local_sgd(8)",
+        "local_sgd(8, fragments=3, delay=2, mix=0.25)",
+        "local_sgd(8, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True), hook=cast(bfloat16))",
+        "local_sgd(1, hook=error_feedback(sign()), error_reset=True)",
+    ],
+)
+def test_hooks_print_as_they_are_written(text: str) -> None:
+    hook = parse_hook(text)
+    for each in (hook, copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert repr(each) == text
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -272,17 +286,21 @@ def test_clip_of_complex_gradients(rank: int, on_ddp: bool) -> None:
 
 
 @ROADS
-def test_clip_for_some_of_the_steps(on_ddp: bool) -> None:
+@on_ranks(2)
+def test_clip_for_some_of_the_steps(rank: int, on_ddp: bool) -> None:
     """Where :class:`after` changes to another hook, what scales its steps changes too."""
-    plain = run_ranks(run, 2, "allreduce()", on_ddp, 4)[0]["gradients"]
-    always = run_ranks(run, 2, "clip(2.0)", on_ddp, 4)[0]["gradients"]
+    plain, always, first, last = (
+        run(rank, hook, on_ddp, 4)["gradients"]
+        for hook in (
+            "allreduce()",
+            "clip(2.0)",
+            "after(2, allreduce(), before=clip(2.0))",
+            "after(2, clip(2.0))",
+        )
+    )
     assert not same(plain[0], always[0])
-    first = run_ranks(run, 2, "after(2, allreduce(), before=clip(2.0))", on_ddp, 4)[0]
-    last = run_ranks(run, 2, "after(2, clip(2.0))", on_ddp, 4)[0]
-    for number in range(4):
-        early = number < 2
-        assert same(first["gradients"][number], (always if early else plain)[number])
-        assert same(last["gradients"][number], (plain if early else always)[number])
+    assert all(map(same, first, always[:2] + plain[2:]))
+    assert all(map(same, last, plain[:2] + always[2:]))
 
 
 def test_policy_of_complex_gradients() -> None:
@@ -321,11 +339,7 @@ def test_what_a_class_an_object_or_a_property_says_holds_around_it() -> None:
 
     around = hooks.clip(1.0, hooks.error_feedback(Saying()))
     assert around.traits == HookTraits(
-        is_lossy=True,
-        settles_buckets=True,
-        has_stages=True,
-        keeps_error=True,
-        scales_steps=True,
+        is_lossy=True, settles_buckets=True, has_stages=True, keeps_error=True, scales_steps=True
     )
 
 
@@ -355,7 +369,12 @@ def test_stats_are_of_their_moment(rank: int) -> None:
     assert [stats.bytes_sent for stats in found] == [32, 64]
 
 
-def _recorded(rank: int, hook: str) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    "hook",
+    ["blockwise()", "error_feedback(sign())", "topk(0.1)", "randomk(0.1)", "chunk_topk()", POLICY],
+)
+@on_processes
+def test_bytes_are_those_on_the_wire(rank: int, hook: str) -> None:
     recording = process_group.RecordingProcessGroup(dist.group.WORLD)
     net = Net()
     handle = attach(net, parse_hook(hook), process_group=recording, bucket_cap_mb=0.01)
@@ -363,26 +382,8 @@ def _recorded(rank: int, hook: str) -> tuple[int, int]:
     recording.clear()
     for number in range(3):
         step(net, rank, number)
-    counted = recording.total.bytes_sent
-    stats = handle.stats()
+    assert recording.total.bytes_sent == 3 * handle.stats().bytes_sent_last_step > 0
     handle.remove()
-    return counted, 3 * stats.bytes_sent_last_step
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "blockwise()",
-        "error_feedback(sign())",
-        "topk(0.1)",
-        "randomk(0.1)",
-        "chunk_topk()",
-        POLICY,
-    ],
-)
-def test_bytes_are_those_on_the_wire(two_ranks: RankPool, hook: str) -> None:
-    for counted, told in two_ranks.run(_recorded, hook):
-        assert counted == told > 0
 
 
 def test_all_gathered_messages_warn_where_a_cast_is_better() -> None:

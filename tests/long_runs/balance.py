@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import as_lines
+from mode_cases import compiled_backward
 from rank_pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -134,12 +135,10 @@ class Road:
 
 
 ROADS = [
-    *(
-        Road(model, views, compiled)
-        for compiled in (False, True)
-        for model in ("module", "ddp", "python_reducer", "taken_over")
-        for views in (False, True)
-    ),
+    Road(model, views, compiled)
+    for compiled in (False, True)
+    for model in ("module", "ddp", "python_reducer", "taken_over")
+    for views in (False, True)
 ]
 
 
@@ -248,11 +247,7 @@ class History:
 
     def _backward(self, gradients: dict[str, Tensor], *, compiled: bool) -> None:
         loss = self.model([gradients.get(name) for name in self.parameters])
-        context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if compiled:
-            compiler = torch.compile(backend="aot_eager")
-            context = torch._dynamo.compiled_autograd._enable(compiler)
-        with context:
+        with compiled_backward(compiled):
             loss.backward()
 
     @contextlib.contextmanager
@@ -317,8 +312,7 @@ class History:
 
     def _own_state(self) -> dict[str, dict[str, Tensor]]:
         """What the hook remembers on this rank, by kind and parameter."""
-        own: dict[str, dict[str, Tensor]] = self.handle.state_dict()[f"rank{self.rank}"]
-        return own
+        return self.handle.state_dict()[f"rank{self.rank}"]
 
     def _compare(self) -> None:
         remembered = {name: torch.zeros_like(p) for name, p in self.parameters.items()}

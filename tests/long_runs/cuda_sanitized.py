@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from codec_examples import EXAMPLES, everything, same, some_tensors
 from kernel_device import DEVICE
 from kernel_runs import FORMS, OTHERS, runs_of
+from ops_reference import DTYPES
 
 import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.native.check_ops import check_finite
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Some more than one table of a kernel's arguments holds, and some of them empty.
 LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])
 LONG = [9] * 1900

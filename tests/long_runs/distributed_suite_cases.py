@@ -1,5 +1,6 @@
 """The cases of ``torch.testing._internal.distributed.distributed_test``, run one by one.
 
+The CPU takes the place of GPUs in the cases that were written for them.
 The ranks of a case are forked off this process. Each case has a time limit, and leaves no process.
 """
 
@@ -17,25 +18,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from distributed_suite_gpus import with_gpus, with_small_images
 from repository import ROOT
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 CASE_SECONDS = 120
 MODULE = "torch.testing._internal.distributed.distributed_test"
-
-
-class Change(Protocol):
-    """What a suite changes in a rank."""
-
-    def install(self) -> None:
-        """Change it."""
-
-    def record(self) -> dict[str, Any]:
-        """What came of it, for the table."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,8 @@ class Suite:
     Attributes:
         name: of the change, and of its column in the table.
         changed: the change as the table tells it.
-        change: makes the change, in a rank.
+        change: makes an object whose ``install()`` makes the change in a rank, and whose
+            ``record()`` says what came of it, for the table.
         is_selected: whether a case is run, by its name and function.
         ranks: how many ranks there are; where a case asks for more, the next number is tried.
         counted: the entry of what ``change`` records that says how often it was used.
@@ -54,7 +48,7 @@ class Suite:
 
     name: str
     changed: str
-    change: Callable[[], Change]
+    change: Callable[[], Any]
     is_selected: Callable[[str, Callable[..., None]], bool]
     ranks: tuple[int, ...]
     counted: str
@@ -196,3 +190,80 @@ def last_error(traceback: str) -> str:
         line for line in traceback.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)
     ]
     return named[-1] if named else traceback.strip().splitlines()[-1]
+
+
+class OnCpu(TorchFunctionMode):
+    """Puts on the CPU what a case would put on a GPU."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if function is Tensor.cuda:
+            return args[0]
+        if function in (Tensor.to, torch._C._nn._parse_to):  # the latter for modules
+            args = tuple(map(on_cpu, args))
+        if "device" in options:
+            options["device"] = on_cpu(options["device"])
+        return function(*args, **options)
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for a CUDA device, however that is written; anything else as it is."""
+    is_cuda = (
+        (isinstance(device, torch.device) and device.type == "cuda")
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or type(device) is int
+    )
+    return torch.device("cpu") if is_cuda else device
+
+
+def stand_in_for_gpus() -> None:
+    """Let DDP and ``torch.cuda`` take the CPU for a GPU, in this process."""
+    init = DDP.__init__
+
+    @functools.wraps(init)
+    def without_devices(
+        model: DDP, module: Any, device_ids: Any = None, *args: Any, **options: Any
+    ) -> None:
+        options.pop("output_device", None)
+        init(model, module, None, *args, **options)
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (DDP, "__init__", without_devices),
+        (torch.cuda, "device_count", lambda: int(os.environ["WORLD_SIZE"])),
+        (torch.cuda, "current_device", lambda: 0),
+    ]
+    for name in ("set_device", "synchronize", "manual_seed"):
+        replacements.append((torch.cuda, name, lambda *_, **__: None))
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+
+
+def with_gpus(case: Callable[..., None]) -> Callable[..., None]:
+    """Takes the place of torch's decorators that skip a case where there are no GPUs."""
+
+    @functools.wraps(case)
+    def run(*args: Any, **options: Any) -> None:
+        stand_in_for_gpus()
+        with OnCpu():
+            case(*args, **options)
+
+    run.for_gpus = True  # type: ignore[attr-defined]
+    return run
+
+
+def with_small_images(make_input: Callable[..., Any]) -> Callable[..., Any]:
+    """Cut what a case feeds to a convolution to a size for the CPU: 40 x 40 for 1000 x 1000."""
+
+    def make(**fields: Any) -> Any:
+        given = fields["inp"]
+        if isinstance(given, Tensor) and given.dim() == 4:
+            fields["inp"] = given[..., :40, :40].contiguous()
+        return make_input(**fields)
+
+    return make

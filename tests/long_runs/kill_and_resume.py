@@ -75,18 +75,15 @@ def killed_and_resumed(
     ``how`` are further arguments of ``train``.
     """
     dice = random.Random(f"{hook} {seed}")
-    arguments = ("--steps", str(steps), "--seed", str(seed), *how)
+    arguments = ("--hook", hook, "--steps", str(steps), "--seed", str(seed), *how)
     folders = {name: folder / name for name in ("straight", "killed", "resumed")}
     for each in folders.values():
         each.mkdir(parents=True)
-    hook_arguments = ("--hook", hook)
-    with start_train(
-        *arguments, *hook_arguments, "--save", "end.pt", folder=folders["straight"]
-    ) as run:
+    with start_train(*arguments, "--save", "end.pt", folder=folders["straight"]) as run:
         assert run.wait() == 0, run.stderr
     kill_at = dice.randrange(2, steps // 2)  # long before the end: training goes on meanwhile
     saving = ("--save", "step-{step}.pt", "--save-every", "1")
-    with start_train(*arguments, *hook_arguments, *saving, folder=folders["killed"]) as run:
+    with start_train(*arguments, *saving, folder=folders["killed"]) as run:
         run.wait_for_steps(folders["killed"] / "out" / "metrics.jsonl", kill_at)
         os.kill(run.rank_pid(dice.randrange(2)), signal.SIGKILL)
         assert run.wait() != 0

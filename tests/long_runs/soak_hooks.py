@@ -31,10 +31,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from codec_doubles import Around
 from machine import as_lines
 from rank_pool import RankPool
-from staged_steps import point_to_point
+from staged_steps import Around, point_to_point
 from torch import nn
 
 from torch_commhook import PeerError, attach, hooks
@@ -179,56 +178,35 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     fails_on, method = plan.randrange(world_size), plan.choice(METHODS)
     # Of two codecs one may do little in a step.
     calls = plan.randrange(2 if name in ("policy", "after") else 3)
-    hook = make_hook(name, disturbed)
-    model = module()
+    hook, model = make_hook(name, disturbed), module()
+    digest, outcomes, expected = hashlib.sha256(), [], []
     # Every other run goes by Gloo's collectives.
     with disturb_low_rank(disturbed), point_to_point(seed % 2 == 0):
-        return _steps(rank, seed, model, hook, disturbed, fails_at, fails_on, method, calls)
-
-
-def _steps(
-    rank: int,
-    seed: int,
-    model: nn.Module,
-    hook: hooks.Hook,
-    disturbed: Disturbed,
-    fails_at: int,
-    fails_on: int,
-    method: str,
-    calls: int,
-) -> dict[str, Any]:
-    handle = attach(model, hook, bucket_cap_mb=0.008)
-    digest, outcomes = hashlib.sha256(), []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * (seed % INPUTS) + 10 * step + rank)
-        x = torch.randn(8, 40, generator=generator)
-        for attempt in range(2):
-            failing = step == fails_at and attempt == 0
-            if failing and rank == fails_on:
-                disturbed.fail(method, calls)
-            disturbed.sleep()
-            model.zero_grad()
-            outcome = "done"
-            try:
-                model(x).square().mean().backward()
-            except OwnError:
-                outcome = "own"
-            except PeerError as error:
-                outcome = (
-                    "peer" if f"on rank {fails_on}: OwnError: boo" in str(error) else str(error)
-                )
-            outcomes.append(outcome)
-            if not failing:
-                break
-        for parameter in model.parameters():
-            digest.update(parameter.grad.numpy().tobytes())
-    expected = []
-    for step in range(STEPS):
-        if step == fails_at:
-            expected.append("own" if rank == fails_on else "peer")
-        expected.append("done")
-    buckets = len(handle.stats().buckets)
-    handle.remove()
+        handle = attach(model, hook, bucket_cap_mb=0.008)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(100 * (seed % INPUTS) + 10 * step + rank)
+            x = torch.randn(8, 40, generator=generator)
+            for failing in [True, False] if step == fails_at else [False]:
+                expected.append("done")
+                if failing:
+                    expected[-1] = "own" if rank == fails_on else "peer"
+                if failing and rank == fails_on:
+                    disturbed.fail(method, calls)
+                disturbed.sleep()
+                model.zero_grad()
+                outcome = "done"
+                try:
+                    model(x).square().mean().backward()
+                except OwnError:
+                    outcome = "own"
+                except PeerError as error:
+                    is_right = f"on rank {fails_on}: OwnError: boo" in str(error)
+                    outcome = "peer" if is_right else str(error)
+                outcomes.append(outcome)
+            for parameter in model.parameters():
+                digest.update(parameter.grad.numpy().tobytes())
+        buckets = len(handle.stats().buckets)
+        handle.remove()
     return {
         "gradients": digest.hexdigest(),
         "outcomes": outcomes,

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_reference import LEVELS, cpu_level
-from settings import threads
-from streaming import cache_bytes, not_beyond_a_large_cache
+from ops_reference import LEVELS, cache_bytes, cpu_level, not_beyond_a_large_cache, threads
 from torch import Tensor
 
 import torch_commhook.hooks.low_rank.operators  # noqa: F401 (the fakes)

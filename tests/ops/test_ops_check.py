@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from finite_values import INF, NAN, new_count, of
-from ops_reference import DTYPES, one_thread  # noqa: F401
+from ops_reference import DTYPES, INF, NAN, new_count, of, one_thread  # noqa: F401
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code

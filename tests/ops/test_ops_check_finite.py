@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from finite_values import INF, NAN, new_count, of, spoil
 from ops_reference import (
     DTYPES,
+    INF,
     LEVELS,
+    NAN,
     SHAPE_CLASSES,
     SOURCE_CLASSES,
     cpu_level,
     make,
+    new_count,
+    of,
+    spoil,
+    threads,
 )
-from settings import threads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

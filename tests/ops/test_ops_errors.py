@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from device_refusals import check_that_devices_must_agree
-from ops_reference import LEVELS, cpu_level
+from ops_reference import LEVELS, check_that_devices_must_agree, cpu_level
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_commhook.native.bucket_ops as ops

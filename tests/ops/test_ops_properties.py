@@ -17,8 +17,8 @@ from ops_reference import (
     expected_flatten,
     expected_sum_of_squares,
     expected_unflatten,
+    threads,
 )
-from settings import threads
 
 import torch_commhook.native.bucket_ops as ops
 

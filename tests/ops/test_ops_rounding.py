@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from bucket_checks import INF, ROUNDED, every_16bit, float32_patterns, there_and_back
 from ops_reference import (
     LEVELS,
     assert_same_bits,
@@ -16,7 +17,6 @@ from ops_reference import (
     cpu_level,
     one_thread,  # noqa: F401
 )
-from ops_rounding import INF, ROUNDED, every_16bit, float32_patterns, there_and_back
 
 import torch_commhook.native.bucket_ops as ops
 

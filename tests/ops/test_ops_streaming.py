@@ -10,14 +10,16 @@ import torch
 from ops_reference import (
     LEVELS,
     assert_same_bits,
+    cache_bytes,
     converted,
     cpu_level,
     expected_flatten,
     expected_unflatten,
     maker,
+    not_beyond_a_large_cache,
+    split,
+    threads,
 )
-from settings import threads
-from streaming import cache_bytes, not_beyond_a_large_cache, split
 
 import torch_commhook.native.bucket_ops as ops
 

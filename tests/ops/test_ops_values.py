@@ -33,8 +33,8 @@ from ops_reference import (
     expected_unflatten,
     make,
     maker,
+    threads,
 )
-from settings import threads
 
 import torch_commhook.native.bucket_ops as ops
 

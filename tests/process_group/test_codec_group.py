@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import FIRST, most_lost, of_each_codec, values
-from compressed_sums import SUMS, group_of, int8, issue_sum, options, premul
+from chunk_cases import (
+    FIRST,
+    SUMS,
+    group_of,
+    int8,
+    issue_sum,
+    most_lost,
+    of_each_codec,
+    options,
+    premul,
+    values,
+)
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions

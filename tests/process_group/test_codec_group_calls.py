@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from chunk_cases import FIRST, values
-from codec_doubles import Around as SlowCodec
-from compressed_sums import group_of, int8, issue_sum, options
+from chunk_cases import FIRST, group_of, int8, issue_sum, options, values
 from group_doubles import Alike, registered_mesh
 from layered_net import Net, batch
 from rank_pool import RankPool
 from refusals import refusals
+from staged_steps import Around as SlowCodec
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

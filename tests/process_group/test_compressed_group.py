@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compressed_sums import SUMS, group_of, issue_sum, options
+from chunk_cases import SUMS, group_of, issue_sum, options
 from group_doubles import Alike, completed, registered_mesh
 from layered_net import Net, batch, gradients_of
 from rank_pool import RankPool

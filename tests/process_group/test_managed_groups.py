@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mode_cases import batch, module
-from modes import BUCKET_CAP_MB
+from mode_cases import BUCKET_CAP_MB, batch, module
 from rank_pool import RankPool
 from torch import Tensor
 from torch_releases import since

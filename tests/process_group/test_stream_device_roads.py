@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import stream_devices
+import stream_groups
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from mode_cases import batch, module
-from modes import Mode
+from mode_cases import Mode, batch, module
 from rank_pool import KEPT_GROUPS, RankPool
-from stream_devices import DEVICE, MIXED, NAME
-from stream_training import assert_same, attached, parameters_of_steps
+from stream_groups import DEVICE, MIXED, NAME, assert_same, attached, parameters_of_steps
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +36,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def path() -> str:
-    return library("tests/support/stream_device", "stream_device")
+    return library("stream_device")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,7 @@ def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
     if backend is None:
         yield lambda: None
         return
-    library = stream_devices.load(path)
+    library = stream_groups.load(path)
     cuda = types.SimpleNamespace(
         Stream=lambda *_, **__: torch.Stream(DEVICE),
         current_device=lambda: 0,
@@ -79,7 +77,7 @@ def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
     )
     as_torch = types.SimpleNamespace(cuda=cuda)
     with unittest.mock.patch.multiple(streams, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
-        yield lambda: library.sleep(2 * stream_devices.DELAY_SECONDS)
+        yield lambda: library.sleep(2 * stream_groups.DELAY_SECONDS)
 
 
 def _group(members: list[int], backend: str | None) -> Any:
@@ -126,7 +124,7 @@ LOCAL: dict[str, Callable[[], Any]] = {
 
 def _train(rank: int, path: str, name: str, model: str, backend: str | None) -> list[Tensor]:
     """Two pairs of ranks."""
-    stream_devices.load(path)  # on the CPU too: before the process's first backward
+    stream_groups.load(path)  # on the CPU too: before the process's first backward
     group = [_group([0, 1], backend), _group([2, 3], backend)][rank // 2]
     mode = Mode(model, "eager")
     found = []
@@ -197,7 +195,7 @@ SHARDED: dict[str, Callable[[nn.Module], HookHandle]] = {
 
 
 def _train_sharded(rank: int, path: str, name: str, backend: str | None) -> list[Tensor]:
-    stream_devices.load(path)
+    stream_groups.load(path)
     mesh = _mesh(backend)
     model = module().to(_device(backend))
     for layer in model:
@@ -236,7 +234,7 @@ COMPILED: dict[str, Callable[[], Any]] = {
 def _train_compiled(rank: int, path: str, name: str, backend: str | None) -> list[Tensor]:
     """On two of the ranks."""
     torch._dynamo.reset()
-    stream_devices.load(path)
+    stream_groups.load(path)
     group = _group([0, 1], backend)
     if rank > 1:
         return []
@@ -258,7 +256,7 @@ def test_a_compiled_backward(ranks: RankPool, path: str, name: str) -> None:
 
 def _groups_of_second_stages(rank: int, path: str, backend: str | None) -> list[str]:
     """Those that there are after a step."""
-    stream_devices.load(path)
+    stream_groups.load(path)
     group = _group([0, 1, 2, 3], backend)
     model = nn.Linear(16, 8).to(_device(backend))
     handle = attach(model, hooks.blockwise(8), process_group=group)

@@ -9,16 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import stream_devices
+import stream_groups
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
 from echo_group import EchoGroup
-from mode_cases import OwnError, batch, module
-from modes import Mode
+from mode_cases import Mode, OwnError, batch, module
 from rank_pool import KEPT_GROUPS, RankPool
-from stream_devices import DEVICE, MIXED, NAME, STAGED
-from stream_training import NAMES, assert_same, attached, hook_of, parameters_of_steps
+from stream_groups import (
+    DEVICE,
+    MIXED,
+    NAME,
+    NAMES,
+    STAGED,
+    assert_same,
+    attached,
+    hook_of,
+    parameters_of_steps,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -29,12 +37,12 @@ Paths = tuple[str, str]
 
 
 def _cpp_hooks() -> str:
-    return library("tests/support/cpp_hooks", "comm_hooks")
+    return library("comm_hooks")
 
 
 @pytest.fixture(scope="module")
 def paths() -> Paths:
-    return library("tests/support/stream_device", "stream_device"), _cpp_hooks()
+    return library("stream_device"), _cpp_hooks()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,7 @@ def ranks() -> Iterator[RankPool]:
 def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) -> list[Tensor]:
     torch._dynamo.reset()
     load_cpp_hooks(paths[1])
-    stream_devices.load(paths[0])  # also over Gloo: before the process's first backward
+    stream_groups.load(paths[0])  # also over Gloo: before the process's first backward
     device = "cpu" if backend is None else DEVICE
     group = dist.new_group(backend=backend or "gloo")
     alone = [dist.new_group([each], backend=backend or "gloo") for each in range(2)][rank]
@@ -84,7 +92,7 @@ def _mesh(backend: str | None) -> DeviceMesh:
 
 
 def _train_sharded(rank: int, paths: Paths, name: str, backend: str | None) -> list[Tensor]:
-    stream_devices.load(paths[0])
+    stream_groups.load(paths[0])
     device = "cpu" if backend is None else DEVICE
     mesh = _mesh(backend)
     group = mesh.get_group()
@@ -132,8 +140,8 @@ def _train_with_echo(
 ) -> list[Tensor]:
     load_cpp_hooks(paths[1])
     if device == DEVICE:
-        library = stream_devices.load(paths[0])
-        pause = functools.partial(library.sleep, stream_devices.DELAY_SECONDS)
+        library = stream_groups.load(paths[0])
+        pause = functools.partial(library.sleep, stream_groups.DELAY_SECONDS)
     else:
         pause = functools.partial(torch.cuda._sleep, 10_000_000)  # cycles of the clock
     group = EchoGroup(device, pause, is_late=is_late)
@@ -170,7 +178,7 @@ def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -
 
 def _goes_on(rank: int, paths: Paths, hook: Any) -> tuple[int, bool, Tensor]:
     """Messages on a wire that is held, whether the current stream goes on, and the result."""
-    library = stream_devices.load(paths[0])
+    library = stream_groups.load(paths[0])
     group = dist.new_group(backend=MIXED)
     model = nn.Linear(16, 8).to(DEVICE)
     for parameter in model.parameters():
@@ -242,7 +250,7 @@ class FailsAtSecondBucket(hooks.allreduce):
 
 
 def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> tuple[list[str], bool]:
-    library = stream_devices.load(paths[0])
+    library = stream_groups.load(paths[0])
     group = dist.new_group(backend=backend)
     mode = Mode(model, "eager")
     hook = FailsAtSecondBucket()

@@ -10,11 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from mode_cases import batch, module
-from modes import Mode
+from mode_cases import Mode, batch, module
 from rank_pool import RankPool
-from stream_groups import stream_backend, stream_group
-from stream_training import NAMES, assert_same, attached, hook_of, parameters_of_steps
+from stream_groups import (
+    NAMES,
+    assert_same,
+    attached,
+    hook_of,
+    parameters_of_steps,
+    stream_backend,
+    stream_group,
+)
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -33,9 +39,7 @@ Paths = tuple[str, str]
 
 @pytest.fixture(scope="module")
 def paths() -> Paths:
-    return library("tests/support/stream_group", "stream_group"), library(
-        "tests/support/cpp_hooks", "comm_hooks"
-    )
+    return library("stream_group"), library("comm_hooks")
 
 
 def _train(

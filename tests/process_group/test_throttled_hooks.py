@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_steps import backward_step, equal, small_model
+from mode_cases import backward_step, equal, small_model
 from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 

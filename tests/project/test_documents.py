@@ -81,13 +81,13 @@ def _another_hook_averages(names: Names) -> None:
 
 
 def _a_library(names: Names) -> None:
-    path = Path(library("examples/cpp_hook", "clipped_mean"))
+    path = Path(library("clipped_mean"))
     Path(path.name).symlink_to(path)  # what a user has who builds it in place
     names["model"] = _model()
 
 
 def _a_library_of_autograd_hooks(names: Names) -> None:
-    load_cpp_hooks(library("tests/support/cpp_hooks", "autograd_hooks"))
+    load_cpp_hooks(library("autograd_hooks"))
     names["tensor"] = torch.zeros(3, requires_grad=True)
 
 

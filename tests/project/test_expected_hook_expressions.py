@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import named_hooks
+from hook_examples import HOOKS
 from refusals import RefusalCase
 
 from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
@@ -15,7 +15,7 @@ class TestExpressions(RefusalCase):
 
         def parse(text: str) -> None:
             try:
-                parse_hook(text, named_hooks.HOOKS)
+                parse_hook(text, HOOKS)
             except HookExpressionError as error:
                 assert "\n" not in str(error)
                 raise

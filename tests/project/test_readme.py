@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 from repository import ROOT
-from torchrun_logs import run_alone, run_on_ranks
+from train_processes import run_alone, run_on_ranks
 
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
 def test_alone(tmp_path: Path) -> None:
+    assert SCRIPT.count("\n") <= 25
     printed = run_alone(tmp_path, SCRIPT)
     assert "rank 0: loss " in printed
     assert printed.count("100 steps on 1 rank: this rank sent") == 1

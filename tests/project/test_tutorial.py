@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
-from torchrun_logs import run_alone, run_on_ranks
+from train_processes import run_alone, run_on_ranks
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPT, ATTACH, STATS, FEEDBACK, COMPILE, LOCAL, SYNCHRONIZE = re.findall(

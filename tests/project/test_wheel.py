@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctor_reports import finding
 from repository import ROOT
-from train_processes import TINY, finished
+from train_processes import TINY, finding, finished
 
 import torch_commhook
 

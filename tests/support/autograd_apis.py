@@ -1,4 +1,4 @@
-"""Registers autograd hooks with PyTorch and with this library; backward in eager and compiled."""
+"""Registers autograd hooks with PyTorch and with this library; their errors; backward passes."""
 
 from __future__ import annotations
 
@@ -76,3 +76,57 @@ in_modes = pytest.mark.parametrize("mode", MODES)
 def both_in_modes(test: Callable[..., None]) -> Callable[..., None]:
     """Tests both registrations, each in eager and compiled."""
     return both(in_modes(test))
+
+
+NODE_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "list": (lambda *v: [v[0][0]], TypeError, "expected tuple, but hook returned 'list'"),
+    "tensor": (lambda *v: v[0][0], TypeError, "expected tuple, but hook returned 'Tensor'"),
+    "too many": (
+        lambda *v: (*v[0], None), RuntimeError,
+        r"has returned an incorrect number of values \(got 2, but expected 1\)",
+    ),
+    "a number": (lambda *v: (3,), TypeError, "expected Variable, but hook returned 'int'"),
+    "dtype": (lambda *v: (v[0][0].double(),), RuntimeError, "has changed the type of value"),
+    "size": (lambda *v: (v[0][0][:1],), RuntimeError, "has changed the size of value"),
+    "broadcast": (lambda *v: (v[0][0][None],), RuntimeError, "has changed the size of value"),
+    "layout": (lambda *v: (v[0][0].to_sparse(),), RuntimeError, "has changed the type of value"),
+    "device": (lambda *v: (v[0][0].to("meta"),), RuntimeError, "has changed the type of value"),
+}  # fmt: skip
+TENSOR_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "a tuple": (lambda g: (g,), TypeError, "expected Variable, but hook returned 'tuple'"),
+    "a number": (lambda g: 3, TypeError, "expected Variable, but hook returned 'int'"),
+    "dtype": (lambda g: g.double(), RuntimeError, "has changed the type of value"),
+    "size": (lambda g: g[:1], RuntimeError, "has changed the size of value"),
+    "broadcast": (lambda g: g[None], RuntimeError, "has changed the size of value"),
+    "layout": (lambda g: g.to_sparse(), RuntimeError, "has changed the type of value"),
+    "device": (lambda g: g.to("meta"), RuntimeError, "has changed the type of value"),
+}
+
+
+def runs(api: Any, mode: str) -> bool:
+    """Whether results are checked: PyTorch does not check them under compiled autograd."""
+    return api is Ours or mode == "eager"
+
+
+CHECKED = [(api, mode) for api in APIS for mode in MODES if runs(api, mode)]
+checked = pytest.mark.parametrize(
+    ("api", "mode"), CHECKED, ids=[f"{api.name}-{mode}" for api, mode in CHECKED]
+)
+
+
+class WholeGraph:
+    """Compiles each backward as one graph without breaks, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        def backend(compiled: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+            self.compiled += 1
+            return compiled
+
+        return torch.compile(graph, backend=backend, fullgraph=True, dynamic=True)
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        with torch._dynamo.compiled_autograd._enable(self):
+            loss.backward(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine, for tests that build something."""
+"""The C++ compiler of this machine, and programs that run parts of CUDA kernels on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from repository import ROOT
+import pytest
+import torch
+from repository import ROOT, SUPPORT
 
 BUILD = ROOT / "build"
 
@@ -52,3 +54,39 @@ def build_once(name: str, command: list[str], sources: Iterable[Path]) -> Path:
     finally:
         made.unlink(missing_ok=True)
     return path
+
+
+FOLDERS = (ROOT / "cuda", ROOT / "csrc", SUPPORT)
+
+
+def run_program(source: Path, *flags: str, arguments: tuple[str, ...] = ()) -> None:
+    """Compiles a program, unless an earlier test has done so, and asserts that it passes.
+
+    The program includes ``host_program.h``. It prints ``passed``, or the first difference and exits
+    with 1. Without a compiler, the test is skipped.
+
+    Args:
+        flags: the compiler's, for optimisation and sanitizers.
+        arguments: the program's.
+    """
+    try:
+        compiler = cpp_compiler()
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+    command = [
+        *compiler,
+        "-std=c++20",
+        "-Wall",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-fsanitize-undefined-trap-on-error",
+        *flags,
+        *(f"-I{folder}" for folder in FOLDERS),
+        f"-isystem{Path(torch.__file__).parent / 'include'}",
+        str(source),
+    ]
+    headers = [file for folder in FOLDERS for file in folder.rglob("*.*h")]
+    name = f"{source.stem.removeprefix('test_')}-torch-{torch.__version__}"
+    program = build_once(name, command, [source, *headers])
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600)
+    assert (result.returncode, result.stdout) == (0, "passed\n"), result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Builds libraries of C++ hooks, once for each torch; later runs compile only changes."""
+"""Builds the C++ doubles of the tests in one run of ninja, once for each torch."""
 
 from __future__ import annotations
 
@@ -13,54 +13,100 @@ from pathlib import Path
 import pytest
 import torch
 from repository import ROOT
+from torch.utils import cpp_extension
+
+from torch_commhook import include_paths
+
+#: Their folders or files beside this file.
+DOUBLES = {
+    **{
+        name: f"cpp_hooks/{name}.cpp"
+        for name in ("comm_hooks", "autograd_hooks", "no_hooks", "wrong_hooks", "old_hooks")
+    },
+    "stream_device": "stream_device/*.cpp",
+    "stream_group": "stream_group/*.cpp",
+}
+#: ``setup.py`` builds it, as readers of docs/cpp_hooks.md do.
+EXAMPLE = "clipped_mean"
+#: Without optimization, and with the headers of the library's runtime parsed once.
+RULES = """
+rule precompile
+  command = $cxx $flags -x c++-header $in -o $out -MD -MF $out.d
+  depfile = $out.d
+  deps = gcc
+rule compile
+  command = $cxx $flags -DTORCH_EXTENSION_NAME=$name -include precompiled.h -c $in -o $out $
+    -MD -MF $out.d
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $cxx -shared $in -o $out $libraries
+build precompiled.h.gch: precompile precompiled.h
+"""
 
 
 @lru_cache
-def built(project: str) -> Path:
-    """The folder of the libraries that a folder's ``setup.py`` builds."""
-    folder = ROOT / project
-    into = ROOT / "build" / f"torch-{torch.__version__}-{folder.name}"
+def library(name: str) -> str:
+    """The path of a double or of the example. The first test of a run builds it."""
+    kind = "example" if name == EXAMPLE else "doubles"
+    into = ROOT / "build" / f"torch-{torch.__version__}-{kind}"
     into.mkdir(parents=True, exist_ok=True)
-    # Parallel test runs load the same files; these must not be linked again while they are loaded.
+    # Parallel runs load the same files; these must not be linked again while they are loaded.
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of process {os.getpid()}")
     with open(into / "built_by", "a+") as built_by:
         fcntl.flock(built_by, fcntl.LOCK_EX)
         built_by.seek(0)
         if built_by.read() != run:
-            _build(project, folder, into)
+            _build_example(into) if name == EXAMPLE else _build_doubles(into)
             built_by.truncate(0)
             built_by.write(run)
-    return into
+    return str(into / f"{name}.so")
 
 
-def _build(project: str, folder: Path, into: Path) -> None:
-    command = [
-        "build_ext",
-        "--force",
-        "--build-lib",
-        str(into),
-        "--build-temp",
-        str(into / "objects"),
+def _build_example(into: Path) -> None:
+    options = ["--force", "--build-lib", str(into), "--build-temp", str(into / "objects")]
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", *options]
+    _run(command, ROOT / "examples" / "cpp_hook")
+
+
+def _build_doubles(into: Path) -> None:
+    flags = ["-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-std=c++20", "-Winvalid-pch"]
+    flags += ["-DUSE_C10D", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+    includes = [sysconfig.get_path("include"), *cpp_extension.include_paths(), *include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    lines = [
+        f"cxx = {os.environ.get('CXX', 'c++')}",
+        f"flags = {' '.join([*flags, *(f'-isystem {path}' for path in includes)])}",
+        f"libraries = {' '.join(libraries)}",
+        RULES,
     ]
-    # torch searches the PATH for ninja; this Python's ninja may be elsewhere.
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
-    # Takes half the time; Python's own flags are those of a release.
-    environment["CFLAGS"] = f"{os.environ.get('CFLAGS', '')} -O0 -g0"
+    for name, pattern in DOUBLES.items():
+        objects = []
+        for source in sorted(Path(__file__).parent.glob(pattern)):
+            objects.append(f"{name}-{source.stem}.o")
+            lines.append(f"build {objects[-1]}: compile {source} | precompiled.h.gch")
+            lines.append(f"  name = {name}")
+        lines.append(f"build {name}.so: link {' '.join(objects)}")
+    for file, text in {
+        "build.ninja": "\n".join([*lines, ""]),
+        "precompiled.h": f'#include "{ROOT / "csrc" / "runtime" / "precompiled.h"}"\n',
+    }.items():
+        if not (into / file).exists() or (into / file).read_text() != text:
+            (into / file).write_text(text)
+    _run(["ninja", "-j", "2"], into)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    # Also torch searches the PATH for ninja; this Python's ninja may be elsewhere.
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", *command],
+        command,
         cwd=folder,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
         capture_output=True,
         text=True,
         timeout=900,
     )
     if done.returncode != 0:
-        pytest.fail(f"{project} does not build:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-
-
-def library(project: str, name: str) -> str:
-    """The path of one of these libraries."""
-    found = sorted(built(project).glob(f"{name}*.so"))
-    assert len(found) == 1, found
-    return str(found[0])
+        pytest.fail(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")

@@ -206,8 +206,8 @@ def load() -> None:
     files = sources()
     # Opening it by its path gives the library that is loaded already.
     operators = next((Path(torch_commhook.__file__).parent / "lib").glob("_ops*.so"))
-    what = repr((sorted(files.items()), operators, FLAGS, OBSERVING, compiler, torch.__version__))
-    folder = BUILD / hashlib.sha256(what.encode()).hexdigest()[:16]
+    what = sorted(files.items()), operators, FLAGS, OBSERVING, compiler, torch.__version__
+    folder = BUILD / digest_of(*what)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -256,8 +256,7 @@ def cuda_kernels_on_host(warps: int) -> Iterator[None]:
 
 def take_launched() -> list[str]:
     """The names of the kernels that have run on the host since the last call."""
-    names: list[str] = getattr(torch.ops, NAMESPACE).take_launched()
-    return names
+    return getattr(torch.ops, NAMESPACE).take_launched()
 
 
 @contextmanager

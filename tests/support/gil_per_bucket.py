@@ -65,16 +65,6 @@ class GilCallsPerBucket:
         """How often one more bucket takes the GIL, give or take half of ``NOISE``."""
         return (sum(self.many.values()) - sum(self.few.values())) / (MANY - FEW) / STEPS
 
-    @property
-    def per_bucket_by_library(self) -> dict[str, float]:
-        """``per_bucket``, by the library that requested the GIL, without zeros."""
-        libraries = {*self.few, *self.many}
-        slopes = {
-            library: (self.many.get(library, 0) - self.few.get(library, 0)) / (MANY - FEW) / STEPS
-            for library in sorted(libraries)
-        }
-        return {library: slope for library, slope in slopes.items() if slope}
-
 
 def gil_calls_per_bucket(make_hooked_ddp: MakeHookedDdp) -> GilCallsPerBucket:
     """Measures a hook; every rank of the group must call it.

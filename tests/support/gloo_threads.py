@@ -1,4 +1,4 @@
-"""Gloo among threads of this process: any number of ranks, in a tenth of a second."""
+"""Threads of this process, and Gloo among them: any number of ranks, in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from threads import in_threads
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_backend import add_gloo, connect
@@ -78,3 +77,28 @@ class LibraryRanks:
         thread.start()
         thread.join(MOST_SECONDS)
         return not thread.is_alive()
+
+
+def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> list[BaseException]:
+    """The results of functions that run at the same time.
+
+    Raises:
+        AssertionError: a function has not returned after ``seconds``.
+    """
+    raised: list[BaseException] = []
+    start = threading.Barrier(len(targets))
+
+    def run(target: Callable[[], None]) -> None:
+        try:
+            start.wait(seconds)
+            target()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads)
+    return raised

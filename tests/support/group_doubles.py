@@ -42,18 +42,14 @@ class _Counted:
     def __init__(self, value: Any, group: LonelyGroup) -> None:
         super().__init__()
         self.future = completed(value)
-        self.group = weakref.ref(group)
+        self.group = weakref.proxy(group)
 
     def wait(self, timeout: timedelta) -> bool:
-        group = self.group()
-        assert group is not None
-        group.waits += 1
+        self.group.waits += 1
         return True
 
     def get_future(self) -> torch.futures.Future:
-        group = self.group()
-        assert group is not None
-        group.futures += 1
+        self.group.futures += 1
         return self.future
 
 

@@ -1,5 +1,5 @@
 // Shared by the programs that run the index arithmetic of CUDA kernels on the host: random cases,
-// and an exit at the first difference. tests/support/host_programs.py compiles and runs them.
+// and an exit at the first difference. tests/support/cpp_compiler.py compiles and runs them.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,15 @@
-"""The bucket operators in a few lines of plain torch, and lists of tensors to test them with."""
+"""The bucket operators in plain torch, tensors to test them with, and settings of the process."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from settings import threads
 from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
@@ -140,3 +141,86 @@ def maker(dtype: torch.dtype, seed: int = 0) -> Callable[..., Tensor]:
 def make(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     """The tensors of a class of shapes."""
     return {**SHAPE_CLASSES, **SOURCE_CLASSES}[name](maker(dtype, seed))
+
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _changed(get: Callable[[], T], put: Callable[[T], object], value: T) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def threads(count: int) -> contextlib.AbstractContextManager[None]:
+    """Runs with ``count`` intra-op threads."""
+    return _changed(torch.get_num_threads, torch.set_num_threads, count)
+
+
+def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Runs with ``dtype`` as the dtype of new tensors."""
+    return _changed(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+#: Lengths that end anywhere in a cache line; some are shorter than one.
+ODD_LENGTHS = (1, 7, 70_001, 3, 64, 33, 130_003, 0, 15, 16, 17, 5000)
+
+
+def cache_bytes() -> int:
+    """The size from which on destinations are streamed (csrc/ops/bucket/bucket_cpu.cpp)."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+    except OSError:
+        return 32 << 20
+    return int(size.removesuffix("K")) << 10
+
+
+#: Buffers that exceed such a cache take too much time and memory.
+not_beyond_a_large_cache = pytest.mark.skipif(
+    cache_bytes() > 128 << 20, reason="the last-level cache is larger than 128 MiB"
+)
+
+
+def split(memory: torch.Tensor) -> list[torch.Tensor]:
+    """Splits memory into many tensors of odd lengths and one large tensor."""
+    rest = memory.numel() - sum(ODD_LENGTHS)
+    return list(memory.split([*ODD_LENGTHS[:6], rest, *ODD_LENGTHS[6:]]))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def new_count() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def spoil(tensor: Tensor) -> Tensor:
+    """Sets some elements to NaN and infinity, also in tensors with elements that share memory."""
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    storage[::5], storage[1::7], storage[3::11] = NAN, INF, -INF
+    return tensor
+
+
+def of(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **{"dtype": torch.int64, **options})
+
+
+def check_that_devices_must_agree(device: str, other: str) -> None:
+    """Calls operators with tensors[0] and the buffer on ``device``, tensors[1] on ``other``."""
+    tensors = [torch.ones(2, device=device), torch.ones(2, device=other)]
+    buffer = torch.empty(4, device=device)
+    home, away = tensors[0].device, tensors[1].device
+    for op, argument, beside, call in (
+        ("flatten", "tensors", r"tensors\[0\]", lambda: ops.flatten(tensors)),
+        ("flatten_stats", "tensors", r"tensors\[0\]", lambda: ops.flatten_stats(tensors)),
+        ("flatten", "tensors", "out", lambda: ops.flatten(tensors, out=buffer)),
+        ("unflatten_into", "tensors", "buffer", lambda: ops.unflatten_into(buffer, tensors)),
+        ("unflatten", "like", "buffer", lambda: ops.unflatten(buffer, tensors)),
+    ):
+        message = rf"^{op}: {argument}\[1\] must be on the device of {beside}, {home}, got {away}$"
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from mode_cases import compiled_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -33,10 +34,7 @@ def batch(rank: int, number: int) -> Tensor:
 
 
 def backward_of(road: str) -> AbstractContextManager[Any]:
-    if road != "compiled":
-        return nullcontext()
-    compiler = torch.compile(fullgraph=True, backend="aot_eager")
-    return torch._dynamo.compiled_autograd._enable(compiler)
+    return compiled_backward(road == "compiled", fullgraph=True)
 
 
 def gradients(model: nn.Module, scale: float) -> list[Tensor]:

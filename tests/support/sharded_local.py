@@ -95,8 +95,9 @@ class Reference:
         ):
             optimizer.zero_grad()
             for shard in range(self.shards):
-                loss = loss_of_double(model(batch(which * self.shards + shard, number).double()))
-                (loss / self.shards).backward()
+                # Not loss_of(), which casts.
+                output = model(batch(which * self.shards + shard, number).double())
+                (output.square().sum() / self.shards).backward()
             optimizer.step()
         if self.steps % self.every == 0:
             self.exchange()
@@ -116,11 +117,6 @@ class Reference:
     def values(self, rank: int) -> list[Tensor]:
         """The parameters of a rank's replica."""
         return [p.detach().clone() for p in self.replicas[rank // self.shards].parameters()]
-
-
-def loss_of_double(output: Tensor) -> Tensor:
-    """Like :func:`loss_of`, without a cast."""
-    return output.square().sum()
 
 
 def farthest(got: list[Tensor], expected: list[Tensor]) -> float:

@@ -1,14 +1,18 @@
-"""Models sharded by ``fully_shard``, their steps with and without a hook, and a reference."""
+"""Models sharded by ``fully_shard``, their steps and failures, a reference, and ranks for tests."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from mode_cases import OwnError
 from rank_pool import KEPT_GROUPS
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -16,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_commhook import HookHandle, attach
+from torch_commhook import HookHandle, PeerError, attach, hooks
 from torch_commhook.process_group import SimulatedProcessGroup
+from torch_commhook.testing import run_ranks
 
 
 @dataclass
@@ -91,10 +96,15 @@ def layers() -> nn.Module:
     return Layers()
 
 
-def gradients_of_step(model: Any, rank: int, number: int = 0) -> list[Tensor]:
-    """This rank's parts of the gradients after a step on its batch with this number."""
+def gradients_of_step(
+    model: Any, rank: int, number: int = 0, *, of_inputs: bool = False
+) -> list[Tensor]:
+    """This rank's parts of the gradients after a step on its batch with this number.
+
+    ``of_inputs`` says whether the backward reaches the inputs.
+    """
     model.zero_grad()
-    loss_of(model(batch(rank, number))).backward()
+    loss_of(model(batch(rank, number).requires_grad_(of_inputs))).backward()
     reshard(model)
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
@@ -397,3 +407,194 @@ def far(
         if not distance <= bound:
             found.append(f"{what}, gradient {number}: {distance} is more than {bound}")
     return found
+
+
+# ---- tests on ranks ------------------------------------------------------------------------------
+
+
+#: The beginning of the name of a mesh whose ranks are processes with connections.
+GLOO = "gloo-"
+_POOLS = {2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
+
+
+def run_on(
+    request: pytest.FixtureRequest, place: str, function: Callable[..., Any], *args: Any
+) -> None:
+    """Calls ``function(rank, mesh's name, *args)`` on all ranks; it returns what is wrong.
+
+    The ranks are threads of this process. For the name ``gloo-fsdp-3`` they are three processes,
+    and the function gets ``fsdp-3``. It must then be at the top level of a module.
+    """
+    name = place.removeprefix(GLOO)
+    number = int(name.rpartition("-")[2])
+    if place == name:
+        found = run_ranks(function, number, name, *args)
+    else:
+        found = request.getfixturevalue(_POOLS[number]).run(function, name, *args)
+    assert not any(found), found
+
+
+def _call_test(rank: int, place: str, module: str, name: str, arguments: dict[str, Any]) -> Any:
+    test = getattr(importlib.import_module(module), name).__wrapped__
+    return test(rank, place, **arguments)
+
+
+def on_ranks(*places: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a function of a rank, a mesh's name, and parameters or fixtures.
+
+    It runs on each of the meshes as :func:`run_on` says.
+    """
+    return partial(_as_test, places)
+
+
+def on_processes(*places: str) -> Callable[[Callable[..., Any]], Any]:
+    """Like :func:`on_ranks`, on processes: for what compiles, recovers, or patches the library."""
+    return partial(_as_test, [pytest.param(f"{GLOO}{place}", id=place) for place in places])
+
+
+def _as_test(places: Any, function: Callable[..., Any]) -> Any:
+    _, _, *others = inspect.signature(function).parameters.values()
+
+    @wraps(function)
+    def test(request: pytest.FixtureRequest, place: str, **arguments: Any) -> None:
+        run_on(request, place, _call_test, function.__module__, function.__name__, arguments)
+
+    own = list(inspect.signature(test, follow_wrapped=False).parameters.values())[:2]
+    test.__signature__ = inspect.Signature([*own, *others])  # type: ignore[attr-defined]
+    return pytest.mark.parametrize("place", places)(test)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The error that a function raises, with its kind."""
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def still_plain(model: nn.Module, rank: int) -> bool:
+    """Whether a model that has refused a hook is unchanged, and accepts another hook."""
+    expected = gradients_of_step(sharded("fsdp-2"), rank)
+    first = gradients_of_step(model, rank)
+    handle = attach(model, hooks.allreduce())
+    second = gradients_of_step(model, rank)
+    handle.remove()
+    return all(a.equal(b) and b.equal(c) for a, b, c in zip(first, second, expected, strict=True))
+
+
+class Custom:
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> None:
+        raise AssertionError("it is not called")
+
+
+def own_hook(state: object, bucket: Any) -> Tensor:
+    return bucket.buffer()
+
+
+# ---- failures of one rank ------------------------------------------------------------------------
+
+
+class Failing(hooks.Hook):
+    """Averages exactly, and raises an error in one of its calls.
+
+    Attributes:
+        fails_in: the number of successful calls before; None for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_in: int | None = None
+
+    def check_shards(self) -> None:
+        pass
+
+    def average(self, bucket: Any) -> Any:
+        self._call()
+        return hooks.allreduce().average(bucket)
+
+    def average_shard(self, bucket: Any) -> Any:
+        self._call()
+        return hooks.allreduce().average_shard(bucket)
+
+    def _call(self) -> None:
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise OwnError("boo")
+
+
+class _Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise OwnError("boo")
+
+
+class Trap(nn.Module):
+    """Returns its input, or raises an error: in ``forward`` or in ``backward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises_in = ""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.raises_in == "forward":
+            raise OwnError("boo")
+        return _Raising.apply(inputs) if self.raises_in == "backward" else inputs * 1
+
+
+#: The places of the traps among the layers: before, between and after them.
+TRAPS = ("first", "middle", "last")
+
+
+def with_traps() -> nn.Module:
+    """Three layers with traps."""
+    torch.manual_seed(0)
+    parts = list(Layers(5, 6, 6, 1))
+    return nn.Sequential(Trap(), *parts[:2], Trap(), *parts[2:], Trap())
+
+
+def trap_of(model: Any, where: str) -> Trap:
+    traps = [part for part in model if isinstance(part, Trap)]
+    return traps[TRAPS.index(where)]
+
+
+def new_model(place: str) -> nn.Module:
+    """A sharded model with traps."""
+    model = with_traps()
+    by_layer(model, Mesh.of(place))
+    return model
+
+
+one_step = partial(gradients_of_step, of_inputs=True)
+
+
+def check_outcome(model: nn.Module, rank: int, number: int, fails: int) -> None:
+    """This rank leaves a step with the right error, which another rank or this one raises."""
+    with pytest.raises(OwnError if rank == fails else PeerError) as caught:
+        one_step(model, rank, number)
+    if rank != fails:
+        says = str(caught.value)
+        # The whole reason of the failed rank, not inside another rank's error.
+        assert says.startswith(f"torch_commhook: this step failed on rank {fails}: "), says
+        assert says.count("failed on") == 1, says
+
+
+def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
+    """The gradients of ``fully_shard`` without a hook."""
+    return one_step(new_model(place), rank, number)
+
+
+def check_equal(got: list[Tensor], expected: list[Tensor], when: str) -> None:
+    """Gradients have the same bits."""
+    assert unlike(got, expected) == [], when

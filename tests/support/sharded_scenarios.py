@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -36,10 +37,13 @@ SHARDED = ("fsdp-3", "hsdp-4")
 # ---- gradient accumulation -----------------------------------------------------------------------
 
 
-def _micro_batches(at: Training, count: int = 3) -> None:
+def _micro_batches(
+    at: Training, count: int = 3, settings: Sequence[str] = ("requires_gradient_sync",)
+) -> None:
+    """The settings of sharded modules are true for the last of so many."""
     for number in range(count):
-        for module in sharded_modules(at.model):
-            module.set_requires_gradient_sync(number == count - 1)
+        for module, name in product(sharded_modules(at.model), settings):
+            getattr(module, f"set_{name}")(number == count - 1)
         at.backward(number)
 
 
@@ -53,29 +57,10 @@ def _micro_batches_in_no_sync(at: Training) -> None:
     at.backward(2)
 
 
-def _micro_batches_in_shards(at: Training) -> None:
-    for number in range(3):
-        for module in sharded_modules(at.model):
-            module.set_requires_all_reduce(number == 2)
-        at.backward(number)
-
-
-def _last_backward(at: Training) -> None:
-    for number in range(2):
-        for module in sharded_modules(at.model):
-            module.set_is_last_backward(number == 1)
-            module.set_requires_gradient_sync(number == 1)
-        at.backward(number)
-
-
 def _two_backwards(at: Training) -> None:
     """Both backwards average."""
     at.backward(0)
     at.backward(1)
-
-
-def _keep_after_backward(model: Any) -> None:
-    model.set_reshard_after_backward(False)
 
 
 # ---- forwards and backwards ----------------------------------------------------------------------
@@ -117,8 +102,7 @@ def _prefetch(model: Any) -> None:
         after.set_modules_to_backward_prefetch([before])
 
 
-def _unshard_async(model: Any) -> None:
-    model._set_unshard_async_op(True)
+_unshard_async = methodcaller("_set_unshard_async_op", True)
 
 
 def _unshard_ahead(at: Training) -> None:
@@ -181,10 +165,6 @@ def shard_each(model: Any, mesh: Mesh, of: str, **settings: Any) -> None:
     for part in getattr(model, of):
         mesh.apply(part, **settings)
     mesh.apply(model, **settings)
-
-
-def _reduce_unused(model: Any) -> None:
-    model.set_reduce_scatter_unused_params(True)
 
 
 def _partly_frozen() -> nn.Module:
@@ -279,10 +259,6 @@ def policy(
     return partial(by_layer, mp_policy=settings)
 
 
-def _half_model() -> nn.Module:
-    return layers().bfloat16()
-
-
 def _divide(factor: float, only_sums: bool) -> Callable[[Any], None]:
     def prepare(model: Any) -> None:
         for module in sharded_modules(model):
@@ -317,14 +293,6 @@ def _separate_group(model: Any) -> None:
 _separate_groups: dict[str, Any] = {}
 
 
-def _all_reduce_hook(model: Any) -> None:
-    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
-
-
-def _more_buffers(model: Any) -> None:
-    model.set_reduce_scatter_max_input_buffers(3)
-
-
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 TWICE = {"fsdp": 2, "hsdp": 2, "replicate": 2}
@@ -347,20 +315,26 @@ SCENARIOS: dict[str, Scenario] = {
     "f32, reduced in f16": Scenario(shard=policy(None, F16), rounding=0.01),
     "bf16, output in f32": Scenario(shard=policy(BF16, F32, F32), rounding=0.05),
     "bf16, output in f16": Scenario(shard=policy(BF16, BF16, F16), rounding=0.05),
-    "a model in bf16": Scenario(net=_half_model, rounding=0.1),
+    "a model in bf16": Scenario(net=lambda: layers().bfloat16(), rounding=0.1),
     "gradients add up": Scenario(step=_micro_batches),
     "gradients add up in no_sync": Scenario(step=_micro_batches_in_no_sync),
     "gradients in bf16 add up in f32": Scenario(
         shard=policy(BF16, F32), step=_micro_batches, rounding=0.05
     ),
     "gradients add up in shards": Scenario(
-        step=_micro_batches_in_shards,
+        step=partial(_micro_batches, settings=("requires_all_reduce",)),
         encodings=3,
         backwards={"fsdp": 3},
     ),
-    "not the last backward": Scenario(step=_last_backward),
+    "not the last backward": Scenario(
+        step=partial(
+            _micro_batches, count=2, settings=("is_last_backward", "requires_gradient_sync")
+        )
+    ),
     "two backwards": Scenario(step=_two_backwards, encodings=2, backwards=TWICE),
-    "parameters stay after backward": Scenario(prepare=_keep_after_backward, step=_micro_batches),
+    "parameters stay after backward": Scenario(
+        prepare=methodcaller("set_reshard_after_backward", False), step=_micro_batches
+    ),
     "two forwards": Scenario(step=_two_forwards, encodings=2),
     "a graph twice": Scenario(step=_backward_twice, encodings=2, backwards=TWICE),
     "evaluation between steps": Scenario(step=_evaluate_between),
@@ -400,9 +374,15 @@ SCENARIOS: dict[str, Scenario] = {
         prepare=_separate_group, meshes=SHARDED, needs="set_separate_reduce_scatter_group"
     ),
     "an all-reduce hook of the user's": Scenario(
-        shard=at_once, prepare=_all_reduce_hook, factor=1.0, meshes=("fsdp-2",)
+        shard=at_once,
+        prepare=methodcaller("set_all_reduce_hook", lambda gradient: gradient.mul_(2)),
+        factor=1.0,
+        meshes=("fsdp-2",),
     ),
-    "more buffers": Scenario(prepare=_more_buffers, needs="set_reduce_scatter_max_input_buffers"),
+    "more buffers": Scenario(
+        prepare=methodcaller("set_reduce_scatter_max_input_buffers", 3),
+        needs="set_reduce_scatter_max_input_buffers",
+    ),
     "columns": Scenario(net=_even, shard=_shard_columns, meshes=SHARDED),
     "tied": Scenario(net=_Tied, shard=_shard_tied),
     "tied in one group": Scenario(net=_Tied, shard=at_once),
@@ -414,7 +394,7 @@ SCENARIOS: dict[str, Scenario] = {
     "unused on some ranks": Scenario(
         net=partial(_Branches, True),
         shard=at_once,
-        prepare=_reduce_unused,
+        prepare=methodcaller("set_reduce_scatter_unused_params", True),
         needs="set_reduce_scatter_unused_params",
     ),
     "ignored": Scenario(net=_partly_frozen, shard=_ignoring),

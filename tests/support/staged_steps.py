@@ -1,9 +1,9 @@
-"""A small model, its steps, and the process groups that a hook in stages makes for it."""
+"""Steps of a model with a hook in stages, its process groups, and a codec around another one."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from torch_commhook.codecs import CODECS
+from torch_commhook.codecs import CODECS, Codec, Shard
 from torch_commhook.collectives import exchange
 
 BLOCKWISE = CODECS["blockwise"]()
@@ -51,3 +51,50 @@ def as_long(rank: int, is_wanted: bool, function: Callable[..., Any], *args: Any
     """The result of a rank's function under :func:`point_to_point`."""
     with point_to_point(is_wanted):
         return function(rank, *args)
+
+
+class Around(Codec):
+    """Wraps a codec, and calls a function before each of its methods.
+
+    Args:
+        inner: the wrapped codec.
+        before: called with the method's name.
+    """
+
+    def __init__(self, inner: Codec, before: Callable[[str], None]) -> None:
+        self.inner = inner
+        self.before = before
+
+    @property
+    def exchange(self) -> str:  # type: ignore[override]
+        return self.inner.exchange
+
+    @property
+    def is_random(self) -> bool:
+        return self.inner.is_random
+
+    @property
+    def takes_error(self) -> bool:
+        return self.inner.takes_error
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        return self.inner.shards(numel, shards)
+
+    def encode(self, tensors: Sequence[Tensor], message: Tensor, **options: Any) -> None:
+        self.before("encode")
+        self.inner.encode(tensors, message, **options)
+
+    def decode(self, message: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
+        self.before("decode")
+        self.inner.decode(message, tensors, **options)
+
+    def decode_sum(self, messages: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
+        self.before("decode_sum")
+        self.inner.decode_sum(messages, tensors, **options)
+
+    def reduce(self, messages: Tensor, message: Tensor, numel: int, **options: Any) -> None:
+        self.before("reduce")
+        self.inner.reduce(messages, message, numel, **options)
+
+    def __repr__(self) -> str:
+        return f"Around({self.inner})"

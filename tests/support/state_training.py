@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mode_cases import Mode
+from remembering_hooks import batch, hook_of, model_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach
 from torch_commhook.hooks.expressions import parse_hook
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 def net() -> nn.Module:
@@ -43,6 +49,51 @@ def train(model: nn.Module, rank: int, steps: range) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
+
+
+#: How a model runs: its mode, and the options of DDP, or of ``attach`` without it.
+ROADS: dict[str, tuple[Mode, dict[str, Any]]] = {
+    "module": (Mode("module", "eager"), {}),
+    "views": (Mode("module", "eager"), {"gradient_as_bucket_view": True}),
+    "ddp": (Mode("ddp", "eager"), {}),
+    "ddp-views": (Mode("ddp", "eager"), {"gradient_as_bucket_view": True}),
+    "ddp-unused": (Mode("ddp", "eager"), {"find_unused_parameters": True}),
+    "compiled": (Mode("module", "context", backend="aot_eager"), {}),
+}
+
+
+class Run:
+    """A model of :mod:`remembering_hooks`, its training, and the gradients of all steps."""
+
+    def __init__(self, rank: int, hook: str, road: str) -> None:
+        torch._dynamo.reset()
+        self.rank, self.hook = rank, hook
+        self.mode, options = ROADS[road]
+        self.module = self.model = model_of()
+        self.options: dict[str, Any] = {"bucket_cap_mb": 0.005, **options}
+        if self.mode.model == "ddp":
+            self.model: nn.Module = DDP(self.module, **self.options)
+            self.options = {}
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05)
+        self.found: list[torch.Tensor] = []
+        self.number = 0
+
+    def attach(self, hook: str | None = None) -> HookHandle:
+        return attach(self.model, hook_of(hook or self.hook), **self.options)
+
+    def train(self, steps: int, around_optimizer: Context = nullcontext) -> None:
+        with self.mode.step_function(self.model) as step:
+            for _ in range(steps):
+                self.optimizer.zero_grad()
+                step(batch(self.rank, self.number))
+                self.number += 1
+                self.found += [parameter.grad.clone() for parameter in self.module.parameters()]
+                with around_optimizer():
+                    self.optimizer.step()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.module.parameters()]
 
 
 def mean_error(state: dict[str, Any], rank: int) -> torch.Tensor:

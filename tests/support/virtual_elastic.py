@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from virtual_world import Endpoint, Process, World, WorldStore, the_world
+from virtual_world import Endpoint, Process, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
 from torch_commhook.attachment import new_ranks as new_ranks_module
@@ -41,8 +41,8 @@ _COUNTERS = ("wanted", VIEW_NUMBER)
 class Signs:
     """Counts signs of life like ``SignsOfLife`` and ``StoreSigns``."""
 
-    def __init__(self, world: World, store: WorldStore, own: int, silent_after: float) -> None:
-        self._world = world
+    def __init__(self, store: WorldStore, own: int, silent_after: float) -> None:
+        self._world = world = the_world()
         self._process = world.process
         self._prefix = store._prefix
         self._own = own
@@ -111,12 +111,12 @@ class Signs:
 class Door:
     """Finds reachable processes like ``Door``."""
 
-    def __init__(self, world: World, doors: dict[int, Process], own: int, timeout: float) -> None:
-        self._world = world
-        self._doors = doors
+    def __init__(self, store: WorldStore, own: int, timeout: float) -> None:
+        self._world = the_world()
+        self._doors = self._world.doors
         self._own = own
         self._timeout = timeout
-        doors[own] = world.process
+        self._doors[own] = self._world.process
 
     def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
         if not self._answering(ranks) >= set(ranks):
@@ -140,8 +140,8 @@ class Door:
 class Event:
     """An event. A thread that waits for it checks signs of life, and wakes if one is missing."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self) -> None:
+        self._world = the_world()
         self._is_set = False
         self._must_look = False
         self._process: Process | None = None
@@ -289,27 +289,9 @@ class _Thread:
         the_world().wait_until(lambda: self._has_ended, 1e9)
 
 
-def _event() -> Event:
-    return Event(the_world())
-
-
-def _signs(store: WorldStore, own: int, silent_after: float) -> Signs:
-    return Signs(the_world(), store, own, silent_after)
-
-
-def _door(store: WorldStore, own: int, timeout: float) -> Door:
-    return Door(the_world(), the_world().doors, own, timeout)
-
-
 def _membership(*args: Any, **options: Any) -> Membership:
     world = the_world()
     return Membership(*args, now=lambda: world.now, sleep=world.sleep, **options)
-
-
-def _make_group(
-    store: WorldStore, rank: int, members: Sequence[int], *args: object, **options: object
-) -> Base:
-    return Base(store, rank, members)
 
 
 def _close_connections(*groups: Group, in_background: bool = False) -> None:
@@ -355,19 +337,19 @@ def virtual_time() -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: the_world().now)
     places: dict[Any, dict[str, Any]] = {
         ranks_module: {
-            "Door": _door,
+            "Door": Door,
             "Membership": _membership,
             "StepGroup": VirtualStepGroup,
-            "StoreSigns": _signs,
+            "StoreSigns": Signs,
             "_log": quiet,
             "_store_of": lambda settings: WorldStore(the_world()),
             "atexit": atexit,
             "destroy_group": lambda group, in_background=False: None,
             "dist": dist,
-            "make_group": _make_group,
+            "make_group": lambda *args, **options: Base(*args[:3]),
             "make_within": lambda within, make: make(),
             "tell_unreachable": _tell_unreachable,
-            "threading": SimpleNamespace(Thread=_Thread, Event=_event),
+            "threading": SimpleNamespace(Thread=_Thread, Event=Event),
         },
         attachment_module: {"_log": quiet, "warn_user": lambda message: None},
         new_ranks_module: {

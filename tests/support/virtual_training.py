@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -101,25 +101,6 @@ class AttachedDouble:
             group.group.exchange("connect", None)
 
 
-@dataclass
-class Bucket:
-    """A full bucket."""
-
-    index: int
-    gradient: Tensor
-    pending: int = 0
-
-
-@dataclass
-class Started:
-    """A bucket with its first exchange in flight."""
-
-    bucket: Bucket
-    values: list[Any]
-    tag: object
-    call: Any = field(default_factory=lambda: SimpleNamespace(traffic=None))
-
-
 class VirtualStep(RepeatableStep):
     """The real step, with a hook over virtual connections."""
 
@@ -128,7 +109,10 @@ class VirtualStep(RepeatableStep):
         self.agreement = self._group = group
         self.has_begun = False
         self.trainer = trainer
-        self._buckets: Any = [Bucket(index, gradient) for index, gradient in enumerate(gradients)]
+        self._buckets: Any = [
+            SimpleNamespace(index=index, gradient=gradient, pending=0)
+            for index, gradient in enumerate(gradients)
+        ]
         self._use: Any = self
         self._next = 0
         self._starting = False
@@ -152,7 +136,8 @@ class VirtualStep(RepeatableStep):
         error.copy_(wanted - sent)
         values = [(sent[rank::size].clone(), who) for rank in range(size)]
         tag = self._group.group.begin_exchange("bucket", values)
-        self._started.append(Started(state, values, tag))
+        call = SimpleNamespace(traffic=None)
+        self._started.append(SimpleNamespace(bucket=state, values=values, tag=tag, call=call))
 
     def _results(self) -> Any:
         late = []
@@ -183,11 +168,10 @@ class VirtualStep(RepeatableStep):
         self.trainer.repeated += 1
         super().repeat(group)
 
-    def drain(self, error: BaseException) -> None:
+    def drain(self, error: BaseException | None = None) -> None:
         """Does nothing: closed connections end all exchanges at once."""
 
-    def run_post_accumulate_hooks(self) -> None:
-        """Does nothing: there are no such hooks."""
+    run_post_accumulate_hooks = drain  # there are no such hooks
 
 
 class VirtualReducer:
@@ -207,17 +191,10 @@ class VirtualReducer:
         self.device = torch.device("cpu")
         self._buckets = SimpleNamespace(prepare_memory=lambda attached: None)
 
-    def _on_step(self, begins: bool) -> None:
-        """Does nothing: nothing reads it."""
+    def _do_nothing(self, *_: object) -> None:
+        """The order of buckets is fixed, as with elastic, and each step is a new object."""
 
-    def _agree_on_order(self, attached: object) -> None:
-        """Does nothing: the order of buckets is fixed, as with elastic."""
-
-    def _reset(self) -> None:
-        """Does nothing: each step is a new object."""
-
-    def _step_ended(self) -> None:
-        """Does nothing: each step is a new object."""
+    _on_step = _agree_on_order = _reset = _step_ended = _do_nothing
 
 
 class Model(nn.Module):
@@ -248,8 +225,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _parameters(self) -> list[Tensor]:
-        found: list[Tensor] = self.param_groups[0]["params"]
-        return found
+        return self.param_groups[0]["params"]
 
     def move(self, index: int, result: Tensor) -> None:
         """Moves a parameter."""

@@ -226,8 +226,7 @@ class World:
     @property
     def process(self) -> Process:
         """The process of the running thread."""
-        found: Process = self.current.process
-        return found
+        return self.current.process
 
     def sleep(self, seconds: float) -> None:
         """Waits for a time."""
@@ -369,13 +368,11 @@ class WorldStore:
         self._ask(key, lambda key: self._set(key, value))
 
     def get(self, key: str) -> bytes:
-        found: bytes = self._ask(key, lambda key: self._world.values[key])
-        return found
+        return self._ask(key, lambda key: self._world.values[key])
 
     def check(self, keys: Sequence[str]) -> bool:
         (key,) = keys
-        found: bool = self._ask(key, lambda key: key in self._world.values)
-        return found
+        return self._ask(key, lambda key: key in self._world.values)
 
     def add(self, key: str, amount: int) -> int:
         def act(key: str) -> int:
@@ -383,8 +380,7 @@ class WorldStore:
             self._set(key, str(number))
             return number
 
-        found: int = self._ask(key, act)
-        return found
+        return self._ask(key, act)
 
     def append(self, key: str, value: str) -> None:
         self._world.point("append")

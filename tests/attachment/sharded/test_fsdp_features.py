@@ -16,11 +16,12 @@ from sharded_models import (
     far,
     layers,
     loss_of,
+    on_ranks,
     reference,
+    run_on,
     sgd_at,
     take_steps,
 )
-from sharded_ranks import on_ranks, run_on
 from sharded_scenarios import PLACES, SCENARIOS, unlike_plain
 
 from torch_commhook import attach, hooks

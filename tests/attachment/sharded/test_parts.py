@@ -6,20 +6,22 @@ import re
 
 import pytest
 import torch
-from sharded_failures import Failing, check_outcome
 from sharded_models import (
+    Failing,
     Layers,
     Mesh,
     batch,
+    check_outcome,
     gradients_of_step,
     layers,
     local,
     loss_of,
+    on_processes,
+    on_ranks,
     reshard,
     same_bits,
     sharded,
 )
-from sharded_ranks import on_processes, on_ranks
 from torch import nn
 from torch._dynamo import compiled_autograd
 

@@ -17,8 +17,17 @@ import pytest
 import torch
 from pytorch_scenarios import PLACES, SCENARIOS
 from rank_pool import RankPool
-from sharded_models import Mesh, Training, by_layer, local, local_part, reshard, unlike
-from sharded_ranks import on_ranks, run_on
+from sharded_models import (
+    Mesh,
+    Training,
+    by_layer,
+    local,
+    local_part,
+    on_ranks,
+    reshard,
+    run_on,
+    unlike,
+)
 from sharded_scenarios import unlike_plain
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import share_comm_ctx

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from cpp_libraries import library
 from rank_pool import RankPool
-from sharded_models import far, gradients_of_step, layers, same_bits, sharded
-from sharded_ranks import on_ranks
+from sharded_models import far, gradients_of_step, layers, on_ranks, same_bits, sharded
 from torch import Tensor
 
 from torch_commhook import attach, codecs, hooks, load_cpp_hooks
@@ -157,5 +156,5 @@ def _in_cpp(rank: int, place: str, path: str, name: str) -> list[str]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["allreduce", "cast"])
 def test_hooks_in_cpp(ranks: RankPool, place: str, name: str) -> None:
-    path = library("tests/support/cpp_hooks", "comm_hooks")
+    path = library("comm_hooks")
     assert ranks.run(_in_cpp, place, path, name) == [[]] * ranks.world_size

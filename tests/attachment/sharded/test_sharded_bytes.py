@@ -49,8 +49,7 @@ from sharded_bytes import (
     second_steps,
     some_long,
 )
-from sharded_models import Layers, Mesh, by_layer, loss_of
-from sharded_ranks import on_processes
+from sharded_models import Layers, Mesh, by_layer, loss_of, on_processes
 
 from torch_commhook import attach, codecs, hooks
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter

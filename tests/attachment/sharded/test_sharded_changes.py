@@ -10,17 +10,20 @@ import pytest
 import torch
 from rank_pool import RankPool
 from sharded_models import (
+    Custom,
     Layers,
     Mesh,
     at_once,
     by_layer,
+    error_of,
     gradients_of_step,
     layers,
     local,
+    on_ranks,
+    own_hook,
     sharded,
+    still_plain,
 )
-from sharded_ranks import on_ranks
-from sharded_refusals import Custom, error_of, own_hook, still_plain
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from mode_cases import OwnError
-from sharded_failures import Failing, trap_of, with_traps
 from sharded_local import (
     INT4,
     MEAN,
@@ -23,8 +22,18 @@ from sharded_local import (
     tensors_by_path,
     values,
 )
-from sharded_models import Mesh, by_layer, same_bits, sharded
-from sharded_ranks import on_processes, on_ranks, run_on
+from sharded_models import (
+    Failing,
+    Mesh,
+    by_layer,
+    on_processes,
+    on_ranks,
+    run_on,
+    same_bits,
+    sharded,
+    trap_of,
+    with_traps,
+)
 
 from torch_commhook import PeerError, attach, hooks
 from torch_commhook.collectives.futures import driven

@@ -24,6 +24,7 @@ from sharded_local import (
     whole_values,
 )
 from sharded_models import (
+    GLOO,
     Mesh,
     Steps,
     at_once,
@@ -32,12 +33,14 @@ from sharded_models import (
     layers,
     local,
     loss_of,
+    on_processes,
+    on_ranks,
+    run_on,
     same_bits,
     sharded,
     take_steps,
 )
 from sharded_models import reshard as reshard_model
-from sharded_ranks import GLOO, on_processes, on_ranks, run_on
 from sharded_scenarios import PLACES as SCENARIO_PLACES
 from sharded_scenarios import SCENARIOS
 from torch import Tensor, nn

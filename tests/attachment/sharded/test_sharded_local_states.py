@@ -24,8 +24,7 @@ from sharded_local import (
     values,
     whole_values,
 )
-from sharded_models import layers, same_bits, sharded
-from sharded_ranks import on_processes, on_ranks
+from sharded_models import layers, on_processes, on_ranks, same_bits, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import distribute_tensor

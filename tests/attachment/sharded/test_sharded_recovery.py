@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_failures import (
+from sharded_models import (
     TRAPS,
     Failing,
+    Mesh,
+    by_layer,
     check_equal,
     check_outcome,
     new_model,
+    on_processes,
     one_step,
     plain_gradients,
     trap_of,
     with_traps,
 )
-from sharded_models import Mesh, by_layer
-from sharded_ranks import on_processes
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_commhook import attach, codecs, hooks

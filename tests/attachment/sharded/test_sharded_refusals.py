@@ -11,15 +11,18 @@ import pytest
 import torch.distributed as dist
 from rank_pool import RankPool
 from sharded_models import (
+    Custom,
     Mesh,
     by_layer,
+    error_of,
     gradients_of_step,
     layers,
+    on_ranks,
+    own_hook,
     sharded,
+    still_plain,
     two_axes,
 )
-from sharded_ranks import on_ranks
-from sharded_refusals import Custom, error_of, own_hook, still_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

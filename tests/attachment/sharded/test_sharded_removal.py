@@ -13,12 +13,13 @@ from sharded_models import (
     gradients_of_step,
     local,
     loss_of,
+    on_processes,
+    on_ranks,
     reshard,
     same_bits,
     sharded,
     sharded_modules,
 )
-from sharded_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import device_mesh, local, unlike
-from sharded_ranks import run_on
+from sharded_models import device_mesh, local, run_on, unlike
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard

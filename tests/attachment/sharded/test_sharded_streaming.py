@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from local_training import StreamingTurns
 from mode_cases import OwnError
 from rank_pool import RankPool
-from sharded_failures import trap_of, with_traps
 from sharded_local import (
     INT4,
     PLACES,
@@ -25,9 +25,16 @@ from sharded_local import (
     values,
     whole_values,
 )
-from sharded_models import Mesh, by_layer, same_bits, sharded
-from sharded_ranks import on_processes, on_ranks
-from streaming_reference import StreamingTurns
+from sharded_models import (
+    Mesh,
+    by_layer,
+    on_processes,
+    on_ranks,
+    same_bits,
+    sharded,
+    trap_of,
+    with_traps,
+)
 from torch import Tensor
 
 from torch_commhook import PeerError, attach, hooks, reshard_states

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard
-from sharded_ranks import on_ranks, run_on
+from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, on_ranks, reshard, run_on
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from sharded_models import Mesh, device_mesh, gradients_of_step, unlike
-from sharded_ranks import on_processes, on_ranks
+from sharded_models import Mesh, device_mesh, gradients_of_step, on_processes, on_ranks, unlike
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -49,7 +48,7 @@ def _halves() -> nn.Module:
 def test_shards_that_have_settled_on_other_bits(rank: int, place: str) -> None:
     """Training goes on from a state with the bits that shards have settled on."""
     model, other = _halves(), _halves()
-    handle, other_handle = (attach(each, hooks.adaptive(180, every=2)) for each in (model, other))
+    handle, other_handle = (attach(each, hooks.adaptive(360, every=2)) for each in (model, other))
     for number in range(4):
         gradients_of_step(model, rank, number)
     state = copy.deepcopy(handle.state_dict())
@@ -67,7 +66,7 @@ def test_shards_that_have_settled_on_other_bits(rank: int, place: str) -> None:
 def test_replicas_of_a_shard_that_load_other_choices(rank: int, place: str) -> None:
     """A replica of the first shard loads another choice than the other has."""
     model = _halves()
-    handle = attach(model, hooks.adaptive(180, every=2))
+    handle = attach(model, hooks.adaptive(360, every=2))
     for number in range(4):
         gradients_of_step(model, rank, number)
     state = copy.deepcopy(handle.state_dict())

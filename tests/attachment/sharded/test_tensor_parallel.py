@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from mode_cases import OwnError
-from sharded_failures import Failing
 from sharded_models import (
+    Failing,
     Mesh,
     Scenario,
     batch,
@@ -17,6 +17,8 @@ from sharded_models import (
     far,
     local,
     loss_of,
+    on_processes,
+    on_ranks,
     reference,
     reshard,
     sgd_at,
@@ -24,7 +26,6 @@ from sharded_models import (
     two_axes,
     whole,
 )
-from sharded_ranks import on_processes, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
