@@ -209,6 +209,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
         handle.on_membership(lambda rank, size: views.append(size))
+        assert len(views) == 1  # it is called at once
         began = _began(handle, model)
         together: list[tuple[int, str]] = []
         while handle.steps < case["steps"]:
