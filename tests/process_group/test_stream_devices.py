@@ -198,7 +198,7 @@ def _goes_on(rank: int, paths: Paths, hook: Any) -> tuple[int, bool, Tensor]:
         library.release()
         return future
 
-    torch.accelerator.synchronize(DEVICE)  # with what attach() has sent
+    torch.accelerator.current_stream(DEVICE).synchronize()  # with what attach() has sent
     library.hold()
     try:
         with unittest.mock.patch.object(
