@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import site
@@ -46,7 +47,7 @@ class Store:
         for folder in self.folders:
             files |= {
                 folder / f"{name}.json": text,
-                folder / f"{name}.md": without_folders(page(self.document)),
+                folder / f"{name}.md": page(json.loads(text)),  # of the rounded figures
             }
         for path, content in files.items():
             try:
