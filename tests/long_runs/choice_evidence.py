@@ -154,7 +154,17 @@ def possible(path: str, lines: set[int]) -> Iterator[tuple[int, int, str, str]]:
     """Line, column, old and new text of each change of one operator or constant."""
     text = (ROOT / path).read_text()
     rows = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    annotations = {  # they are not evaluated
+        id(inner)
+        for node in ast.walk(tree)
+        for field in ("annotation", "returns")
+        if getattr(node, field, None) is not None
+        for inner in ast.walk(getattr(node, field))
+    }
+    for node in ast.walk(tree):
+        if id(node) in annotations:
+            continue
         operators: list[tuple[ast.expr, ast.AST, ast.expr]] = []
         if isinstance(node, ast.BinOp):
             operators = [(node.left, node.op, node.right)]
