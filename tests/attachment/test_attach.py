@@ -8,11 +8,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from group_doubles import completed
 from mode_cases import backward_step, equal, small_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import GradBucket, attach, collectives, hooks
 
 
 def doubled(state: object, bucket: GradBucket) -> torch.Tensor:
@@ -168,11 +169,18 @@ class TestHandle:
         backward_step(model)
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
-    def test_bytes_of_a_hook_without_collectives_are_unknown(self) -> None:
+    def test_bytes_are_known_of_hooks_with_collectives(self) -> None:
         model = small_model()
         handle = attach(model, doubled)
         backward_step(model)
         assert handle.stats().bytes_sent is None and handle.stats().steps == 1
+        for hook in (
+            lambda _, bucket: collectives.all_reduce(bucket.buffer()),
+            lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future(),
+        ):
+            handle.replace(hook)
+            backward_step(model)
+            assert handle.stats().bytes_sent == 0  # one rank sends nothing
 
     def test_gradients_of_none_and_of_other_strides(self) -> None:
         model = small_model()

@@ -160,7 +160,7 @@ def test_unused_parameters_and_accumulation(rank: int) -> None:
 @by_model
 @on_ranks(2)
 def test_hooks_around_it(rank: int, use_ddp: bool) -> None:
-    """They come and go, and so do other hooks in its place."""
+    """Hooks around it come and go, and so do hooks in its place."""
     model: nn.Module = DDP(module(), bucket_cap_mb=0.01) if use_ddp else module()
     options = {} if use_ddp else {"bucket_cap_mb": 0.01}
     handle = attach(model, hooks.cpp("allreduce"), **options)

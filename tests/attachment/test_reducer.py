@@ -27,7 +27,7 @@ Scenario = Callable[[nn.Module, NoSync, int], None]
 
 
 def steps(count: int, set_to_none: bool | None = True, **options: Any) -> Scenario:
-    """So many steps with options of the forward. With None, gradients stay between them."""
+    """Steps with options of the forward. If ``set_to_none`` is None, gradients add up."""
 
     def run(model: nn.Module, no_sync: NoSync, rank: int) -> None:
         for number in range(count):

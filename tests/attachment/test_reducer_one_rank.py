@@ -38,7 +38,7 @@ def test_errors_of_attach() -> None:
         (nn.Linear(2, 2, device="meta"), {}, "'weight' is on the meta device; materialise"),
         (nn.ReLU(), {}, "has no parameter that requires grad"),
         (nn.LazyLinear(2), {}, "'weight' is not initialised; run the model once"),
-        (DDP(nn.Linear(2, 2)), {"bucket_cap_mb": 3}, "must be given to DistributedDataPar"),
+        (DDP(nn.Linear(2, 2)), {"bucket_cap_mb": 3}, "bucket_cap_mb must be given to Distributed"),
     ):
         with pytest.raises(ValueError, match=message):
             attach(module, hooks.allreduce(), **options)

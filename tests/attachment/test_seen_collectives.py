@@ -72,7 +72,7 @@ def over_the_models_group(state: Any, bucket: GradBucket) -> torch.futures.Futur
 
 
 class InAClass(hooks.Hook):
-    """A function as a hook of the library's kind."""
+    """A hook of the library's class that calls a function."""
 
     is_lossy = True
 

@@ -240,15 +240,15 @@ def test_a_parameter_that_no_sharding_has_replaced() -> None:
 @on_ranks(2)
 def test_averaged_after_attach(rank: int, around: str, place: str) -> None:
     model = _net()
-    if around == "replicate, before":  # its DDP is made in the first forward
+    is_before = around == "replicate, before"  # its DDP is made in the first forward
+    if is_before:
         replicate(model)
-        attach(model[0], hooks.allreduce())
-    else:
-        attach(model, hooks.allreduce())
+    handle = attach(model[0] if is_before else model, hooks.allreduce())
     if around == "DDP":
         model[2] = DDP(model[2])
-    elif around != "replicate, before":
+    elif not is_before:
         replicate(model[2] if around == "replicate, a part" else model)
     message = _message(RuntimeError, lambda: _step(model, rank))
+    handle.remove()
     assert f"averages the gradient of parameter '{place}' too" in message
     assert "remove() the hook" in message

@@ -43,7 +43,7 @@ def model_of(kind: str, width: int) -> tuple[Any, dict[str, Any]]:
 
 
 def stepping(model: nn.Module, width: int = 40, value: float = 1.0) -> Callable[[], None]:
-    """A step, after two of which DDP has formed its buckets anew."""
+    """Takes two steps, after which DDP keeps its buckets, and returns a function for more."""
 
     def step() -> None:
         model(torch.full((2, width), value)).square().sum().backward()

@@ -9,9 +9,9 @@ each works on what the last one made   ``test_unchanged_parameter``
 a None in a tuple drops the gradient   ``test_a_none_drops_a_gradient``
 messages                               ``test_errors_of_*`` (``test_autograd_hooks.py``),
                                        ``test_a_none_is_not_replaced``
+the name in a message                  ``test_errors_name_hook_and_value`` (there)
 a post-accumulate hook returns None    ``test_a_hook_that_returns_a_tensor``
                                        (``test_autograd_suite_post_accumulate.py``)
-the name in a message                  ``test_errors_name_hook_and_value`` (there)
 order                                  ``test_order_in_a_module`` (``test_autograd_suite_node.py``)
 an exception comes out as it is        ``test_exceptions_keep_their_type``
 all of it without the engine           ``test_*_without_the_engine``

@@ -102,7 +102,7 @@ def run(tensor: Tensor, backward: str) -> None:
 def hooked_node(
     api: Any, kind: str, operation: str, backward: str, *, holds_node: bool
 ) -> tuple[weakref.ref[Marker], Any]:
-    """What the hook of a node that is gone holds, and the hook's handle."""
+    """An object that only the hook of a freed node holds, and the hook's handle."""
     marker = Marker()
     y = OPERATIONS[operation](leaf())
     held = (marker, y.grad_fn) if holds_node else (marker,)
@@ -129,13 +129,14 @@ def test_a_hook_goes_with_its_leaf(api: Any, kind: str, backward: str) -> None:
     marker = Marker()
     gone = weakref.ref(marker)
     x = leaf()
-    register(api, kind, x, holding(marker))
+    handle = register(api, kind, x, holding(marker))
     del marker
     with no_collection():
         run(x * 2, backward)
         assert gone() is not None
         del x
         assert gone() is None
+    handle.remove()
 
 
 @both

@@ -232,9 +232,9 @@ def test_which_hooks_run_for_which_inputs(api: Any) -> None:
 
 
 def hook_everything(api: Any, out: Tensor, leaves: dict[str, Tensor], events: list[str]) -> Tensor:
-    """Hooks of each kind on all nodes, by name and distance from the loss, on leaves and output.
+    """Registers hooks on all nodes, on leaves and on the output; returns the loss of the output.
 
-    Returns the loss.
+    Events name nodes with their distance from the loss.
     """
     loss = out.sum()
 

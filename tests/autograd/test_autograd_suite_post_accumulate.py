@@ -103,11 +103,11 @@ def test_they_see_the_sum_with_what_was_there(api: Any, mode: str) -> None:
 
 @both
 def test_without_a_gradient(api: Any) -> None:
-    seen: list[Tensor | None] = []
+    seen: list[tuple[bool, Tensor | None]] = []
     x = leaf()
-    api.post_accumulate(x, lambda parameter: seen.append(parameter.grad))
+    api.post_accumulate(x, lambda parameter: seen.append((parameter is x, parameter.grad)))
     NoGradient.apply(x).sum().backward()
-    assert seen == [None]
+    assert seen == [(True, None)]
 
 
 @both

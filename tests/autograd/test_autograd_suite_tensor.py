@@ -247,7 +247,7 @@ def test_told_that_there_is_no_gradient(api: Any, inner: bool) -> None:
 
 @both
 def test_one_of_several_outputs(api: Any) -> None:
-    """Where only another one has a gradient, the hook gets None."""
+    """The hook gets None if only another output has a gradient."""
     seen: list[Tensor | None] = []
     x = leaf()
     outputs = x.unbind()

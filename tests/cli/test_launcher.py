@@ -387,6 +387,14 @@ def test_more_than_one_ctrl_c_is_one_line_and_exit_code_130(when: str, tmp_path:
 _LONG = ("--hook", "none", "--steps", "1000000", "--log-every", "1000000")
 
 
+def test_an_interrupted_run_saves_only_where_it_should(tmp_path: Path) -> None:
+    with start_train(*_LONG, folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.wait() == 130
+    assert "\ninterrupted at step " in run.stdout and "\ncheckpoint: " not in run.stdout
+
+
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) -> None:
     with start_train(*_LONG, "--save", "c.pt", folder=tmp_path) as run:
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)

@@ -216,6 +216,7 @@ def test_the_command_lists_hooks_for_shards(
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
         (["--link", "1bit"], "must be a rate such as 200mbit"),
         (["--link", ""], "must be a rate such as 200mbit"),
+        (["--link", "."], "must be a rate such as 200mbit"),
         (["--world", "1025"], "argument --world: must be at most 1024, got 1025"),
         (["--bucket-cap-mb", "0"], "must be a number of MiB from 0.001 to 100000, got '0'"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),

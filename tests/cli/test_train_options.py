@@ -34,6 +34,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("--steps -3", "argument --steps: must be at least 1, got -3"),
         ("--steps 99999999999999999999", "argument --steps: must be at most 1000000000, got"),
+        ("--batch 99999999999999999999", "argument --batch: must be at most 1000000, got"),
         ("--out=", "argument --out: must be a path, got ''"),
         ("--steps 2.5", "argument --steps: must be a whole number, got '2.5'"),
         ("--lr 0", "argument --lr: must be more than 0"),
@@ -45,6 +46,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("--bucket-cap-mb 1e300", "argument --bucket-cap-mb: must be at most 1000000, got 1e300"),
         ("--threads 1000000000000", "argument --threads: must be at most 1024, got 1000000000000"),
         ("--data-cap-mb 1e13", "argument --data-cap-mb: must be at most 1000000, got 1e13"),
+        ("--data-cap-mb 1e308", "argument --data-cap-mb: must be at most 1000000, got 1e308"),
         (
             "--data-cap-mb 1e-9",
             "argument --data-cap-mb: must be more than a sequence (128 bytes), got 1e-09 (0 bytes)",

@@ -217,7 +217,7 @@ def test_a_resumed_run_in_shards_ends_with_the_same_bits(
         ("error_feedback(blockwise(bits=4))", "--parallel fsdp --weights fp8()"),
         (
             "error_feedback(powersgd(rank=2))",
-            "--parallel hsdp --ranks 4 --shard-hook error_feedback(sign())",
+            "--parallel hsdp --ranks 4 --shard-hook error_feedback(sign()) --weights blockwise()",
         ),
     ],
     ids=["fsdp", "hsdp"],

@@ -114,6 +114,7 @@ def test_the_places_of_the_kernels(kernels: Any, size: int) -> None:
             alone = of_kernels(kernels, form, count, 1)[1]
             assert alone == each.nbytes  # each shard is a message
             unused = each.parameters_begin - each.codes_end + each.shard_end - each.parameters_end
+            # At most 15 bytes after codes, and 12 after parameters, which fill up 4 already.
             assert 0 <= unused <= (27 if count else 0)
 
 

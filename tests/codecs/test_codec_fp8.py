@@ -67,6 +67,9 @@ def test_blocks_of_any_range(format: str) -> None:
     steps = messages[0][x.numel() :].view(torch.float32)
     sure = steps > 2.0**-120  # of others a step has fewer bits
     assert (codes[sure, 0] == most).all() and (codes[sure, 1] == most + 128).all()
+    torch.testing.assert_close(
+        steps[sure] * FORMATS[format][1], largest[sure, 0], rtol=1e-6, atol=0
+    )
 
 
 def signed_bits(x: Tensor) -> Tensor:

@@ -55,13 +55,13 @@ def test_opcheck_of_each_dtype(own: Operators, dtype: torch.dtype) -> None:
 @of_each
 @pytest.mark.parametrize("numel", [0, 1, 220])
 def test_opcheck(own: Operators, numel: int) -> None:
-    """With an error, of nothing and of one value; and sums of messages."""
-    x, message = [torch.randn(numel)], own.message(numel)
+    """With an error, of nothing and of a scalar; and sums of messages."""
+    x, message = [torch.randn(() if numel == 1 else numel)], own.message(numel)
     keywords = {**own.settings, "error": torch.zeros(numel)}
     torch.library.opcheck(own.encode, (x, message, *own.rounding), keywords)
     own.encode(x, message, *own.rounding, **own.settings)
     stacked = torch.stack([message, message])
-    if own is not RANDOMK:  # whose messages are added up
+    if own is not RANDOMK:  # ranks add up its messages
         keywords = {**own.settings, "scale": 0.5}
         torch.library.opcheck(own.decode_sum, (stacked, x), keywords)
     if own is BLOCKS:

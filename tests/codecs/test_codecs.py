@@ -225,10 +225,10 @@ def test_the_largest_numbers_leave_a_finite_error(codec: Codec, level: str) -> N
 def test_random_numbers_are_asked_for(codec: Codec) -> None:
     """They follow from seed and step."""
     x = torch.randn(600)
-    message = encode(codec, [x], rounding=torch.tensor([1, 0]))
-    assert torch.equal(message, encode(codec, [x], rounding=torch.tensor([1, 0])))
-    for seed, step in ((1, 1), (2, 0), (2, 1)):
-        assert not torch.equal(message, encode(codec, [x], rounding=torch.tensor([seed, step])))
+    seeds_and_steps = ((1, 1), (1, 2), (2, 1), (2, 2))
+    draws = [encode(codec, [x], rounding=torch.tensor(each)) for each in seeds_and_steps]
+    assert torch.equal(draws[0], encode(codec, [x], rounding=torch.tensor([1, 1])))
+    assert not any(itertools.starmap(torch.equal, itertools.combinations(draws, 2)))
     with pytest.raises(ValueError, match="rounding must be given"):
         encode(codec, [x], rounding=None)
 
@@ -247,14 +247,15 @@ def test_all_kernels_give_the_same_bits(codec: Codec) -> None:
         shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
         dtype = [None, *codec.error_dtypes][number % (1 + len(codec.error_dtypes))]
         error = None if dtype is None else (torch.randn(sum(sizes)) * 1e-3).to(dtype)
+        # Codecs from elsewhere may send a NaN's payload, which differs between kernels.
+        exact = is_own or all(tensor.isfinite().all() for tensor in tensors)
         found = []
         for level in LEVELS:
             with limited_cpu(level):
                 found.append(everything(codec, tensors, shards, scale, error, sizes))
         for other in found[1:]:
             pairs = zip(other, found[0], strict=True)
-            # Codecs from elsewhere may send a NaN's payload, which differs between kernels.
-            wrong = [a for a, b in pairs if (is_own or a.is_floating_point()) and not same(a, b)]
+            wrong = [a for a, b in pairs if (exact or a.is_floating_point()) and not same(a, b)]
             assert not wrong, (shards, scale, sizes)
 
 

@@ -322,7 +322,7 @@ def test_memory_stays_bounded(codec: Codec) -> None:
 def test_quadratics(name: str) -> None:
     """Published: 29 to 30 without, 0.2 to 1.5 with it, after 20,000 steps in another setting.
 
-    With errors in 16 bits as near as with float32, within a factor of two.
+    Errors in 16 bits come as near as those in float32, within a factor of two.
     """
     hook, seed = hooks.compressed(OF_QUADRATICS[name]), random.randrange(1 << 30)
     without = run_ranks(quadratics, 4, hook, 500, seed)

@@ -144,9 +144,7 @@ def test_few_ranks_are_connected_to_all(connected: Connect) -> None:
         assert len(backend.addresses.sockets()) == 4
 
 
-def test_many_ranks_connect_to_their_neighbours_alone(
-    connected: Connect,
-) -> None:
+def test_many_ranks_connect_to_their_neighbours_alone(connected: Connect) -> None:
     size = MOST_IN_FULL_MESH + 4
     ranks = connected(size)
     # An all-reduce in a ring needs nobody else.

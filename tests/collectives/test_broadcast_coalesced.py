@@ -300,7 +300,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
     ),
-    "freed": ({"tensors": [FREED]}, ValueError, r"\[0\] must have a storage of 16 bytes or more"),
+    "freed": (
+        {"tensors": [FREED]},
+        ValueError,
+        r"tensors\[0\] must have a storage of 16 bytes or more",
+    ),
     "meta": (
         {"tensors": [torch.ones(3, device="meta")]},
         ValueError,

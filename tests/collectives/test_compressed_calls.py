@@ -93,7 +93,7 @@ VALUES: Wrong = {
         "(tensors|this rank's chunk|the chunks of all ranks), got 599",
     ),
     "one place to write": ({"out": EXPANDED}, "must reach each of its elements once"),
-    "short error": ({"error": ZEROS[:599]}, "error must be flat and hold 600 elements"),
+    "short error": ({"error": ZEROS[:599]}, "^{call}: error must be flat and hold 600 elements"),
     "error elsewhere": ({"error": META}, "error must be on the tensors' device, cpu, got meta"),
     "an error that is sparse": ({"error": ZEROS.to_sparse()}, "error must be dense and flat"),
 }
@@ -208,7 +208,7 @@ ERRORS = [
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("call", "given", "error", "message"), ERRORS)
 def test_errors(call: Call, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message.format(call=call.__name__)):
         call(**{"tensors": X, "codec": BLOCKWISE, **given}).wait()
     call(X, BLOCKWISE).wait()  # the group is as good as before
 

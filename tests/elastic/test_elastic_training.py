@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from repository import SUPPORT
 
-#: How a process ends in which this happens; others end with "done".
+#: How a process ends after an event; after any other it ends with "done".
 ENDS = {
     "kill": "killed",
     "kill at the end": "killed",
@@ -40,12 +40,12 @@ def _on_each(ranks: int, step: int, do: str) -> list[tuple[int, int, str]]:
 
 
 def _joins_after(steps: int, **others: Any) -> dict[str, Any]:
-    """A new rank starts after so many steps."""
+    """A new rank starts after this many steps."""
     return {"late": [steps], "pause": 0.02, **others}
 
 
 def _left_out_after(steps: int) -> dict[str, Any]:
-    """Ranks leave a member out that is slow in so many steps."""
+    """Ranks leave out a member that is slow in this many steps."""
     straggler = {"straggler": 3.0, "straggler_steps": steps, "leave_out_stragglers": True}
     return {"pause": 0.03, "straggler": straggler}
 

@@ -74,7 +74,7 @@ def test_sizes_of_pieces(
     def receive_number(group: Any, rank: int) -> int:
         nonlocal now
         came = number(group, rank)
-        if rank == NEW:  # the donor's thread, while no other one changes the time
+        if rank == NEW:  # on the donor's thread, while no other changes the time
             now += receiving
         return came
 

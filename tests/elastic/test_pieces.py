@@ -66,7 +66,7 @@ def _both(make: _Make, done: int) -> tuple[list[nn.Module], list[torch.optim.Opt
 
 
 def _pieces(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Pieces]:
-    """Those of both ranks."""
+    """The pieces of the donor and of the new rank."""
     return [
         Pieces(list(model.parameters()), [optimizer])
         for model, optimizer in zip(models, optimizers, strict=True)

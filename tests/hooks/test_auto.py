@@ -210,8 +210,9 @@ def test_ranks_that_load_other_choices_are_refused(rank: int, found: list[int]) 
     (kind,) = state["choices"]
     if rank:
         state["choices"][kind] = dict.fromkeys(state["choices"][kind], 1)
-    with pytest.raises(RuntimeError, match="the state's choices must be the same"):
+    with pytest.raises(RuntimeError, match="the state's choices must be the same") as raised:
         handle.load_state_dict(state)
+    assert raised.type is RuntimeError
     assert handle.stats().choice == "blockwise()"
 
 

@@ -75,7 +75,7 @@ def test_it_prints_as_it_is_written(hook: hooks.Hook, text: str) -> None:
     assert repr(hook) == text
     for given in (text, text.replace("sign()", "sign").replace("torch.bfloat16", "bfloat16")):
         assert repr(parse_hook(given)) == text
-    for made in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+    for made in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
         assert repr(made) == text
         assert (made.error_decay, made.error_dtype) == (hook.error_decay, hook.error_dtype)
 
@@ -541,7 +541,7 @@ def test_parts_have_dtypes_of_their_own(rank: int) -> None:
 
 @on_ranks(1)
 def test_small_gradients_add_up_in_topk(rank: int) -> None:
-    """An error of 1 grows on average by gradients less than its last bit."""
+    """Gradients smaller than the last bit of an error of 1 increase it on average."""
     hook = hooks.error_feedback(hooks.topk(0.01), dtype=torch.bfloat16)
     gradient = torch.full((400,), 1 / 1024)
     gradient[:4] = 100.0  # in each message

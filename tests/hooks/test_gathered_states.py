@@ -92,8 +92,9 @@ def test_a_state_that_cannot_be_gathered(rank: int) -> None:
         memory.state_dict = lambda: 1 / 0
     message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
     error, message = (ZeroDivisionError, "division by zero") if rank else (RuntimeError, message)
-    with pytest.raises(error, match=f"^{message}"):
+    with pytest.raises(error, match=f"^{message}$") as raised:
         handle.state_dict(gather=True)
+    assert raised.type is error
     memory.state_dict = state_dict
     memory._seen_steps += rank
     message = "the ranks' 'steps' must be the same for one state of all ranks, got 1 and"

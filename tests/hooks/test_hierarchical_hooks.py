@@ -312,7 +312,12 @@ CODECS = [
 
 
 def _both_ways(rank: int, shape: tuple[int, int] | None) -> None:
-    """On so many nodes of so many ranks, or on three levels."""
+    """Compare sums under way at once with sums that wait for each stage.
+
+    Args:
+        rank: this process's.
+        shape: the number of nodes and of ranks on each; None for three levels.
+    """
     if shape is None:
         hook = hooks.hierarchical(CODECS[0], levels=[2, 2])
         attach(nn.Linear(2, 2), hook).remove()
@@ -347,7 +352,7 @@ def _both_ways(rank: int, shape: tuple[int, int] | None) -> None:
 def test_sums_under_way_at_once(
     request: pytest.FixtureRequest, pool: str, shape: tuple[int, int] | None
 ) -> None:
-    """They have the bits and bytes of sums that wait for each stage."""
+    """Sums under way at once have the bits and bytes of sums that wait for each stage."""
     request.getfixturevalue(pool).run(_both_ways, shape)
 
 

@@ -19,7 +19,7 @@ from torch_commhook.testing import run_ranks
 
 INT4 = "error_feedback(blockwise(bits=4))"
 HOOKS = [
-    "error_feedback(blockwise(bits=4))",
+    INT4,
     "blockwise(rounding='stochastic', seed=5)",
     "error_feedback(blockwise(bits=4, rounding='stochastic'))",
     "error_feedback(sign())",
@@ -313,7 +313,12 @@ def test_the_state_of_another_hook(rank: int) -> None:
         handle.load_state_dict(apart)
     handle.load_state_dict(error)  # of a hook that remembers as much
     handle.remove()
+    assert _trained(rank, "allreduce()", 1)[1] == {}
     _, handle = attached(net(), "allreduce()", False)
+    handle.load_state_dict({})
+    for nothing in (None, [], 0):
+        with pytest.raises(ValueError, match=r"must come from HookHandle\.state_dict"):
+            handle.load_state_dict(nothing)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'error', which the attached hook"):
         handle.load_state_dict(error)
     handle.remove()

@@ -223,8 +223,12 @@ def test_uneven_inputs_with_join(rank: int) -> None:
     ("how", "error", "message"),
     [
         ("raises", ArithmeticError, "^boo"),
-        ("too long", ValueError, "hook '.*hook' on bucket 0 of 1: the result must have 8 elements"),
-        ("callback", RuntimeError, r"hook '.*hook' on bucket 0 of 1: (.|\n)*IndexError"),
+        (
+            "too long",
+            ValueError,
+            "^hook '.*hook' on bucket 0 of 1: the result must have 8 elements",
+        ),
+        ("callback", RuntimeError, r"^hook '.*hook' on bucket 0 of 1: (.|\n)*IndexError"),
     ],
 )
 @on_processes
@@ -280,7 +284,7 @@ def _sparse(rank: int, way: str) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["attach", "policy", "register", "function"])
 @on_ranks(2)
 def test_sparse_gradients_are_averaged(rank: int, way: str) -> None:
-    """A function of a user's own gets the rank's own gradient."""
+    """A user's function gets the gradient of its rank, which is not averaged."""
     want = torch.zeros(10, 3)
     want[1], want[4], want[5] = 1, 0.5, 0.5
     if way == "function":

@@ -59,7 +59,7 @@ def begun(rank: int, hook: str) -> tuple[nn.Module, HookHandle, dict[str, Any]]:
 
 
 def attempt(model: nn.Module, handle: HookHandle, state: Any, path: Any, rank: int) -> str:
-    """What is wrong with a load, whether it was refused or not; "" if nothing is."""
+    """Try to load a state; returns what is wrong with the outcome, or ""."""
     before = handle.state_dict()
     try:
         handle.load_state_dict(state)
@@ -140,8 +140,10 @@ CASES: list[tuple[str, tuple[Any, ...], str, str | None]] = [
     (LOCAL, ("own", "local_sgd_parameter", "0.weight"), GONE, "must have parameter '0.weight' of"),
     (LOCAL, ("own", "local_sgd_parameter", "0.weight"), "float8_e5m2", None),
     (LOCAL, ("local_steps",), GONE, "got one without 'local_steps'"),
+    (LOCAL, ("local_steps",), "None", "its local_steps must be a number of steps, done, and a"),
     (LOCAL, ("local_steps",), "numbers", "its local_steps must be a number of steps, done, and a"),
     (LOCAL, ("local_steps", "done"), GONE, "its local_steps must be a number of steps, done, and"),
+    (LOCAL, ("local_steps", "done"), "str", "its local_steps must be a number of steps, done, and"),
     (LOCAL, ("local_steps", "done"), "scalar", "got done torch.Tensor and is_open False"),
     (LOCAL, ("local_steps", "done"), "huge", "local_steps must be a number of steps, done, and a"),
     (LOCAL, ("local_steps", "is_open"), "scalar", "and is_open torch.Tensor"),

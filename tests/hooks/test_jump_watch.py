@@ -85,21 +85,21 @@ def test_gradients_that_jump_are_said_once(
 
 
 @pytest.mark.parametrize(
-    ("road", "before", "options"),
+    ("road", "scales", "options"),
     [
         *(
-            (road, [1.0] * 10, {"dtype": dtype})
+            (road, [1.0] * 10 + [0.25] * 9, {"dtype": dtype})
             for road in ("module", "ddp", "registered")
             for dtype in (torch.float64, torch.bfloat16)
         ),
-        *((road, [1.0] * 8, {"unused": True}) for road in ("module", "views", "ddp")),
-        ("registered", [1.0] * 9 + [math.nan, 0.0, math.inf], {}),
+        *((road, [1.0] * 8 + [0.25] * 9, {"unused": True}) for road in ("module", "views", "ddp")),
+        ("registered", [1.0] * 9 + [math.nan, 0.0, math.inf] + [0.25] * 8, {}),
     ],
 )
 def test_also_in_other_dtypes_beside_unused_parameters_and_after_steps_without_gradients(
-    caplog: pytest.LogCaptureFixture, road: str, before: list[float], options: dict[str, Any]
+    caplog: pytest.LogCaptureFixture, road: str, scales: list[float], options: dict[str, Any]
 ) -> None:
-    scaled_by_hand(road, "error_feedback(sign())", before + [0.25] * 9, **options)
+    scaled_by_hand(road, "error_feedback(sign())", scales, **options)
     assert len(jumps(caplog)) == 1
 
 

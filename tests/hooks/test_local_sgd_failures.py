@@ -126,7 +126,7 @@ def test_a_backward_that_fails_while_an_exchange_is_under_way(rank: int) -> None
 
 @on_ranks(2)
 def test_a_forward_that_is_refused_while_an_exchange_is_under_way(rank: int) -> None:
-    """On one rank. It does not end the exchange of the others."""
+    """The forward of one rank does not end the exchange of the others."""
     run = Training(rank, local_sgd(2, outer=_OUTER, delay=1))
     run.train(2)
     if rank == 0:
@@ -301,10 +301,7 @@ def test_a_rank_that_fails_in_the_background(rank: int, saves: bool) -> None:
 
 @on_processes
 def test_ctrl_c_where_an_exchange_ends(rank: int) -> None:
-    """On rank 0, after all have told that it went well: the other ranks have the exchange.
-
-    So has this one in the end.
-    """
+    """Rank 0 is interrupted after all ranks have reported success; all have the exchange."""
     run = Training(rank, local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
     run.train(2)
     background = run.handle._attached.local_steps._background

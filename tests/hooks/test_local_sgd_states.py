@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
 
 class _Resumable:
-    """A training with AdamW. All have the same buckets, so one goes on from another's state."""
+    """A training with AdamW, whose state another one with the same arguments can load."""
 
     def __init__(self, rank: int, road: str, hook: str, dtype: torch.dtype) -> None:
         self.rank = rank

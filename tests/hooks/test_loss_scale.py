@@ -181,7 +181,7 @@ def test_what_local_sgd_remembers_has_no_scale(rank: int) -> None:
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @on_processes
 def test_a_rank_that_has_joined_takes_the_others_scale(rank: int, road: str) -> None:
-    """Rank 0 has run out of inputs when the scale falls. What all ranks have yet to send."""
+    """Rank 0 has run out of inputs when the scale falls."""
     delivered, states = [], []
     for scaled in (True, False):
         run = Steps(road, "error_feedback(topk(0.05))", rank, scaled=scaled, told=scaled)

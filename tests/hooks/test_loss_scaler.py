@@ -92,7 +92,7 @@ def test_ranks_must_have_one_scale(rank: int, scales: tuple[float, float | None]
 def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(rank: int, road: str) -> None:
     scaler, model, handle = _counted(road, 1.0)
     scaler.scale = math.inf if rank == 1 else 1.0
-    said = "positive, finite scale, got inf" if rank == 1 else ""
+    said = "positive, finite scale, got inf" if rank == 1 else None
     with pytest.raises((RuntimeError, ValueError), match=said), backward_of(road):
         model(batch(rank, 0)).sum().backward()
     scaler.scale = 1.0
@@ -125,7 +125,7 @@ def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
     torch.testing.assert_close(halved, gradients(model, 2.0))
 
 
-# ---- that a hook was not told of -----------------------------------------------------------------
+# ---- a scaler that a hook was not told of --------------------------------------------------------
 
 
 def trained(road: str, hook: str, *, scaled: bool, told: bool, steps: int = 3) -> None:

@@ -195,10 +195,10 @@ def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch
     [
         returns_buffer,
         any_names,
-        annotated("dist.GradBucket", "torch.futures.Future[torch.Tensor]"),
+        annotated("torch.distributed.GradBucket", "torch.futures.Future[torch.Tensor]"),
         annotated("Any", "Any", "Any"),
         annotated("object", "object"),
-        annotated("GradBucket | dist.GradBucket", "torch.Tensor | None"),
+        annotated("GradBucket | torch.distributed.GradBucket", "torch.Tensor | None"),
         annotated("OnlyTheCheckerKnows", "torch.Tensor"),
         annotated("HasBuffer", "OwnFuture"),
         with_default,

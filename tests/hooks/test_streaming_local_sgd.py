@@ -85,11 +85,6 @@ def test_on_each_road(rank: int, road: str) -> None:
     _moves_as_plain_pytorch_does(rank, [settings], road)
 
 
-def test_one_fragment_without_delay_is_local_sgd() -> None:
-    """These are the defaults, with which ``test_local_sgd.py`` tests the rest."""
-    assert str(local_sgd(3, fragments=1, delay=0, mix=0)) == "local_sgd(3)"
-
-
 @on_ranks(2)
 def test_anchors_of_16_bits_are_float32(rank: int) -> None:
     """A mixed parameter is rounded once, from float32."""

@@ -210,6 +210,12 @@ def test_hooks_print_as_they_are_written(text: str) -> None:
         assert repr(each) == text
 
 
+def test_defaults_of_hooks() -> None:
+    assert repr(hooks.powersgd()) == "powersgd(rank=1)"
+    outer = hooks.outer_sgd(0.7, 0.9)
+    assert repr(hooks.local_sgd(8, outer=outer, fragments=1, delay=0, mix=0)) == "local_sgd(8)"
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("random_first", [False, True])
 def test_each_hook_draws_its_own_numbers(ranks: int, random_first: bool) -> None:

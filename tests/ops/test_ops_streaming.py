@@ -50,7 +50,7 @@ def values():
 
 
 def check_writes(write, expected: torch.Tensor) -> None:
-    """That write(destination) writes nothing but that, at several offsets and on threads."""
+    """Checks that ``write(out)`` writes ``expected`` and nothing around it, also on threads."""
     memory = torch.empty(expected.numel() + 7, dtype=expected.dtype)
     for offset, count in ((0, 1), (3, 2), (5, 1)):
         memory.fill_(7)

@@ -105,6 +105,8 @@ def test_the_number_of_threads_does_not_matter(name):
         for other in found[1:]:
             for one, another in zip(found[0], other, strict=True):
                 assert_same_bits(another, one, f"{name}, {source} to {target}")
+        # Each tensor is there twice, and its copies share memory.
+        assert_same_bits(found[0][0], expected_flatten(tensors, 1 / 3, target), name)
 
 
 # ---- flatten -------------------------------------------------------------------------------------

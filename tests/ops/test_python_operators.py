@@ -266,8 +266,10 @@ UNFIT: dict[str, dict[str, Callable[[], Arguments]]] = {
     "leave_out": {
         "used must be of dtype": lambda: {"used": used().float()},
         "touched must be of dtype": lambda: {"touched": used().float()},
-        "must have 2 elements, got 4 and 2": lambda: {"used": used().repeat(2)},
-        "must have 2 elements, got 2 and 1": lambda: {"touched": used()[:1].clone()},
+        "used and touched must have 2 elements, got 4 and 2": lambda: {"used": used().repeat(2)},
+        "used and touched must have 2 elements, got 2 and 1": lambda: {
+            "touched": used()[:1].clone()
+        },
         "missing must be numbers from 0 to 1": lambda: {"missing": [2]},
     },
 }

@@ -69,20 +69,27 @@ def _code(text: str) -> list[str]:
 
 
 def wrong_paths(text: str) -> list[str]:
-    """Paths from the root must be there, and other files anywhere; ``*`` is a glob's."""
+    """Paths from the root must be there, and other files anywhere; ``*`` is a glob's.
+
+    In a row of a table, a file must be in the package or in a folder that the row has named before.
+    """
     wrong = []
-    for code in _inline(text):
-        if not re.fullmatch(r"[\w.*/-]+", code) or code.startswith("torch.") or _resolves(code):
-            continue
-        if code.split("/")[0] in _TOP and "/" in code:
-            folders = [""]
-        elif re.search(_SUFFIXES + "$", code):
-            folders = ["", "*/"]
-        else:
-            continue
-        patterns = [folder + code.rstrip("/") + end for folder in folders for end in ("", ".*")]
-        if not any(fnmatch(name, pattern) for name in _files() for pattern in patterns):
-            wrong.append(code)
+    for part in (re.sub(r"^\|.*$", "", text, flags=re.M), *re.findall(r"^\|.*$", text, re.M)):
+        named: list[str] = []
+        for code in _inline(part):
+            if not re.fullmatch(r"[\w.*/-]+", code) or code.startswith("torch.") or _resolves(code):
+                continue
+            path, folders = code.rstrip("/"), ["", *(named or ["*/"])]
+            if code.split("/")[0] in _TOP and "/" in code:
+                folders = [""]
+                if part.startswith("|"):
+                    folder = path if (ROOT / path).is_dir() else path.rpartition("/")[0]
+                    named += ["torch_commhook/", f"{folder}/", f"{folder}/*/"]
+            elif not re.search(_SUFFIXES + "$", code):
+                continue
+            patterns = [folder + path + end for folder in folders for end in ("", ".*")]
+            if not any(fnmatch(name, pattern) for name in _files() for pattern in patterns):
+                wrong.append(code)
     return wrong
 
 
@@ -171,6 +178,7 @@ def test_what_pages_name_is_there(check: Callable[[str], list[str]]) -> None:
     [
         (wrong_paths, "see `torch_commhook/no_such.py`", "torch_commhook/no_such.py"),
         (wrong_paths, "see `no_such.py`", "no_such.py"),
+        (wrong_paths, "| `torch_commhook/codecs/`: `topk.py`, `powersgd.py` |", "powersgd.py"),
         (wrong_paths, "`csrc/runtime/no_such.*`", "csrc/runtime/no_such.*"),
         (wrong_targets, "```sh\nmake no-such\n```", "no-such"),
         (wrong_commands, "`python -m torch_commhook no_such`", "no_such"),

@@ -29,12 +29,12 @@ from torch_commhook.testing import DeadlockError, run_ranks, simulate
 
 Names = dict[str, Any]
 
-#: Pages with blocks that run elsewhere: in these files, or in tests/integrations.
+#: Pages and blocks that run elsewhere: in these files, or in tests of this folder.
 ELSEWHERE = {
     "README.md": "tests/project/test_readme.py",
     "docs/tutorial.md": "tests/project/test_tutorial.py",
-    "docs/elastic.md": "tests/elastic/test_elastic_training.py",
-    "docs/integrations.md": "tests/integrations",
+    **{f"docs/elastic.md {n}": "tests/elastic/test_elastic_training.py" for n in (1, 2)},
+    **{f"docs/integrations.md {n}": "tests/integrations" for n in range(1, 9)},
     "docs/process_groups.md 7": "tests/integrations/test_torchft.py",
 }
 PAGES = sorted(
@@ -175,6 +175,11 @@ def _the_state_is_there(names: Names) -> None:
     assert state["steps"] == 1 and _has_memory(state)
 
 
+def _as_it_was_saved(names: Names) -> None:
+    _the_state_is_there(names)
+    torch.testing.assert_close(names["saved"]["rank0"], names["handle"].state_dict()["rank0"])
+
+
 def _has_memory(state: Any) -> bool:
     return any(torch.is_tensor(each) and bool(each.any()) for each in tree_leaves(state["rank0"]))
 
@@ -199,18 +204,19 @@ def _the_rounds_are_counted(names: Names) -> None:
     assert names["handle"].stats().steps == 2  # the eighth step, and the end
 
 
-def _exchanges_after(step: int) -> Callable[[Names], None]:
-    """Of a hook in the text, whose first exchange ends with this step."""
+def _exchanges_after(*steps: int) -> Callable[[Names], None]:
+    """Checks that the exchanges of the text's hook end with these steps."""
 
     def check(names: Names) -> None:
         model = _model()
         optimizer = torch.optim.AdamW(model.parameters())
         handle = attach(model, names["hook"])
-        for number in range(1, step + 1):
+        for number in range(1, steps[-1] + 1):
             _step(model)
             optimizer.step()
-            assert handle.stats().steps == (number == step)
+            assert handle.stats().steps == sum(each <= number for each in steps)
         handle.synchronize()
+        assert handle.stats().steps > len(steps)
         handle.remove()
 
     return check
@@ -285,13 +291,13 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 4": _gradients_are_compressed,
     "docs/hooks.md 5": _the_scale_is_known,
     "docs/hooks.md 6": _the_state_is_there,
-    "docs/hooks.md 7": _the_state_is_there,
+    "docs/hooks.md 7": _as_it_was_saved,
     "docs/index.md 1": _gradients_are_compressed,
     "docs/write_a_hook.md 2": _the_error_is_remembered,
     "docs/write_a_hook.md 3": _the_codec_has_a_hook,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
-    "docs/local_sgd.md 2": _exchanges_after(step=15),
-    "docs/local_sgd.md 3": _exchanges_after(step=1),
+    "docs/local_sgd.md 2": _exchanges_after(15),
+    "docs/local_sgd.md 3": _exchanges_after(1, 2),
     "docs/modes.md 1": _the_mean_in_each_mode,
     "docs/process_groups.md 1": _every_rank_for_itself,
     "docs/process_groups.md 2": _known_to_torch_distributed,

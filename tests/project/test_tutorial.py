@@ -42,6 +42,7 @@ def _sent(text: str) -> list[str]:
 
 
 def test_alone(tmp_path: Path) -> None:
+    assert 20 <= len([line for line in SCRIPT.splitlines() if line]) <= 30
     assert re.fullmatch(r"rank 0: loss \d\.\d+\n", run_alone(tmp_path, _script("DDP")))
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import uuid
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch.utils import cpp_extension
 
 from torch_commhook import include_paths
 
-#: Their folders or files beside this file.
+#: By name, their sources beside this file.
 DOUBLES = {
     **{
         name: f"cpp_hooks/{name}.cpp"
@@ -28,7 +29,10 @@ DOUBLES = {
 }
 #: ``setup.py`` builds it, as readers of docs/cpp_hooks.md do.
 EXAMPLE = "clipped_mean"
-#: Without optimization, and with the headers of the library's runtime parsed once.
+#: The workers of a run have this in common. A later process may get this one's number.
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+#: Parse the headers of the library's runtime once. Another run may load a library meanwhile, so
+#: that the new one takes the old one's place at once.
 RULES = """
 rule precompile
   command = $cxx $flags -x c++-header $in -o $out -MD -MF $out.d
@@ -40,7 +44,7 @@ rule compile
   depfile = $out.d
   deps = gcc
 rule link
-  command = $cxx -shared $in -o $out $libraries
+  command = $cxx -shared $in -o $out.new $libraries && mv $out.new $out
 build precompiled.h.gch: precompile precompiled.h
 """
 
@@ -51,30 +55,34 @@ def library(name: str) -> str:
     kind = "example" if name == EXAMPLE else "doubles"
     into = ROOT / "build" / f"torch-{torch.__version__}-{kind}"
     into.mkdir(parents=True, exist_ok=True)
-    # Parallel runs load the same files; these must not be linked again while they are loaded.
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of process {os.getpid()}")
     with open(into / "built_by", "a+") as built_by:
         fcntl.flock(built_by, fcntl.LOCK_EX)
         built_by.seek(0)
-        if built_by.read() != run:
+        if built_by.read() != RUN:
             _build_example(into) if name == EXAMPLE else _build_doubles(into)
             built_by.truncate(0)
-            built_by.write(run)
+            built_by.write(RUN)
     return str(into / f"{name}.so")
 
 
 def _build_example(into: Path) -> None:
-    options = ["--force", "--build-lib", str(into), "--build-temp", str(into / "objects")]
+    new = into / "new"
+    options = ["--force", "--build-lib", str(new), "--build-temp", str(into / "objects")]
     command = [sys.executable, "setup.py", "--quiet", "build_ext", *options]
     _run(command, ROOT / "examples" / "cpp_hook")
+    (new / f"{EXAMPLE}.so").replace(into / f"{EXAMPLE}.so")
 
 
 def _build_doubles(into: Path) -> None:
     flags = ["-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-std=c++20", "-Winvalid-pch"]
     flags += ["-DUSE_C10D", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     includes = [sysconfig.get_path("include"), *cpp_extension.include_paths(), *include_paths()]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    of_torch = cpp_extension.library_paths()
+    libraries = [*(f"-L{path}" for path in of_torch), "-lc10 -ltorch -ltorch_cpu -ltorch_python"]
+    if sys.platform == "darwin":
+        libraries.append("-undefined dynamic_lookup")  # the symbols of Python
+    # Another build of the same version may have headers that are older than the objects.
+    built = max(each.stat().st_mtime_ns for path in of_torch for each in Path(path).iterdir())
     lines = [
         f"cxx = {os.environ.get('CXX', 'c++')}",
         f"flags = {' '.join([*flags, *(f'-isystem {path}' for path in includes)])}",
@@ -90,7 +98,7 @@ def _build_doubles(into: Path) -> None:
         lines.append(f"build {name}.so: link {' '.join(objects)}")
     for file, text in {
         "build.ninja": "\n".join([*lines, ""]),
-        "precompiled.h": f'#include "{ROOT / "csrc" / "runtime" / "precompiled.h"}"\n',
+        "precompiled.h": f'#include "{ROOT}/csrc/runtime/precompiled.h"  // torch: {built}\n',
     }.items():
         if not (into / file).exists() or (into / file).read_text() != text:
             (into / file).write_text(text)

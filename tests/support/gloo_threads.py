@@ -80,7 +80,7 @@ class LibraryRanks:
 
 
 def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> list[BaseException]:
-    """The results of functions that run at the same time.
+    """The errors of functions that run at the same time.
 
     Raises:
         AssertionError: a function has not returned after ``seconds``.
@@ -92,7 +92,7 @@ def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> li
         try:
             start.wait(seconds)
             target()
-        except Exception as error:
+        except BaseException as error:  # also that of a pytest.raises without an error
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(target,), daemon=True) for target in targets]
@@ -100,5 +100,5 @@ def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> li
         thread.start()
     for thread in threads:
         thread.join(seconds)
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads), raised
     return raised

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from rank_pool import RankPool
 
@@ -21,7 +20,8 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
-            run_ranks(lambda rank: test(rank, **arguments), world_size)
+            found = run_ranks(lambda rank: test(rank, **arguments), world_size)
+            assert not any(found), found
 
         _, *others = inspect.signature(test).parameters.values()
         run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
@@ -42,7 +42,8 @@ def on_processes(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(two_ranks: RankPool, **arguments: Any) -> None:
-        two_ranks.run(_undecorated, test.__module__, test.__name__, arguments)
+        found = two_ranks.run(_undecorated, test.__module__, test.__name__, arguments)
+        assert not any(found), found
 
     _, *others = inspect.signature(test).parameters.values()
     pool = inspect.Parameter("two_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -50,9 +51,6 @@ def on_processes(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _undecorated(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+def _undecorated(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Any:
     test = getattr(importlib.import_module(module), name).__wrapped__
-    try:
-        test(rank, **arguments)
-    except pytest.fail.Exception as error:  # it is no Exception, and would end the process
-        raise AssertionError(str(error)) from error
+    return test(rank, **arguments)

@@ -17,6 +17,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
 
+import pytest
+
 START_SECONDS = 90  # for a cold start of Python and torch on a busy machine
 END_SECONDS = 10
 _SHOWN_BEFORE = 5  # a rank that hangs writes its calls this many seconds before its end
@@ -89,7 +91,7 @@ def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> Non
         prepare()
         try:
             reply = ("ok", function(rank, *args))
-        except Exception:
+        except (Exception, pytest.fail.Exception):  # the latter is no Exception
             reply = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         connection.send(reply)

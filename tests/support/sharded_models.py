@@ -322,6 +322,8 @@ def take_steps(
         reshard(model)
         gradients = [parameter.grad for parameter in model.parameters()]
         done.gradients.append([local_part(each) for each in gradients])
+        # Without gradients, any two trainings are equal.
+        assert number or scenario.steps_itself or any(each is not None for each in gradients)
         if gather:
             done.whole.append([None if each is None else whole(each) for each in gradients])
         if not scenario.steps_itself:

@@ -46,7 +46,7 @@ def _crossed_groups(rank: int) -> None:
         dist.barrier(group=group)
 
 
-#: Programs, and what their ranks do when none can go on.
+#: Programs that deadlock, and what each rank does then.
 DEADLOCKS: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     "a skipped collective": (
         lambda rank: [dist.all_reduce(torch.ones(3)) for _ in range(1 if rank == 1 else 2)],

@@ -2,7 +2,7 @@
 
 Each feature is tested for three properties. With ``allreduce()`` all bits are those of
 ``fully_shard``. Hooks that compress are near the mean of the gradients. With error feedback, the
-sum of several steps is as near as one step: the next step brings what one has lost.
+sum of several steps is as near as one step: each step sends the error of the step before.
 """
 
 from __future__ import annotations

@@ -313,12 +313,11 @@ def test_collectives_of_chunks(name: str, ranks: int) -> None:
 
 
 def _second_step_over_gloo(place: str, name: str, weights: Any = None) -> tuple[int, HookStats]:
-    """The bytes that this rank sends, without those that say that the step went well."""
+    """The bytes that this rank sends, without the flag of success, and the hook's statistics."""
     with recorded_groups() as recorded:
         model = Layers(*UNEVEN)
         by_layer(model, Mesh.of(place))
-        options = {} if weights is None else {"weights": weights}
-        handle = attach(model, CASES[name].hook(), **options)
+        handle = attach(model, CASES[name].hook(), weights=weights)
         for _ in range(2):
             for group in recorded.values():
                 group.clear()
@@ -354,5 +353,9 @@ def test_reduce_scatters_over_gloo(rank: int, place: str, name: str, in_int4: bo
 def test_all_reduces_over_gloo(rank: int, place: str, name: str) -> None:
     of_mesh = Place(2, 2)
     _, stats = _second_step_over_gloo(place, name)
-    averaged = sum(exchanged(CASES[name], numel, of_mesh, rank) for numel in numels(of_mesh))
+    whole, averaged = (
+        sum(exchanged(CASES[each], numel, of_mesh, rank) for numel in numels(of_mesh))
+        for each in ("allreduce", name)
+    )
     assert (stats.bytes_sent_last_step, stats.bytes_sent) == (averaged, 2 * averaged)
+    assert stats.compression_ratio == pytest.approx(whole / averaged)

@@ -70,7 +70,7 @@ def _is_diloco(
     before = values(model)
     assert between_replicas(before, rank, place)
     handle.synchronize()
-    assert same_bits(before, values(model))  # nothing moves what is together
+    assert same_bits(before, values(model))  # equal replicas stay as they are
     assert handle.stats().steps == 3
     handle.remove()
 

@@ -164,7 +164,7 @@ def test_parameters_that_are_loaded(
                 parameter.copy_(value)
     before = values(model)
     handle.synchronize()
-    assert same_bits(before, values(model))  # which moves nothing that was loaded
+    assert same_bits(before, values(model))  # synchronize() keeps the loaded values
     optimizer = sgd(model.parameters())
     for number in range(expected.steps, expected.steps + 3):
         one_step(model, optimizer, rank, number)
@@ -197,7 +197,7 @@ def _stored(name: str) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]
 
 
 def _saved(name: str) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-    """What each of four ranks has saved."""
+    """The results of ``_state`` on four ranks."""
     return copy.deepcopy(_stored(name))
 
 

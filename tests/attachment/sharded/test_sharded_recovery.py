@@ -125,9 +125,9 @@ def test_a_hook_replaced_after_a_failure(rank: int, place: str, has_stages: bool
 def test_gradients_that_had_added_up(rank: int, place: str, in_float32: bool) -> None:
     """What had added up on some rank does not come into the next step."""
     model, plain, hook = with_traps(), with_traps(), Failing()
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if in_float32 else None
+    dtypes = (torch.bfloat16, torch.float32) if in_float32 else ()
     for each in (model, plain):
-        by_layer(each, Mesh.of(place), mp_policy=policy or MixedPrecisionPolicy())
+        by_layer(each, Mesh.of(place), mp_policy=MixedPrecisionPolicy(*dtypes))
     handle = attach(model, hook)
     with handle.no_sync():
         one_step(model, rank, 3)

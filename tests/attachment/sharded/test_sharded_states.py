@@ -83,7 +83,7 @@ def test_training_goes_on(request: pytest.FixtureRequest, place: str, hook: str)
 
 
 def _state(rank: int, way: str) -> dict[str, Any]:
-    """After three steps; of a model that is not sharded for the way "whole"."""
+    """The hook's state after three steps. For the way "whole" the model is not sharded."""
     model = _net() if way == "whole" else _sharded(way)
     handle = attach(model, HOOKS["int4"]())
     for _ in range(3):

@@ -116,7 +116,7 @@ def test_backward_sees_the_same_weights(
 @on_ranks(*PLACES, "gloo-hsdp-4")
 def test_gradients_are_those_at_the_restored_weights(
     rank: int, place: str, policy: dict[str, Any]
-) -> None:
+) -> list[str]:
     """Those at the weights that were gathered, to the bits."""
     model = _net()
     by_layer(model, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))

@@ -68,14 +68,14 @@ def _mesh() -> Mesh:
 
 
 @on_ranks("fsdp-4")
-def test_allreduce_has_the_bits_of_fully_shard(rank: int, place: str) -> None:
+def test_allreduce_has_the_bits_of_fully_shard(rank: int, place: str) -> list[str]:
     got = take_steps(SCENARIO, _mesh(), rank // 2, hooks.allreduce())
     return differences(got, take_steps(SCENARIO, _mesh(), rank // 2, None))
 
 
 @pytest.mark.parametrize("with_feedback", [False, True], ids=["blockwise", "error_feedback"])
 @on_ranks("fsdp-4")
-def test_hooks_are_near_the_mean(rank: int, place: str, with_feedback: bool) -> None:
+def test_hooks_are_near_the_mean(rank: int, place: str, with_feedback: bool) -> list[str]:
     expected, largest = reference(SCENARIO, 2)
     steps = partial(take_steps, SCENARIO, _mesh(), rank // 2, optimizer=sgd_at(0.0), gather=True)
     if not with_feedback:
