@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import unittest.mock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +18,9 @@ from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, hooks
+from torch_commhook import Elastic, GradBucket, attach, hooks
+from torch_commhook.attachment import reducer_road
+from torch_commhook.attachment.handle import HookHandle
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 Scenario = Callable[[nn.Module, NoSync, int], None]
@@ -369,6 +372,60 @@ def test_a_ddp_does_not_give_way_inside_its_join(rank: int) -> None:
         loss.backward()
 
 
+def _on_road(model: nn.Module, road: str) -> tuple[nn.Module, HookHandle]:
+    if road in ("module", "views"):
+        return model, attach(model, hooks.allreduce(), gradient_as_bucket_view=road == "views")
+    with torch._dynamo.config.patch(optimize_ddp=road == "ddp" or "python_reducer"):
+        model = DDP(model)
+    return model, attach(model, hooks.allreduce())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("road", ["module", "views", "ddp", "python reducer", "compiled"])
+@pytest.mark.usefixtures("one_rank")
+def test_no_optimizer_steps_before_gradients_are_averaged(road: str, when: str) -> None:
+    torch._dynamo.reset()
+    inner = _net()
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in inner.parameters()}
+
+    def step_in_backward() -> None:
+        for each in inner.parameters():
+            each.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+
+    if when == "before":
+        step_in_backward()
+    model, handle = _on_road(inner, "module" if road == "compiled" else road)
+    if when == "after":
+        step_in_backward()
+    before = [each.detach().clone() for each in inner.parameters()]
+    message = r"steps inside backward\(\).*HookHandle.register_post_accumulate_hook"
+    with pytest.raises(RuntimeError, match=message), compiled_backward(road == "compiled"):
+        model(batch(0)).sum().backward()
+    assert all(map(torch.equal, inner.parameters(), before))
+    handle.remove()
+
+
+@pytest.mark.parametrize("road", ["module", "views", "ddp", "compiled"])
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_may_step_inside_backward_after_the_average(road: str) -> None:
+    torch._dynamo.reset()
+    inner, wanted = _net(), _net()
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in inner.parameters()}
+    model, handle = _on_road(inner, "module" if road == "compiled" else road)
+
+    def step(bucket: GradBucket) -> None:
+        for each in bucket.parameters():
+            optimizers[each].step()
+
+    handle.register_post_accumulate_hook(step)
+    with compiled_backward(road == "compiled"):
+        model(batch(0)).sum().backward()
+    wanted(batch(0)).sum().backward()
+    torch.optim.SGD(wanted.parameters(), 0.1).step()
+    assert all(map(torch.equal, inner.parameters(), wanted.parameters()))
+    handle.remove()
+
+
 @on_ranks(2)
 def test_buckets_follow_the_order_of_arrival_on_rank_0(rank: int) -> None:
     model = _net()
@@ -412,6 +469,67 @@ def test_ranks_that_differ(rank: int, what: str) -> None:
         model = DDP(model, bucket_cap_mb=1 + rank)
     with pytest.raises(RuntimeError, match=re.escape(DIFFERENT[what])):
         attach(model, hook, **options)
+
+
+class _PartlyOwn(nn.Module):
+    """A model of which each rank has a part for itself."""
+
+    IGNORED = ("own.weight", "own.bias", "part")
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("part", torch.full((4,), float(rank)))
+        self.register_buffer("common", torch.full((4,), float(rank)))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(rank + 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x)) + self.part + self.common
+
+
+@pytest.mark.parametrize("road", ["module", "large module", "python reducer"])
+@on_processes
+def test_ignored_parameters_and_buffers_stay_each_ranks_own(rank: int, road: str) -> None:
+    model: nn.Module = _PartlyOwn(rank)
+    inner: Any = model
+    DDP._set_params_and_buffers_to_ignore_for_model(model, _PartlyOwn.IGNORED)
+    most = 0 if road == "large module" else reducer_road._MOST_COPIED_BYTES
+    if road == "python reducer":
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            model = DDP(model)
+    with unittest.mock.patch.object(reducer_road, "_MOST_COPIED_BYTES", most):
+        handle = attach(model, hooks.allreduce())
+    for number in range(3):
+        model.zero_grad()
+        model(batch(rank, number)[:, :4]).square().sum().backward()
+        assert all((each == rank + 1.0).all() for each in inner.own.parameters())
+        assert (inner.part == rank).all() and (inner.common == 0.0).all()
+        with torch.no_grad():
+            inner.common.fill_(float(rank))  # the next forward sends rank 0's
+    own, shared = of_all_ranks([inner.own.weight.grad, inner.shared.weight.grad])[0]
+    assert torch.equal(inner.own.weight.grad, own) == (rank == 0)
+    assert torch.equal(inner.shared.weight.grad, shared)
+    assert (inner.shared.weight == 1.0).all()  # rank 0's
+    handle.remove()
+
+
+@on_ranks(2)
+def test_ranks_ignore_the_same(rank: int) -> None:
+    model = _PartlyOwn(rank)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["part"] if rank else [])
+    message = "the ignored parameters and buffers must be the same on all ranks"
+    with pytest.raises(RuntimeError, match=message):
+        attach(model, hooks.allreduce())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_elastic_ranks_have_nothing_for_themselves() -> None:
+    model = _PartlyOwn(0)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["part"])
+    with pytest.raises(ValueError, match=r"_to_ignore must be empty, got \['part'\]"):
+        attach(model, hooks.allreduce(), elastic=Elastic(min_ranks=1))
 
 
 @on_processes

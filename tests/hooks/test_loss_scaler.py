@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory import scaler_watch
+from torch_commhook.memory import optimizer_watch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -181,9 +181,9 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert scaler_watch._handles
+    assert optimizer_watch._handles
     handle.remove()
-    assert not scaler_watch._handles
+    assert not optimizer_watch._handles
 
 
 def _graphs_of_step(hook: str) -> int:

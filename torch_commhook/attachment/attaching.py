@@ -20,7 +20,13 @@ from torch_commhook.attachment.handle import (
     outside_inference_mode,
     printed_hook,
 )
-from torch_commhook.attachment.parameters import check_not_in_ddp, claim, release, trainable
+from torch_commhook.attachment.parameters import (
+    check_not_in_ddp,
+    claim,
+    ignored_names,
+    release,
+    trainable,
+)
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
@@ -95,7 +101,8 @@ def attach(
         broadcast_buffers: for a module: whether rank 0 sends its buffers (running statistics) to
             all ranks before each forward that trains and synchronises. On by default.
         init_sync: for a module: whether rank 0 sends its parameters and buffers to all ranks now.
-            On by default.
+            On by default. As in DDP, those of ``_ddp_params_and_buffers_to_ignore`` stay each
+            rank's own, here and in each forward.
         connections: the number of connections between two ranks that carry a large message, 1 to
             16. It applies to Gloo and tensors on the CPU. Several connections fill a link with long
             delays better than one. By default ``attach`` takes four if they are faster, else one.
@@ -119,6 +126,9 @@ def attach(
     other backends they wait until the group's timeout. With tensors on another device than the
     CPU, or over other backends, the next backward raises a RuntimeError, because collectives of the
     failed step may still be running.
+
+    An optimizer that steps inside ``backward()``, before gradients are averaged, raises a
+    RuntimeError. It may step in :meth:`HookHandle.register_post_accumulate_hook`.
 
     Inside ``model.join()`` a rank without inputs contributes zeros. Hooks of this library divide by
     the number of all ranks, as with ``divide_by_initial_world_size=True``.
@@ -279,7 +289,7 @@ def _attach_elastic(
     parameters = trainable(model)
     check_not_in_ddp(parameters)
     _check_capacity(settings["bucket_cap_mb"])
-    check_fits(attached, parameters)
+    check_fits(attached, parameters, ignored_names(model))
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     attached.connections = 1
     training = None
@@ -382,6 +392,7 @@ def _shared(
         return shared
     for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
         shared[name] = settings[name]
+    shared["the ignored parameters and buffers"] = sorted(ignored_names(model))
     return shared
 
 

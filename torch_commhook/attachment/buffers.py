@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torch_commhook.attachment.parameters import ignored_names
+
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Returns the module's buffers that rank 0 sends to the others."""
+    """Returns the module's buffers that rank 0 sends to the others: DDP ignores none of them."""
+    ignored = ignored_names(module)
     return [
         buffer.detach()
-        for buffer in module.buffers()
-        if buffer.layout is torch.strided and buffer.numel()
+        for name, buffer in module.named_buffers()
+        if name not in ignored and buffer.layout is torch.strided and buffer.numel()
     ]
 
 

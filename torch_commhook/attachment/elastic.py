@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -264,13 +264,27 @@ def _specs(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [f"'{name}' of shape {tuple(each.shape)} and {each.dtype}" for name, each in parameters]
 
 
-def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None:
+def check_fits(
+    attached: Attached, parameters: list[tuple[str, Tensor]], ignored: Collection[str]
+) -> None:
     """Refuse a hook or a model that ``elastic`` does not support.
 
+    Args:
+        attached: the hook.
+        parameters: the names and parameters with gradients to average.
+        ignored: the names of parameters and buffers that each rank has for itself.
+
     Raises:
-        ValueError: a parameter is not on the CPU, or the hook has process groups of its own.
+        ValueError: a parameter is not on the CPU, each rank has one for itself, or the hook has
+            process groups of its own.
     """
     check_elastic_hook(attached)
+    if ignored:
+        raise ValueError(
+            "attach: with elastic, new ranks get all parameters and buffers from another rank, so "
+            "the model's _ddp_params_and_buffers_to_ignore must be empty, got "
+            f"{sorted(ignored)}"
+        )
     for name, parameter in parameters:
         if parameter.device.type != "cpu":
             raise ValueError(

@@ -25,7 +25,7 @@ from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.merging import merged_states, on_the_host
-from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
+from torch_commhook.memory.optimizer_watch import stop_watching_optimizers, watch_optimizers
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats, forget_bytes
 from torch_commhook.step.attached_hook import Attached
@@ -87,7 +87,7 @@ class HookHandle:
         """
         if not self.is_attached:
             return
-        stop_watching_for_scaler(self._attached)
+        stop_watching_optimizers(self._attached)
         try:
             if self._attached.local_steps is not None:
                 self._attached.local_steps.close()
@@ -159,7 +159,7 @@ class HookHandle:
         elastic = getattr(self._road, "elastic", None)
         if elastic is not None:
             elastic.hook_replaced(printed_hook(given))
-        stop_watching_for_scaler(before)
+        stop_watching_optimizers(before)
         if before.local_steps is not None:
             before.local_steps.close()
 
@@ -458,8 +458,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
     except Exception as raised:
         error = error or raised
     road.agree(op, error, {})
-    if attached.minds_scale and not attached.follows_scale:
-        watch_for_scaler(attached)
+    watch_optimizers(attached)
 
 
 def _refused(attached: Attached, road: Road) -> Exception | None:

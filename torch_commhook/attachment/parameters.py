@@ -85,7 +85,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def ignored_names(model: nn.Module) -> Collection[str]:
-    """The names of the parameters that DDP was told to ignore."""
+    """The names of the parameters and buffers that DDP was told to ignore."""
     if isinstance(model, DistributedDataParallel):
         return {f"module.{name}" for name in model.parameters_to_ignore}
     return getattr(model, "_ddp_params_and_buffers_to_ignore", ())

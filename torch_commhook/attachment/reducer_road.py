@@ -18,7 +18,7 @@ from torch_commhook.attachment.buffers import buffers_of, packed, unpack
 from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
-from torch_commhook.attachment.parameters import check_not_in_ddp
+from torch_commhook.attachment.parameters import check_not_in_ddp, ignored_names
 from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.collectives.agreement import agree
@@ -271,7 +271,9 @@ class ReducerRoad:
     def _shared_tensors(self) -> list[Tensor]:
         model = self.model()
         assert model is not None
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        ignored = ignored_names(model)
+        named = (*model.named_parameters(), *model.named_buffers())
+        tensors = [tensor.detach() for name, tensor in named if name not in ignored]
         # Frozen parameters that are DTensors differ among ranks.
         return [
             tensor

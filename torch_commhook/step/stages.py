@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.memory.optimizer_watch import change_final_stages
 from torch_commhook.native.runtime import hook_name
 
 _Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
@@ -99,14 +100,18 @@ class BucketStages:
 
     def done(self, bucket: GradBucket, where: str) -> None:
         """Run the post-accumulate hooks, when all gradients are written."""
-        with torch.no_grad():
-            for hook, name in _hooks(self.post_accumulate_hooks):
-                result = hook(bucket)
-                if result is not None:
-                    raise RuntimeError(
-                        f"{where}: post-accumulate hook '{name}' should return None, "
-                        f"but returned '{type(result).__name__}'"
-                    )
+        change_final_stages(1)
+        try:
+            with torch.no_grad():
+                for hook, name in _hooks(self.post_accumulate_hooks):
+                    result = hook(bucket)
+                    if result is not None:
+                        raise RuntimeError(
+                            f"{where}: post-accumulate hook '{name}' should return None, "
+                            f"but returned '{type(result).__name__}'"
+                        )
+        finally:
+            change_final_stages(-1)
 
     @staticmethod
     def _run_all(
