@@ -30,6 +30,7 @@ from local_training import (
 )
 from on_ranks import of_all_ranks, on_processes, on_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
@@ -167,6 +168,95 @@ def test_nothing_travels_but_what_is_counted(rank: int, name: str, staged: bool)
     handle.remove()
 
 
+# ---- writes to parameters ------------------------------------------------------------------------
+
+WRITTEN = {
+    "defaults": local_sgd(2),
+    "int4": local_sgd(2, hook=hooks.error_feedback(hooks.blockwise(bits=4))),
+    "error reset": local_sgd(
+        2, outer=MEAN, hook=hooks.error_feedback(hooks.topk(0.1)), error_reset=True
+    ),
+    "mix": local_sgd(4, fragments=2, delay=1, mix=0.5),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("name", WRITTEN)
+@on_ranks(2)
+def test_anchors_stay_alike_whatever_each_rank_writes(rank: int, name: str, road: str) -> None:
+    """A write that differs between ranks is a part of their training."""
+    run = Training(rank, copy.deepcopy(WRITTEN[name]), road)
+    for number in range(9):
+        with torch.no_grad():
+            for index, parameter in enumerate(run.model.parameters()):
+                if (rank + index + number) % 3:
+                    parameter.view(-1)[0].add_(0.01 * (rank + 1))
+        if number == 4:
+            run.handle.synchronize()
+            assert all_same(of_all_ranks([*run.parameters, *run.anchors.values()]))
+        run.train()
+    run.handle.synchronize()
+    assert all_same(of_all_ranks([*run.parameters, *run.anchors.values()]))
+    run.handle.remove()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@on_ranks(2)
+def test_a_write_of_one_rank_moves_as_its_steps_do(rank: int, at: int) -> None:
+    """At the begin of a round as in its middle."""
+    run = Training(rank, local_sgd(2, outer=outer_sgd(0.7, 0.5)), lr=0.0)
+    expected = net()
+    outer = torch.optim.SGD(expected.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+    for number in range(6):
+        if number % 2 == at:
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter += rank  # on average half of the ranks' difference
+            for parameter in expected.parameters():
+                parameter.grad = torch.full_like(parameter, -0.5)
+        run.train()
+        if number % 2:
+            outer.step()
+            assert farthest(run.parameters, parameters_of(expected)) < 1e-5
+    run.end()
+
+
+def _vector_to_parameters(model: nn.Module, values: list[Tensor]) -> None:
+    flat = torch.cat([value.flatten() for value in values])
+    nn.utils.vector_to_parameters(flat, model.parameters())
+
+
+def _copy_data(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
+def _set_data(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data = value.clone()
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.copy_(value)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("load", [_vector_to_parameters, _copy_data, _set_data, _copy])
+@on_ranks(2)
+def test_equal_writes_between_rounds_are_a_load(rank: int, load: Any, name: str) -> None:
+    run = Training(rank, copy.deepcopy(WRITTEN[name]), lr=0.0)
+    for number in range(2):
+        values = [torch.full_like(each, number + 0.5) for each in run.parameters]
+        load(run.model, values)
+        run.train(4)
+        if name == "mix":
+            run.handle.synchronize()
+        assert same(run.parameters, values)  # nothing has moved from them
+    run.end()
+
+
 # ---- what counts as a step -----------------------------------------------------------------------
 
 
@@ -255,6 +345,22 @@ class TestSteps:
             backward(run.model, 0, number)
             assert steps_done(run.handle) == number
             optimizer.step()
+
+    def test_an_optimizer_that_steps_only_some_parameters_on_each_rank(self, run: Training) -> None:
+        optimizer = ZeroRedundancyOptimizer(run.model.parameters(), torch.optim.SGD, lr=0.01)
+        backward(run.model, 0, 0)
+        before = run.parameters
+        with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer steps only some parameter"):
+            optimizer.step()
+        assert same(run.parameters, before)
+
+    def test_an_optimizer_steps_after_backward(self, run: Training) -> None:
+        for parameter in run.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: run.optimizer.step())
+        before = run.parameters
+        with pytest.raises(RuntimeError, match=r"local_sgd.*steps inside backward\(\)"):
+            backward(run.model, 0, 0)
+        assert same(run.parameters, before)
 
     def test_an_optimizer_of_another_model_is_none_of_its_business(self, run: Training) -> None:
         other = net()

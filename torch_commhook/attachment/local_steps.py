@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook.attachment.anchors import moved_elsewhere
+from torch_commhook.attachment.anchors import agree_on_anchors
 from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.local_state import (
@@ -32,6 +32,7 @@ from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.rounds import Round
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.optimizer_watch import check_not_in_backward
 from torch_commhook.memory.replays import cannot_be_captured
 from torch_commhook.memory.states import LOCAL_STEPS
 from torch_commhook.metrics import BucketTraffic, count_bucket
@@ -72,10 +73,10 @@ class LocalSteps:
         # DDP asks for memory in the first backward, when an optimizer may have stepped already.
         self._names = [name for memory in self._memories() for name in memory.names or ()]
         self._references = self._replica.references()
-        self._is_let_go = False
         self._is_over = False  # no more warnings
-        self._loaded: set[int] = set()  # parameters whose anchors have moved since an exchange
-        self._versions = self._versions_now()
+        # By id: parameters that a user has written since an exchange, and their earlier anchors.
+        self._written: dict[int, list[Tensor]] = {}
+        self._has_agreed = False  # on anchors, since the ranks last had the same parameters
         self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
@@ -125,7 +126,6 @@ class LocalSteps:
     def let_go(self) -> None:
         """Release the parameters; :meth:`state_dict` finds them by name."""
         self._references.clear()
-        self._is_let_go = True
 
     @property
     def _replica(self) -> Replica:
@@ -169,16 +169,30 @@ class LocalSteps:
         if self._is_at_rest:
             self._look_for_anchor()
         self._give_state()  # if the model's own forward was not called
-        if not self._replica.counts_writes:
+        if self._replica.is_sharded:
             gradients = [parameter.grad for parameter in self._living()]
             self._gradient_versions = {
                 id(each): each._version for each in gradients if each is not None
             }
         self.is_open = True
 
-    def before_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """Note that an optimizer is about to step parameters with these ids."""
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]
+    ) -> None:
+        """Note that an optimizer is about to step parameters with these ids.
+
+        Raises:
+            RuntimeError: it steps inside backward, or only some parameters on each rank.
+        """
         if not self._ids().isdisjoint(parameters):
+            check_not_in_backward(self._attached.name)
+            if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+                raise RuntimeError(
+                    f"hook '{self._attached.name}': {type(optimizer).__name__} steps only some "
+                    "parameters on each rank and broadcasts them, so ranks would take no steps of "
+                    "their own. Give each rank an optimizer of all parameters, such as "
+                    "torch.optim.Adam(model.parameters()), or attach a hook that averages gradients"
+                )
             self._in_step = True
             self._give_state()
 
@@ -286,26 +300,20 @@ class LocalSteps:
         if self._background is not None:
             self._background.look()
 
-    def _versions_now(self) -> list[int] | None:
-        """Numbers that change when a user writes to a parameter; None if writes are not counted."""
-        if not self._replica.counts_writes:
-            return None
-        return [parameter._version for parameter in self._living()]
-
     @torch.no_grad()
     def _look_for_anchor(self) -> None:
-        """Move the anchors of parameters that a user has loaded since the last exchange."""
-        versions = self._versions_now()
-        if versions is None or versions != self._versions:
-            for memory in self._memories():
-                self._loaded |= self.hook.anchor_here(memory)
-            self._versions = versions
+        """Move the anchors of parameters that a user has written since the last exchange."""
+        for memory in self._memories():
+            for parameter, before in self.hook.anchor_here(memory).items():
+                if not self._written.get(parameter):
+                    self._written[parameter] = before
 
     def _agree_on_anchors(self) -> None:
-        """Move the anchors of parameters that other ranks have loaded."""
-        self._loaded |= moved_elsewhere(
-            self.hook, self._memories(), self._loaded, self._replica.group
-        )
+        """Give all ranks the same anchors, if a user may have written since they had them."""
+        if not self._has_agreed:
+            agree_on_anchors(self.hook, self._memories(), self._written, self._replica.group)
+            # If the exchange fails, the ranks agree again: some may not have learnt the result.
+            self._written = {parameter: [] for parameter in self._written}
 
     # ---- the exchange ----------------------------------------------------------------------------
 
@@ -338,7 +346,7 @@ class LocalSteps:
             keeps_all=self._survivors is not None,
         )
         self._background = begun
-        begun.begin(self._attached, self._pieces(fragment))
+        begun.begin(self._attached, self._pieces(fragment), self._agree_on_anchors)
         self._round.next_turn()
 
     @torch.inference_mode(False)
@@ -350,6 +358,7 @@ class LocalSteps:
         if self._is_at_rest:
             self._look_for_anchor()
         self._exchange(at_the_end=True)
+        self._written.clear()
         self._round.reset()
 
     def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> None:
@@ -399,6 +408,7 @@ class LocalSteps:
             failed = self._replica.on_any_rank(background.failure is not None)
             if failed:
                 background.fail_if(why)
+                self._agree_on_anchors()
             return failed
 
         repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
@@ -435,8 +445,7 @@ class LocalSteps:
         unsent = at_the_end and self.hook.error_reset
 
         def is_wanted() -> bool:
-            if self.hook.error_reset:
-                self._agree_on_anchors()
+            self._agree_on_anchors()
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
         survivors = self._survivors
@@ -466,8 +475,10 @@ class LocalSteps:
             self.done = 0
             self.is_open = False
             self._stepped.clear()
-        self._loaded.clear()
-        self._versions = self._versions_now()
+            self._has_agreed = False
+        else:
+            self._has_agreed = True
+        self._written.clear()
         attached.memory.count_step()
         for index, each in enumerate(traffic):
             is_first = index == 0
@@ -479,34 +490,26 @@ class LocalSteps:
         """Whether this rank's parameters may differ from the others'."""
         if self.done > 0 or self._stepped:
             return True
-        # If the user writes a step by hand, only its writes to parameters show it.
-        if self.is_open and self._is_written():
-            return True
-        return any(map(self.hook.is_ahead, self._memories()))
-
-    def _is_written(self) -> bool:
-        """Whether a user has written to parameters since the last exchange or load."""
-        versions = self._versions_now()
-        if versions is None:
-            return any(map(self.hook.has_moved, self._memories()))
-        return versions != self._versions
+        # Only writes to parameters show a step that the user writes by hand.
+        return any(
+            self.hook.has_moved(memory) or self.hook.is_ahead(memory) for memory in self._memories()
+        )
 
     # ---- a new rank ------------------------------------------------------------------------------
 
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, bool]:
         """The position in a round, for :meth:`begin_at` on a new rank."""
-        return self.done, self._round.turn, self._round.steps
+        return self.done, self._round.turn, self._round.steps, self._has_agreed
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin_at(self, place: tuple[int, int, int]) -> None:
+    def begin_at(self, place: tuple[int, int, int, bool]) -> None:
         """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
-        self.done, turn, steps = place
+        self.done, turn, steps, self._has_agreed = place
         self._round.repeat(turn, steps)
         # With error_reset, the other rank is ahead of the anchor.
         for memory in self._memories() if not self.hook.is_streaming else ():
             self.hook.return_to_start(memory)
-        self._versions = self._versions_now()
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -519,8 +522,6 @@ class LocalSteps:
         background = self._background
         if background is not None:
             self._look(background)
-        if self._is_at_rest and not self._is_let_go:
-            self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = self._position(background)
@@ -587,8 +588,9 @@ class LocalSteps:
             )
         self._is_counted = False
         self._stepped.clear()
-        self._loaded.clear()
-        self._versions = self._versions_now()
+        # The state may be of a round with a write, of which ranks may have saved different anchors.
+        self._written = {id(each): [] for memory in self._memories() for each in memory.parameters}
+        self._has_agreed = False
 
 
 @torch.compiler.disable

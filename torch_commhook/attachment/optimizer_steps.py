@@ -24,8 +24,14 @@ from torch.utils.hooks import RemovableHandle
 class StepCounter(Protocol):
     """A subscriber. Each call gets the ids of the stepping optimizer's parameters."""
 
-    def before_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """Called before an optimizer steps."""
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]
+    ) -> None:
+        """Called before an optimizer steps.
+
+        Raises:
+            RuntimeError: it must not step these parameters.
+        """
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """Called after an optimizer has stepped."""
@@ -78,7 +84,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _begun.optimizers.append(weakref.ref(optimizer))
     parameters = _parameters_of(optimizer)
     for _, counter in sorted(_counters.items()):
-        counter.before_optimizer_step(parameters)
+        counter.before_optimizer_step(optimizer, parameters)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

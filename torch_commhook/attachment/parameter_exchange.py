@@ -311,16 +311,27 @@ class BackgroundExchange:
         self._has_begun = False
         self._error: BaseException | None = None  # raised at its begin
 
-    def begin(self, attached: Attached, memories: Sequence[BucketMemory]) -> None:
+    def begin(
+        self,
+        attached: Attached,
+        memories: Sequence[BucketMemory],
+        agree_on_anchors: Callable[[], None],
+    ) -> None:
         """Send the distances of a fragment's buckets.
 
         Keeps an exception of the hook until the end, when the other ranks learn of it.
+
+        Args:
+            attached: the hook, a :class:`local_sgd`.
+            memories: the hook's memory of the buckets.
+            agree_on_anchors: called first, on all ranks.
         """
         group = self._replica.group
         self._exchange = ParameterExchange(attached, group, keeps_all=self._keeps_all)
         try:
             group.begin()
             self._has_begun = group.in_background = True
+            agree_on_anchors()
             self._exchange.set_fragment(self.fragment)
             self._exchange.send(memories)
             self._agreed = self._exchange.agree_later()

@@ -20,10 +20,10 @@ class Replica(Protocol):
     All ranks of an exchange must begin and end it at the same point.
 
     Attributes:
-        counts_writes: whether a parameter's ``_version`` changes when a user writes to it.
+        is_sharded: whether the copy is divided among ranks.
     """
 
-    counts_writes: bool
+    is_sharded: bool
 
     @property
     def group(self) -> StepGroup:
@@ -81,7 +81,7 @@ class WholeReplica:
         group: the group of the ranks.
     """
 
-    counts_writes = True
+    is_sharded = False
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -377,8 +377,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def has_moved(self, memory: BucketMemory) -> bool:
         """Whether the parameters have changed since an exchange set them."""
-        places = zip(self._start(memory), memory.parameters, strict=True)
-        return any(not torch.equal(start.to(each.dtype), each) for start, each in places)
+        places = zip(self.starts(memory), memory.parameters, strict=True)
+        return any(not torch.equal(start, parameter) for start, parameter in places)
 
     def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
         """The tensors that a failed exchange must restore, and copies of them.
@@ -395,39 +395,34 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             kept += self.unsent(part)
         return kept
 
-    def anchor_here(self, memory: BucketMemory) -> set[int]:
+    def anchor_here(self, memory: BucketMemory) -> dict[int, list[Tensor]]:
         """Move the anchor to parameters that a user has changed.
 
         Returns:
-            The ids of these parameters.
+            By the ids of these parameters, what :meth:`anchor_and_error` had before.
         """
-        found = set()
-        errors = memory.layout.views(memory.tensors[ERROR]) if self.error_reset else []
-        starts = zip(self._start(memory), self._anchors(memory), memory.parameters, strict=True)
-        for number, (start, anchor, parameter) in enumerate(starts):
-            # An anchor of higher precision than its parameter has the same value.
-            if not torch.equal(start.to(parameter.dtype), parameter):
-                anchor.copy_(parameter)
-                found.add(id(memory.parameters[number]))
-                if errors:
-                    errors[number].zero_()
+        found = {}
+        starts = zip(memory.parameters, self.starts(memory), strict=True)
+        changed = [p for p, start in starts if not torch.equal(start, p)]
+        kept = self.anchor_and_error(memory) if changed else {}
+        for parameter in changed:
+            anchor, *errors = kept[id(parameter)]
+            found[id(parameter)] = [anchor.clone(), *(error.clone() for error in errors)]
+            anchor.copy_(parameter)
+            for error in errors:
+                error.zero_()
         return found
 
-    def anchor_at_start(self, memory: BucketMemory, parameters: Set[int]) -> None:
-        """Move anchors to the values from which this rank has continued.
+    def anchor_and_error(self, memory: BucketMemory) -> dict[int, list[Tensor]]:
+        """Each parameter's anchor and, with ``error_reset``, its unsent error, by its id."""
+        errors = [memory.layout.views(memory.tensors[ERROR])] if self.error_reset else []
+        places = zip(self._anchors(memory), *errors, strict=True)
+        return dict(zip(map(id, memory.parameters), map(list, places), strict=True))
 
-        With ``error_reset``, for parameters that were loaded on all ranks: this rank's own values.
-
-        Args:
-            memory: the bucket's memory.
-            parameters: the parameters' ids.
-        """
-        errors = memory.layout.views(memory.tensors[ERROR])
-        places = zip(self._start(memory), self._anchors(memory), errors, strict=True)
-        for parameter, (start, anchor, error) in zip(memory.parameters, places, strict=True):
-            if id(parameter) in parameters:
-                anchor.copy_(start)
-                error.zero_()
+    def starts(self, memory: BucketMemory) -> list[Tensor]:
+        """The parameters' values after an exchange, in their dtype."""
+        # An anchor of higher precision than its parameter has the same value.
+        return [start.to(memory.dtype) for start in self._start(memory)]
 
     def _start(self, memory: BucketMemory) -> list[Any]:
         """The values from which a rank continues after an exchange."""

@@ -45,10 +45,10 @@ class RanksApart(Protocol):
     def handle_gone(self) -> None:
         """Note that the hook's handle is gone."""
 
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, bool]:
         """The position in a round, for :meth:`begin_at` on a new rank."""
 
-    def begin_at(self, place: tuple[int, int, int]) -> None:
+    def begin_at(self, place: tuple[int, int, int, bool]) -> None:
         """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sharded_local import (
     values,
     whole_values,
 )
+from on_ranks import of_all_ranks
 from sharded_models import layers, on_processes, on_ranks, same_bits, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -170,6 +171,24 @@ def test_parameters_that_are_loaded(
         one_step(model, optimizer, rank, number)
         expected.step()
         assert farthest(whole_values(model), expected.values(rank)) < 1e-5, number
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["uncompressed", "error reset"])
+@on_ranks(*PLACES)
+def test_replicas_that_write_different_values(rank: int, place: str, name: str) -> None:
+    """Their anchors stay alike, and synchronize() makes them equal."""
+    model = sharded(place)
+    handle = attach(model, _HOOKS[name]())
+    optimizer = sgd(model.parameters())
+    for number in range(7):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(0.01 * (rank + 1))
+        one_step(model, optimizer, rank, number)
+    handle.synchronize()
+    first, *others = of_all_ranks(whole_values(model))
+    assert all(same_bits(first, other) for other in others)
     handle.remove()
 
 

@@ -24,8 +24,7 @@ class ShardedReplica:
         device: the gradients' device.
     """
 
-    #: Writes through ``state_dict()`` do not change the version of a DTensor.
-    counts_writes = False
+    is_sharded = True
 
     def __init__(
         self, step: ShardedStep, group: StepGroup, units: Sequence[Unit], device: torch.device
