@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+from on_ranks import of_all_ranks
 from sharded_local import (
     INT4,
     MEAN,
@@ -24,7 +25,6 @@ from sharded_local import (
     values,
     whole_values,
 )
-from on_ranks import of_all_ranks
 from sharded_models import layers, on_processes, on_ranks, same_bits, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
