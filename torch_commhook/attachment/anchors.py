@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_commhook import collectives
-from torch_commhook.attachment.replica import is_on_any_rank
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.step.step_group import StepGroup
@@ -24,6 +23,8 @@ def agree_on_anchors(
     memories: Sequence[BucketMemory],
     before: Mapping[int, Sequence[Tensor]],
     group: StepGroup,
+    *,
+    waits: bool,
 ) -> None:
     """Give all ranks the same anchor of each parameter. All ranks must call this.
 
@@ -37,12 +38,16 @@ def agree_on_anchors(
             :meth:`local_sgd.anchor_and_error` had before. Empty for a parameter whose anchor other
             ranks may not have.
         group: the group of the ranks.
+        waits: whether anchors may differ. Otherwise this rank only sends its flag: ranks that
+            disagree on this still send the same messages.
     """
     parameters = [parameter for memory in memories for parameter in memory.parameters]
     device = parameters[0].device
-    if not is_on_any_rank(bool(before), [group], device):
-        return
     communicates = group.group_for(device)
+    flag = torch.tensor([float(bool(before))], dtype=torch.float32, device=device)
+    flags = collectives.all_reduce(flag, group=communicates)
+    if not waits or not flags.wait().item():
+        return
     rows = [
         [float(bool(before.get(id(each)))) for each in parameters],
         [float(id(each) in before) for each in parameters],

@@ -310,10 +310,15 @@ class LocalSteps:
 
     def _agree_on_anchors(self) -> None:
         """Give all ranks the same anchors, if a user may have written since they had them."""
-        if not self._has_agreed:
-            agree_on_anchors(self.hook, self._memories(), self._written, self._replica.group)
-            # If the exchange fails, the ranks agree again: some may not have learnt the result.
-            self._written = {parameter: [] for parameter in self._written}
+        agree_on_anchors(
+            self.hook,
+            self._memories(),
+            self._written,
+            self._replica.group,
+            waits=not self._has_agreed,
+        )
+        # If the exchange fails, the ranks agree again: some may not have learnt the result.
+        self._written = {parameter: [] for parameter in self._written}
 
     # ---- the exchange ----------------------------------------------------------------------------
 
