@@ -44,9 +44,9 @@ def agree_on_anchors(
     parameters = [parameter for memory in memories for parameter in memory.parameters]
     device = parameters[0].device
     communicates = group.group_for(device)
-    flag = torch.tensor([float(bool(before))], dtype=torch.float32, device=device)
-    flags = collectives.all_reduce(flag, group=communicates)
-    if not waits or not flags.wait().item():
+    has_written = torch.tensor([float(bool(before))], dtype=torch.float32, device=device)
+    any_has = collectives.all_reduce(has_written, group=communicates)
+    if not waits or not any_has.wait().item():
         return
     rows = [
         [float(bool(before.get(id(each)))) for each in parameters],
@@ -73,7 +73,7 @@ def agree_on_anchors(
         return [number for number, other in zip(numbers, is_other.tolist(), strict=True) if other]
 
     written = [number for number in numbers if is_written[number]]
-    trained = differing(written, lambda number: places[number][0])
+    trained = set(differing(written, lambda number: places[number][0]))
     for number in written:
         start, anchor, *errors = places[number]
         if number not in trained:
@@ -86,7 +86,8 @@ def agree_on_anchors(
         # A rank that continues from a state, or a new rank, does not have the old anchor.
         anchor = places[number][1]
         first = anchor.clone(memory_format=torch.contiguous_format)
-        anchor.copy_(collectives.broadcast(first, group=communicates).wait())
+        sender = group.group_for(anchor.device)
+        anchor.copy_(collectives.broadcast(first, group=sender).wait())
 
 
 def _digest(tensor: Tensor) -> bytes:
