@@ -19,9 +19,11 @@ from autograd_apis import (
     in_modes,
     leaf,
 )
+from on_ranks import on_ranks
+from sharded_models import batch, local, loss_of, sharded
 from torch import Tensor
 
-from torch_commhook import autograd
+from torch_commhook import attach, autograd
 
 # ---- errors --------------------------------------------------------------------------------------
 
@@ -181,3 +183,67 @@ def test_hooks_of_a_node_run_in_order_of_registration(kind: str, mode: str) -> N
     x.grad = None
     backward(z.sum(), mode)
     assert sorted(calls) == ["a", "b", "c"] and x.grad.item() == 24
+
+
+# ---- parameters that fully_shard() or replicate() writes -----------------------------------------
+
+SHARDED = pytest.mark.parametrize("place", ["fsdp-2", "hsdp-2", "replicate-2"])
+
+
+@SHARDED
+@pytest.mark.parametrize("hook", [None, "allreduce()", "error_feedback(blockwise(bits=8))"])
+@on_ranks(2)
+def test_a_hook_of_a_sharded_parameter(rank: int, place: str, hook: str | None) -> None:
+    """It is called once, with this rank's shard of the mean, and may change it."""
+    gradients = []
+    for registers in (False, True):
+        model = sharded(place)
+        if hook is not None:
+            attach(model, hook)
+        calls: list[Tensor] = []
+
+        def triple(parameter: Tensor, calls: list[Tensor] = calls) -> None:
+            calls.append(parameter)
+            parameter.grad.mul_(3)
+
+        for parameter in model.parameters() if registers else ():
+            autograd.register_post_accumulate_grad_hook(parameter, triple)
+        loss_of(model(batch(rank, 0))).backward()
+        assert {id(each) for each in calls} == {id(p) for p in model.parameters() if registers}
+        gradients.append([local(p.grad) for p in model.parameters()])
+    for plain, tripled in zip(*gradients, strict=True):
+        assert torch.equal(plain * 3, tripled)
+
+
+@SHARDED
+@on_ranks(2)
+def test_hooks_that_autograd_would_never_call_are_refused(rank: int, place: str) -> None:
+    weight = next(sharded(place).parameters())
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    for name, on in (("hook", weight), ("prehook", node), ("posthook", node)):
+        message = f"register_{name}: .* use autograd.register_post_accumulate_grad_hook"
+        with pytest.raises(RuntimeError, match=message):
+            getattr(autograd, f"register_{name}")(on, lambda *values: None)
+
+
+@on_ranks(2)
+def test_hooks_of_a_sharded_parameter_are_called_as_others(rank: int) -> None:
+    """In order, before PyTorch's own; a hook may remove itself; a result is an error."""
+    model = sharded("fsdp-2")
+    weight = next(model.parameters())
+    calls: list[str] = []
+
+    def once(parameter: Tensor) -> None:
+        calls.append("once")
+        first.remove()
+
+    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("PyTorch's"))
+    first = autograd.register_post_accumulate_grad_hook(weight, once)
+    second = autograd.register_post_accumulate_grad_hook(weight, lambda _: calls.append("second"))
+    for _ in range(2):
+        loss_of(model(batch(rank, 0))).backward()
+    assert calls == ["once", "second", "PyTorch's", "second", "PyTorch's"]
+    assert not first.is_registered and second.is_registered
+    autograd.register_post_accumulate_grad_hook(weight, lambda parameter: parameter.grad)
+    with pytest.raises(RuntimeError, match="should return None"):
+        loss_of(model(batch(rank, 0))).backward()

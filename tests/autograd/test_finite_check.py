@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from autograd_apis import backward, both_in_modes, leaf
+from on_ranks import of_all_ranks, on_ranks
+from sharded_models import batch, loss_of, sharded
 from torch import Tensor
 from torch_releases import HOOKS_MAY_WRITE, since
 
-from torch_commhook import autograd
+from torch_commhook import attach, autograd
 from torch_commhook.autograd import FiniteCheck
 
 NAN, INF = float("nan"), float("inf")
@@ -166,6 +168,26 @@ def test_gradients_of_gradients() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     grad.sum().backward()
     assert x.grad.tolist() == [6, 12] and int(check.count) == 0
+
+
+@pytest.mark.parametrize("place", ["fsdp-2", "hsdp-2", "replicate-2"])
+@pytest.mark.parametrize("attached", [False, True])
+@on_ranks(2)
+def test_watching_a_sharded_model(rank: int, attached: bool, place: str) -> None:
+    """Each rank counts the values of its shards."""
+    module, check, seen = sharded(place), FiniteCheck(), FiniteCheck()
+    if attached:
+        attach(module, "allreduce()")
+    check.watch(module)
+    for parameter in module.parameters():
+        autograd.register_post_accumulate_grad_hook(parameter, seen)
+    (loss_of(module(batch(rank, 0))) * NAN).backward()
+    own = sum(parameter.to_local().numel() for parameter in module.parameters())
+    assert int(check.count) == int(seen.count) == own
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    assert sum(of_all_ranks(own)) == elements * (1 if place == "fsdp-2" else 2)
+    with pytest.raises(RuntimeError, match=f"got {own} infinite or NaN values: .* of '0.weight'"):
+        check.raise_if_nonfinite()
 
 
 def test_sparse_gradients() -> None:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.autograd.registration import RemovableHandle, register_hook
+from torch_commhook.autograd.fully_sharded import is_fully_sharded, local_part
+from torch_commhook.autograd.registration import (
+    RemovableHandle,
+    register_hook,
+    register_post_accumulate_grad_hook,
+)
 from torch_commhook.native.check_ops import check_finite
 
 
@@ -26,7 +31,8 @@ class FiniteCheck:
 
     As a hook it checks the gradient that it gets, or, after accumulation, the parameter's ``.grad``
     (so also that of any leaf that requires grad and has one). It runs in eager code, in compiled
-    code and in CUDA graphs, and leaves the gradient unchanged.
+    code and in CUDA graphs, and leaves the gradient unchanged. Of a DTensor it counts the values of
+    this rank's part.
 
     Args:
         device: the device of the checked tensors; by default torch's default device.
@@ -61,12 +67,16 @@ class FiniteCheck:
             return
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             tensor = tensor.grad
-        check_finite([tensor], self._own)
+        check_finite([local_part(tensor)], self._own)
 
     def watch(
         self, tensors: torch.nn.Module | Iterable[tuple[Hashable, Tensor]]
     ) -> list[RemovableHandle]:
         """Check each gradient of these tensors when it is computed, before it is accumulated.
+
+        Of a parameter that ``fully_shard()`` or ``replicate()`` has made, this rank's shard of
+        ``.grad`` is checked after each reduction, with the gradients that it accumulated before.
+        Shard the model first: ``fully_shard()`` replaces the parameters.
 
         Args:
             tensors: a module, for its parameters that require grad; or pairs of a name and a
@@ -95,7 +105,7 @@ class FiniteCheck:
                 raise RuntimeError(
                     f"FiniteCheck.watch: {name!r} must require grad, got a tensor that does not"
                 )
-        return [register_hook(tensor, self._hook_of(name)) for name, tensor in named]
+        return [self._watch(name, tensor) for name, tensor in named]
 
     def raise_if_nonfinite(self) -> None:
         """Wait for the device, once, and raise if a value was not finite.
@@ -126,14 +136,20 @@ class FiniteCheck:
     def _counts(self) -> list[Tensor]:
         return [self._own, *self._watched.values()]
 
-    def _hook_of(self, name: Hashable) -> Callable[[Tensor], None]:
+    def _watch(self, name: Hashable, tensor: Tensor) -> RemovableHandle:
+        hook = self._hook_of(name)
+        if is_fully_sharded(tensor):
+            return register_post_accumulate_grad_hook(tensor, lambda leaf: hook(leaf.grad))
+        return register_hook(tensor, hook)
+
+    def _hook_of(self, name: Hashable) -> Callable[[Tensor | None], None]:
         count = self._watched.get(name)
         if count is None:
             count = self._watched[name] = _new_count(self._own.device)
 
         def check_finite_hook(grad: Tensor | None) -> None:
             if grad is not None:
-                check_finite([grad], count)
+                check_finite([local_part(grad)], count)
 
         return check_finite_hook
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from torch_commhook import _C
 from torch_commhook.autograd.cpp_hook import cpp
+from torch_commhook.autograd.fully_sharded import RegisteredHook, is_fully_sharded
 from torch_commhook.autograd.traced import traced
 
 
@@ -28,7 +29,7 @@ class RemovableHandle:
         (tensor([10., 10.]), False)
     """
 
-    def __init__(self, registered: _C.Registered) -> None:
+    def __init__(self, registered: _C.Registered | RegisteredHook) -> None:
         self._registered = registered
 
     @property
@@ -62,8 +63,10 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
     Raises:
         TypeError: ``tensor`` is not a tensor, or ``fn`` not callable. In ``backward()``: ``fn``
             returned no tensor.
-        RuntimeError: the tensor does not require grad. In ``backward()``: the new gradient has
-            another dtype, layout, device or size.
+        RuntimeError: the tensor does not require grad, or is a parameter that ``fully_shard()`` or
+            ``replicate()`` has made: they write its gradient themselves, and
+            :func:`register_post_accumulate_grad_hook` takes it. In ``backward()``: the new gradient
+            has another dtype, layout, device or size.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -93,8 +96,9 @@ def register_prehook(node: Node, fn: Callable[[tuple[Tensor | None, ...]], Any])
     Raises:
         TypeError: ``node`` is no ``torch.autograd.graph.Node``, or ``fn`` not callable. In
             ``backward()``: ``fn`` returned no tuple, or one with other values than tensors.
-        RuntimeError: in ``backward()``: ``fn`` returned another number of values, a value in place
-            of a None, or a gradient of another dtype, layout, device or size.
+        RuntimeError: the node accumulates the gradient of a sharded parameter, as for
+            :func:`register_hook`. In ``backward()``: ``fn`` returned another number of values, a
+            value in place of a None, or a gradient of another dtype, layout, device or size.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -143,7 +147,9 @@ def register_post_accumulate_grad_hook(
     """Call ``fn(tensor)`` when a leaf's gradient has been accumulated in ``.grad``.
 
     As ``torch.Tensor.register_post_accumulate_grad_hook``. PyTorch's own hooks of this kind run
-    afterwards.
+    afterwards. On a parameter that ``fully_shard()`` or ``replicate()`` has made, the gradient is
+    this rank's shard of the mean. Register after sharding: ``fully_shard()`` replaces the
+    parameter, and drops the hooks of the old one.
 
     Args:
         tensor: a leaf that requires grad.
@@ -220,6 +226,11 @@ def call_hooks(
 
 
 _KINDS = ("tensor", "prehook", "posthook", "post_accumulate")
+_FUNCTIONS = {
+    "tensor": "register_hook",
+    "prehook": "register_prehook",
+    "posthook": "register_posthook",
+}
 
 
 def _list(name: str, values: Any) -> list[Any]:
@@ -241,7 +252,18 @@ def _values(name: str, values: Any) -> list[Tensor | None]:
 
 @torch._disable_dynamo  # Dynamo cannot trace C++
 def _register(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
-    return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, with_traced=True)))
+    hook = _hook(fn, kind, with_traced=True)
+    leaf = on if isinstance(on, Tensor) else getattr(on, "variable", None)
+    if leaf is not None and is_fully_sharded(leaf):
+        if kind != "post_accumulate":
+            raise RuntimeError(
+                f"{_FUNCTIONS[kind]}: fully_shard() or replicate() writes the gradient of this "
+                "parameter itself, so the hook would never be called; use "
+                "autograd.register_post_accumulate_grad_hook, which is called with this rank's "
+                "shard of the mean in .grad"
+            )
+        return RemovableHandle(RegisteredHook(leaf, traced(fn, kind)))
+    return RemovableHandle(_C.register_autograd_hook(on, kind, hook))
 
 
 def _hook(fn: Any, kind: str, *, with_traced: bool) -> _C.AutogradHook:
