@@ -569,3 +569,181 @@ def test_own_subclasses_of_hook_agree(rank: int) -> None:
     kept = [object() for _ in range(rank)]  # so that addresses differ
     attach(nn.Linear(2, 2), Own()).remove()
     del kept
+
+
+# ---- gradients of another dtype than their parameters' -------------------------------------------
+
+
+def _wide(dtype: torch.dtype | None = torch.float32) -> nn.Module:
+    """A model of bfloat16 whose gradients have another dtype."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).bfloat16()
+    model.append(nn.Linear(2, 2))  # in buckets with the others' gradients
+    model[3].to(torch.float32)
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
+    return model
+
+
+_TOLERANCE = {
+    "allreduce()": 1e-5,
+    "cast()": 1e-2,
+    "error_feedback(blockwise(bits=8))": 5e-2,
+    "clip(1e9, allreduce())": 1e-5,
+    "cpp('allreduce')": 1e-5,
+}
+
+
+def _wide_backward(model: nn.Module, rank: int, number: int) -> None:
+    inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+    model[3](model[:3](inputs.bfloat16()).float()).square().mean().backward()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("hook", _TOLERANCE)
+@on_ranks(2)
+def test_gradients_of_grad_dtype(rank: int, hook: str, view: bool) -> None:
+    """They add up in their own dtype: in bfloat16 most of 12 small ones would be lost."""
+    model, alone = _wide(), [_wide(), _wide()]
+    handle = attach(model, hook, gradient_as_bucket_view=view)
+    for number in range(12):
+        _wide_backward(model, rank, number)
+        for each in range(2):
+            _wide_backward(alone[each], each, number)
+    assert len(handle.stats().buckets) == 1
+    for got, *own in zip(*(each.parameters() for each in (model, *alone)), strict=True):
+        assert got.grad.dtype is torch.float32
+        expected = (own[0].grad + own[1].grad) / 2
+        assert torch.allclose(got.grad, expected, atol=_TOLERANCE[hook] * expected.abs().max())
+
+
+@on_ranks(2)
+def test_a_missing_gradient_of_grad_dtype(rank: int) -> None:
+    model = _wide()
+    attach(model, "allreduce()")
+    unused = rank == 1
+    loss = model[:3](torch.ones(1, 4).bfloat16()).float()
+    (loss if unused else model[3](loss)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad.dtype is torch.float32 and parameter.grad.any()
+
+
+def test_grad_dtypes_that_are_refused(one_rank: None) -> None:
+    with pytest.raises(ValueError, match=r"parameter '0.weight' .* has grad_dtype None, so its"):
+        attach(_wide(None), "allreduce()")
+    with pytest.raises(ValueError, match=r"'module.0.weight' of torch.bfloat16 has grad_dtype to"):
+        attach(DDP(_wide()), "allreduce()")
+    model = _wide()
+    attach(model, "allreduce()")
+    model[0].weight.grad_dtype = torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"'0.weight' had grad_dtype torch.float32 when the"):
+        model(torch.ones(1, 4).bfloat16())
+
+
+# ---- complex gradients ---------------------------------------------------------------------------
+
+
+class _Conjugated(nn.Module):
+    """PyTorch leaves the gradients of ``weight`` and ``imaginary`` lazy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = nn.Parameter(torch.ones(1))
+        self.imaginary = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        number = torch.complex(self.real, self.imaginary).conj()
+        return (number * inputs * self.weight.conj()).sum() * (1 + 2j)
+
+
+def _complex_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(torch.tensor([1 + 2j, 3 - 1j, rank + 0.5j])).abs()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("hook", ["allreduce()", "cpp('allreduce')", "clip(1e9, allreduce())"])
+@on_ranks(2)
+def test_lazy_conjugates(rank: int, hook: str, view: bool) -> None:
+    alone = [_Conjugated(), _Conjugated()]
+    for each in range(2):
+        _complex_loss(alone[each], each).backward()
+    assert alone[0].weight.grad.is_conj() and alone[0].imaginary.grad.is_neg()
+    model = _Conjugated()
+    attach(model, hook, gradient_as_bucket_view=view)
+    for _ in range(2):
+        model.zero_grad()
+        _complex_loss(model, rank).backward()
+        for got, *own in zip(*(each.parameters() for each in (model, *alone)), strict=True):
+            assert torch.allclose(got.grad, (own[0].grad + own[1].grad) / 2)
+
+
+@pytest.mark.parametrize("hook", ["cast()", "blockwise()"])
+def test_hooks_that_take_no_complex_gradients_name_one(one_rank: None, hook: str) -> None:
+    model = _Conjugated()
+    attach(model, hook)
+    message = r"on bucket \d of 2: gradients must be real, .*complex64; allreduce\(\) takes complex"
+    with pytest.raises(TypeError, match=message):
+        _complex_loss(model, 0).backward()
+
+
+# ---- several forwards before a backward ----------------------------------------------------------
+
+
+class _Scaled(nn.Module):
+    """Autograd saves its buffer, which each forward replaces by values of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.scale = self.scale + inputs.detach().abs().mean()
+        return self.linear(inputs) * self.scale
+
+
+TWICE: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+    "own buffer": _Scaled,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+@on_ranks(2)
+def test_two_forwards_before_a_backward(rank: int, kind: str) -> None:
+    _two_forwards(rank, kind, compiled=False)
+
+
+@pytest.mark.parametrize("kind", TWICE)
+@on_processes
+def test_two_forwards_before_a_compiled_backward(rank: int, kind: str) -> None:
+    _two_forwards(rank, kind, compiled=True)
+
+
+def _two_forwards(rank: int, kind: str, compiled: bool) -> None:
+    """The gradients are those of the values that each forward used; then rank 0's buffers count."""
+
+    def backward(model: nn.Module, rank: int, number: int) -> None:
+        inputs = [batch(rank, number + each, width=6) for each in range(2)]
+        loss = model(inputs[0]).square().mean() - model(inputs[1]).mean()
+        with compiled_backward(compiled and model is attached, backend="eager"):
+            loss.backward()
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return TWICE[kind]()
+
+    attached = made()
+    attach(attached, "allreduce()")
+    alone = [made(), made()]
+    for number in range(2):
+        for each in (attached, *alone):
+            each.zero_grad()
+        backward(attached, rank, 2 * number)
+        for each in range(2):
+            backward(alone[each], each, 2 * number)
+        for got, *own in zip(*(each.parameters() for each in (attached, *alone)), strict=True):
+            assert torch.allclose(got.grad, (own[0].grad + own[1].grad) / 2, atol=1e-6)
+        alone[1].load_state_dict(alone[0].state_dict())  # as the next forward does

@@ -97,9 +97,10 @@ def attach(
         process_group: the ranks that average, for a module. None means the default group.
         bucket_cap_mb: the capacity of a bucket in MiB, for a module. The default is 25.
         gradient_as_bucket_view: for a module: whether gradients are views of the buckets' memory.
-            Views save memory, and most copies of gradients. Off by default.
+            Views save memory, and most copies of gradients. Parameters whose ``grad_dtype`` is
+            another dtype keep gradients of their own. Off by default.
         broadcast_buffers: for a module: whether rank 0 sends its buffers (running statistics) to
-            all ranks before each forward that trains and synchronises. On by default.
+            all ranks in the first forward in training after each step. On by default.
         init_sync: for a module: whether rank 0 sends its parameters and buffers to all ranks now.
             On by default. As in DDP, those of ``_ddp_params_and_buffers_to_ignore`` stay each
             rank's own, here and in each forward.
@@ -141,7 +142,9 @@ def attach(
         ValueError: a text is not a hook expression; an annotation says that the hook takes no
             bucket or returns no tensor; the scale is not positive and finite (``backward()`` raises
             this too); ``connections`` is out of range; a setting belongs to DDP; no parameter
-            requires grad; a parameter is on the meta device, or has an optimizer in backward.
+            requires grad; a parameter is on the meta device, has an optimizer in backward, or has
+            ``grad_dtype = None``; the model is in DDP and a ``grad_dtype`` is not the parameter's
+            dtype.
         RuntimeError: a hook is attached to the model, to another model with one of its parameters,
             or to DDP itself; replicate() was applied to a module; the ranks' parameters differ; a
             step over the group has failed, and its collectives may still be running;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch_commhook.attachment.buffers import buffers_of, packed, unpack
 from torch_commhook.attachment.new_ranks import NewRanks
 from torch_commhook.attachment.training_state import TrainingState
 from torch_commhook.attachment.user_warning import warn_user
+from torch_commhook.collectives.agreement import described
 from torch_commhook.elastic.pace import Note, Pace
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.settings import Elastic
@@ -71,10 +72,10 @@ class ElasticTraining:
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
             shared[f"Elastic's {name}"] = getattr(settings, name)
         trained = {id(parameter) for _, parameter in parameters}
-        shared["the parameters that are not trained"] = _specs(
+        shared["the parameters that are not trained"] = described(
             (name, each) for name, each in model.named_parameters() if id(each) not in trained
         )
-        self.ranks.check_same({"the parameters": _specs(parameters), **shared})
+        self.ranks.check_same({"the parameters": described(parameters), **shared})
         self.ranks.lets_in_late = lambda: not self._attached.keeps_ranks_apart
         self.ranks.keeps_error = lambda: self._attached.memory.error_bytes > 0
         self.ranks.enter()
@@ -258,10 +259,6 @@ class ElasticTraining:
             RuntimeError: the other ranks attached another hook while this rank waited.
         """
         self.new_ranks.begin(reducer, self._recovery)
-
-
-def _specs(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [f"'{name}' of shape {tuple(each.shape)} and {each.dtype}" for name, each in parameters]
 
 
 def check_fits(

@@ -38,7 +38,8 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The names and parameters that require grad, except those that DDP ignores.
 
     Raises:
-        ValueError: there are none, one has no memory yet, or an optimizer steps one in backward.
+        ValueError: there are none, one has no memory yet, an optimizer steps one in backward, or
+            the dtype of its gradients is unknown, or not supported by DDP.
         TypeError: one is a DTensor, or FullyShardedDataParallel has flattened one.
         RuntimeError: replicate() was applied to a part of the model.
     """
@@ -81,7 +82,24 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
                 "before gradients are averaged; let the optimizer step after backward, or in "
                 "HookHandle.register_post_accumulate_hook"
             )
+        _check_gradient_dtype(model, name, parameter)
     return parameters
+
+
+def _check_gradient_dtype(model: nn.Module, name: str, parameter: Tensor) -> None:
+    if parameter.grad_dtype == parameter.dtype:
+        return
+    what = f"attach: parameter '{name}' of {parameter.dtype} has grad_dtype {parameter.grad_dtype}"
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"{what}, but DistributedDataParallel takes gradients of the parameter's dtype only; "
+            "attach the hook to the module itself, without DistributedDataParallel"
+        )
+    if parameter.grad_dtype is None:
+        raise ValueError(
+            f"{what}, so its gradients may have any dtype; set it to their dtype, such as "
+            "parameter.grad_dtype = torch.float32"
+        )
 
 
 def ignored_names(model: nn.Module) -> Collection[str]:

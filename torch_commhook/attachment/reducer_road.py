@@ -332,7 +332,11 @@ class ReducerRoad:
 
     def _should_sync(self) -> bool:
         """Whether the backward that begins synchronises: as in DDP, its forward decides."""
-        decided, self._sync_of_forward = self._sync_of_forward, None  # for one backward
+        syncs, self._sync_of_forward = self._next_syncs(), None  # for one backward
+        return syncs
+
+    def _next_syncs(self) -> bool:
+        decided = self._sync_of_forward
         # None if the model's own forward was not called.
         return self._wants_sync() if decided is None else decided
 
@@ -351,8 +355,9 @@ class ReducerRoad:
             self._check_parameters()
             self._seen_in_forward = self._watched.is_sure
         sync = self._sync_of_forward = self._wants_sync()
-        # As in DDP: the forward after one that synchronises, whether or not it does so itself.
-        send, self._buffers_changed = self._buffers_changed, sync
+        # The first forward after a backward that synchronises, whether or not it does so itself. A
+        # second forward before the backward must not write buffers that autograd has saved.
+        send = self._buffers_changed
         if self._joinable.enabled:
             if not sync:
                 return
@@ -361,11 +366,13 @@ class ReducerRoad:
         if self.elastic is not None:
             self.elastic.before_forward()
         if send and module.training and self._broadcast_buffers:
+            self._buffers_changed = False
             self._send_buffers(module)
 
     def _on_step(self, begins: bool) -> None:
         """Called around each backward that synchronises and is not traced."""
         if begins:
+            self._buffers_changed = True
             if not isinstance(self.model(), DistributedDataParallel):
                 check_not_in_ddp(self._to_check, attached=True)
                 self._to_check = self._to_check[:1]
@@ -378,6 +385,7 @@ class ReducerRoad:
 
     def _on_captured(self) -> None:
         """Note that compiled autograd captures a backward; it reports no end."""
+        self._buffers_changed = self._buffers_changed or self._next_syncs()
         self._seen_in_forward = False
         self._joinable.step_ended()
 

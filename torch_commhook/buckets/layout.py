@@ -21,6 +21,12 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(order) if tensor.permute(order).is_contiguous() else None
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient: that of ``Tensor.grad_dtype``."""
+    own = parameter.grad_dtype if parameter.is_leaf else None
+    return own or parameter.dtype
+
+
 class BucketLayout:
     """The places of a list of parameters' gradients in one flat buffer.
 

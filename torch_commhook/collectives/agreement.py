@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from torch_commhook.buckets.layout import gradient_dtype
 from torch_commhook.collectives.gloo_groups import group_ranks
 from torch_commhook.thread_values import ThreadValue, setting
 
@@ -173,11 +174,17 @@ def _digest(*values: object) -> bytes:
 
 def digest_of(parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]) -> bytes:
     """The digest that :func:`check_agreement` compares first: 32 bytes."""
-    return _digest(_specs(parameters), settings)
+    return _digest(described(parameters), settings)
 
 
-def _specs(parameters: Sequence[tuple[str, Tensor]]) -> list[str]:
-    return [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
+def described(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Each parameter's name, shape and dtype, and its gradient's dtype if that is another one."""
+    found = []
+    for name, parameter in parameters:
+        text = f"'{name}' of shape {tuple(parameter.shape)} and {parameter.dtype}"
+        dtype = gradient_dtype(parameter)
+        found.append(text if dtype == parameter.dtype else f"{text} with gradients of {dtype}")
+    return found
 
 
 def check_agreement(
@@ -204,7 +211,7 @@ def check_agreement(
         return
     if all_alike is not None and all_alike(digest_of(parameters, settings)):
         return
-    specs = _specs(parameters)
+    specs = described(parameters)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, (specs, settings), group=group)
     ranks = dist.get_process_group_ranks(group)

@@ -423,6 +423,22 @@ def step_scale_of(
     return hook.step_scale(results, past, loss_scale=loss_scale)
 
 
+def check_dense(hook: Hook, bucket: GradBucket) -> None:
+    """Refuse sparse and complex gradients.
+
+    Raises:
+        TypeError: the bucket holds sparse or complex gradients.
+    """
+    if not (bucket.is_sparse() or bucket.dtype().is_complex):
+        return  # without the text: with dynamic shapes a compiler would make the seed a variable
+    where = f"{hook} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
+    if bucket.is_sparse():
+        raise TypeError(
+            f"{where}dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
+        )
+    raise TypeError(f"{where}real, got {bucket.dtype()}; allreduce() takes complex ones")
+
+
 def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
     """``hook.result_dtype(bucket)``, checked.
 
@@ -431,6 +447,11 @@ def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
     """
     dtype = hook.result_dtype(bucket)
     own = bucket.dtype()
+    if dtype != own and own.is_complex:
+        raise TypeError(
+            f"{_where(hook, bucket)}: gradients must be real, since the hook's results have "
+            f"{dtype}, got {own}; allreduce() takes complex ones"
+        )
     if dtype != own and not (dtype in BUCKET_DTYPES and own in BUCKET_DTYPES):
         raise TypeError(
             f"{_where(hook, bucket)}: result_dtype must return a dtype that can be cast to {own}, "

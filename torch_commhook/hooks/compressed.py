@@ -20,7 +20,7 @@ from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatt
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.hooks.base import Hook, average_scale, result_tensor
+from torch_commhook.hooks.base import Hook, average_scale, check_dense, result_tensor
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.sharded_bucket import ShardedBucket
@@ -224,22 +224,6 @@ def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
     ):
         return None
     return memory.rounding_seeds(seed, alike=codec.exchange == "all_reduce")
-
-
-def check_dense(hook: Hook, bucket: GradBucket) -> None:
-    """Refuse sparse and complex gradients.
-
-    Raises:
-        TypeError: the bucket holds sparse or complex gradients.
-    """
-    if not (bucket.is_sparse() or bucket.dtype().is_complex):
-        return  # without the text: with dynamic shapes a compiler would make the seed a variable
-    where = f"{hook} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
-    if bucket.is_sparse():
-        raise TypeError(
-            f"{where}dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
-        )
-    raise TypeError(f"{where}real, got {bucket.dtype()}; allreduce() takes complex ones")
 
 
 _DOC = """Average gradients through the codec :class:`torch_commhook.codecs.{name}`.

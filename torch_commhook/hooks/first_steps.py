@@ -111,7 +111,7 @@ def random_sample(buckets: Sequence[BucketMemory], seed: int) -> list[list[Tenso
     generator = torch.Generator(device="cpu").manual_seed(seed)
     found = []
     for i, shapes in zip(_sampled_buckets(len(buckets)), sample_shapes(buckets), strict=True):
-        to = buckets[i].device, buckets[i].dtype
+        to = buckets[i].device, buckets[i].gradient_dtype
         found.append([_normal(shape, generator).to(*to) for shape in shapes])
     return [sample for sample in found if sample]
 

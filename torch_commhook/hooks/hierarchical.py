@@ -33,9 +33,8 @@ from torch_commhook.collectives.hosts import (
     numbered_labels,
 )
 from torch_commhook.collectives.plain import resolve_group
-from torch_commhook.hooks.base import Hook, result_tensor
+from torch_commhook.hooks.base import Hook, check_dense, result_tensor
 from torch_commhook.hooks.compressed import (
-    check_dense,
     compressed,
     no_codec,
     rounding_of,

@@ -18,7 +18,7 @@ from torch_commhook.collectives.wide_sum import (
     sum_rows,
     wide_all_reduce,
 )
-from torch_commhook.hooks.base import Hook, Workspaces, average_scale
+from torch_commhook.hooks.base import Hook, Workspaces, average_scale, check_dense
 from torch_commhook.hooks.expressions import SHORT_DTYPES
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 
@@ -111,11 +111,7 @@ class cast(Hook):  # noqa: N801
         return ranks >= LEAST_RANKS
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.is_sparse():
-            raise TypeError(
-                f"{self} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
-                f"dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
-            )
+        check_dense(self, bucket)
         group = self.group(bucket)
         if self.has_stages_among(group.size()) and bucket.numel():
             return self._add_in_float32(bucket, group)
@@ -149,6 +145,7 @@ class cast(Hook):  # noqa: N801
         pass
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        check_dense(self, bucket)
         group = self.group(bucket)
         with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
             workspace = self._workspaces.get(bucket, self.dtype)

@@ -18,8 +18,7 @@ from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.collectives.streams import beside, is_capturing
 from torch_commhook.collectives.traced_ops import traced_all_reduce
-from torch_commhook.hooks.base import Hook, average_scale
-from torch_commhook.hooks.compressed import check_dense
+from torch_commhook.hooks.base import Hook, average_scale, check_dense
 from torch_commhook.hooks.low_rank.operators import (
     powersgd_left,
     powersgd_restore,
@@ -119,7 +118,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self._name = repr(self)
 
     def prepare(self, memory: BucketMemory) -> None:
-        if memory.dtype.is_complex:  # average() refuses it
+        if memory.gradient_dtype.is_complex:  # average() refuses it
             return
         plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
         if memory.with_error:
@@ -129,7 +128,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         memory.plans[self._name] = plan.text
         if not plan.groups:
             return
-        dtype = _dtype(memory.dtype)
+        dtype = _dtype(memory.gradient_dtype)
 
         def first(number: int, parameter: Tensor, before: Tensor | None) -> Tensor:
             """A transposed factor: rows with the shape and memory order of the matrix's own."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
 from torch_commhook.codecs.base import write_saturated
 from torch_commhook.codecs.seeds import mix_seeds
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -94,6 +94,7 @@ class BucketMemory:
         self.numel = self.layout.numel
         self.device = parameters[0].device
         self.dtype = parameters[0].dtype
+        self.gradient_dtype = gradient_dtype(parameters[0])
         self.rank = owner.rank
         self.world_size = owner.world_size
         self.with_error = with_error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import evenly_spaced
-from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.native import bucket_ops
@@ -28,16 +28,21 @@ class BucketState:
         largest: the largest contiguous one of them; of all if none is contiguous.
         pending: the number of parameters without a gradient so far in this backward.
         arrived: the parameters with a gradient, in their places; None for the others.
+        as_views: whether gradients stay in the bucket's memory. Not if their dtype is another one
+            than the parameters': C++ makes that memory in the parameters' dtype.
+        in_own_dtype: whether the gradients have the parameters' dtype.
         is_apart: whether gradients that are views must stay unchanged until the result is known.
         native: in eager code, the gradients on their way to a hook and back.
         memory: the hook's memory of the bucket, for a hook of the library.
     """
 
     __slots__ = (
+        "_lazy",
         "arrived",
         "as_views",
         "device",
         "dtype",
+        "in_own_dtype",
         "index",
         "is_apart",
         "largest",
@@ -66,12 +71,15 @@ class BucketState:
         self.sparse = sparse
         self.layout = BucketLayout(self.parameters)
         self.numel = self.layout.numel
-        self.dtype = self.parameters[0].dtype
+        self.dtype = gradient_dtype(self.parameters[0])
+        self.in_own_dtype = all(each.dtype == self.dtype for each in self.parameters)
         self.device = self.parameters[0].device
         self.largest = max(self.parameters, key=lambda p: (p.is_contiguous(), p.numel()))
-        self.as_views = as_views
+        # Their gradients may be lazy conjugates, or the lazily negated imaginary part of a number.
+        self._lazy = [each for each in parameters if each.is_complex() or each.numel() == 1]
+        self.as_views = as_views and self.in_own_dtype
         self.memory: BucketMemory | None = None
-        self.native = _C.ReducerBucket(self.parameters, sparse, as_views)
+        self.native = _C.ReducerBucket(self.parameters, sparse, self.as_views)
         self.reset()
 
     def reset(self) -> None:
@@ -107,14 +115,14 @@ class BucketState:
     def zeros(self, parameter: Tensor) -> Tensor:
         """A gradient of zeros for one of the parameters."""
         if not self.sparse:
-            return torch.zeros_like(parameter)
+            return torch.zeros_like(parameter, dtype=self.dtype)
         rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[1:])
+        values = parameter.new_empty(0, *parameter.shape[1:], dtype=self.dtype)
         return torch.sparse_coo_tensor(
             rows,
             values,
             parameter.shape,
-            dtype=parameter.dtype,
+            dtype=self.dtype,
             device=parameter.device,
             check_invariants=False,
         )
@@ -122,6 +130,22 @@ class BucketState:
     def pieces(self, result: Tensor) -> list[Tensor]:
         """Each parameter's part of a result, as a view."""
         return [result] if self.sparse else self.layout.views(result)
+
+    def take_gradients(self, others: list[Tensor] | None) -> None:
+        """Take the parameters' gradients for a hook, with zeros for missing ones; or ``others``."""
+        for parameter in self._lazy:  # kernels cannot write to such gradients
+            gradient = parameter.grad
+            if gradient is not None and (gradient.is_conj() or gradient.is_neg()):
+                parameter.grad = gradient.resolve_conj().resolve_neg()
+        if others is None and self.pending and not self.in_own_dtype:
+            others = self.gradients()
+        self.native.take_gradients(others, self.is_apart)
+
+    def write(self, result: Tensor, scale: float) -> None:
+        """Write a result into the gradients of all parameters, scaled and cast."""
+        if not (self.in_own_dtype or self.sparse):
+            destinations(self.parameters)  # C++ would make missing ones in the parameters' dtype
+        self.native.write(result, scale)
 
     def write_traced(self, result: Tensor) -> None:
         """Copy a result into the gradients that have arrived, with a cast."""
@@ -202,7 +226,10 @@ class _BucketOfState(BucketWithMemory):
 
     def _gather(self, scale: float) -> Tensor:
         """The gradients in the bucket's own buffer, scaled."""
-        raise NotImplementedError
+        ordered = self._state.layout._permute(self._gradients_as_they_lie())
+        if self._state.dtype.is_complex:  # the operators do not support it
+            return torch.cat([piece.reshape(-1) for piece in ordered]) * scale
+        return bucket_ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
 
     def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
         """Gather the gradients into another buffer, with scale and cast."""
@@ -236,13 +263,14 @@ class ReducerBucket(_BucketOfState):
         return self._state.native.gradients()
 
     def _gather(self, scale: float) -> Tensor:
-        return self._state.native.gather(scale)
+        state = self._state
+        return state.native.gather(scale) if state.in_own_dtype else super()._gather(scale)
 
     def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
         return self._state.native.flatten(scale, dtype, out)
 
     def _source(self) -> _C.ReducerBucket | None:
-        return None if self._gathered else self._state.native
+        return self._state.native if self._state.in_own_dtype and not self._gathered else None
 
 
 class TracedBucket(_BucketOfState):
@@ -275,16 +303,10 @@ class TracedBucket(_BucketOfState):
         with torch.no_grad():
             return bucket_ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
 
-    def _gather(self, scale: float) -> Tensor:
-        ordered = self._state.layout._permute(self._gradients)
-        if self._state.dtype.is_complex:  # the operators do not support it
-            return torch.cat([piece.reshape(-1) for piece in ordered]) * scale
-        return bucket_ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
-
 
 def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:
     """The parameters' gradients; missing ones are created."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     return [parameter.grad for parameter in parameters]  # type: ignore[misc]

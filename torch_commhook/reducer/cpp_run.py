@@ -47,9 +47,11 @@ class CppRun:
         buckets: Sequence[BucketState],
         check_layouts: Callable[[BucketState], None],
     ) -> CppRun | None:
-        """Make one for the attached hook, if it is in C++ and needs no Python; else None."""
+        """Make one for the attached hook, if it and the buckets need no Python; else None."""
         hook = None if attached is None else attached.cpp_hook
         if attached is None or hook is None:
+            return None
+        if not all(each.in_own_dtype and not each.dtype.is_complex for each in buckets):
             return None
         own = attached.own_group
         groups = [group.group_for(bucket.device) if own is None else own for bucket in buckets]

@@ -136,7 +136,7 @@ class EagerStep:
         where = hook_on_bucket(self.attached.name, state.index, count)
         # A parameter that no rank uses keeps its gradient; so do those of a rank that has joined.
         state.is_apart = state.pending > 0
-        state.native.take_gradients(gradients, state.is_apart)
+        state.take_gradients(gradients)
         bucket = ReducerBucket(state, count, group)
         if state.sparse:
             self._check_layouts(state)
@@ -215,7 +215,7 @@ class EagerStep:
             if self._writes_late or state.pending or self.attached.scales_steps:
                 late.append((state, result))
             else:
-                state.native.write(result, 1.0)  # while other collectives are running
+                state.write(result, 1.0)  # while other collectives are running
         return late
 
     def _write(
@@ -226,12 +226,12 @@ class EagerStep:
             if isinstance(scale, Tensor):
                 scaled = scaled_result(result, scale, state.dtype)
             elif state.pending == 0 and not state.sparse:
-                state.native.write(result, scale)
+                state.write(result, scale)
                 continue
             else:
                 scaled = result if scale == 1.0 else scaled_result(result, scale, state.dtype)
             if state.pending == 0:
-                state.native.write(scaled, 1.0)
+                state.write(scaled, 1.0)
             else:
                 self._parameters.write_missing(state.members, state.pieces(scaled), used)
 
