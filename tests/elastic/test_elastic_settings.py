@@ -29,6 +29,7 @@ import torch_commhook as commhook
             ValueError,
             "leave_out_stragglers needs straggler, got None",
         ),
+        ({"name": ""}, ValueError, "name must be a text that only this training has, got ''"),
         ({"store": "nohost"}, ValueError, "store must be 'host:port', got 'nohost'"),
         ({"store": "host:99999"}, ValueError, "store must be 'host:port', got 'host:99999'"),
         ({"store": ""}, ValueError, "store must be 'host:port', got ''"),
@@ -38,4 +39,4 @@ def test_settings_that_are_refused(
     settings: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=f"^Elastic: {re.escape(text)}"):
-        commhook.Elastic(min_ranks=1, **settings)
+        commhook.Elastic(**{"min_ranks": 1, "name": "run", **settings})

@@ -99,6 +99,31 @@ def test_sizes_of_pieces(
     assert came == sizes
 
 
+@pytest.mark.parametrize("wanted", [[2], [-1], [0] * 5])
+def test_a_donor_does_not_serve_senseless_requests(
+    wanted: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = _Connection()
+    donor = Donor(_pieces(), connection.at(DONOR), NEW, transfer.packed({}))
+    donor.end(transfer.packed({}))
+    for _ in range(2):
+        transfer.receive(connection.at(NEW), DONOR, own=0)
+    if len(wanted) > 2:  # the donor has two parameters
+        transfer.send_number(len(wanted), connection.at(NEW), DONOR)
+    else:
+        transfer.send_numbers(wanted, connection.at(NEW), DONOR)
+    donor.wait()
+    assert "a new rank does not get the last part of its state" in caplog.text
+
+
+def test_a_new_rank_allocates_no_impossible_length() -> None:
+    connection = _Connection()
+    sends = InBackground(lambda: transfer.send_number(1 << 50, connection.at(DONOR), NEW))
+    with pytest.raises(ValueError, match=f"announces a message of {1 << 50} bytes"):
+        transfer.receive(connection.at(NEW), DONOR, own=1 << 20)
+    sends.result()
+
+
 def test_any_error_of_a_call_in_the_background_is_raised() -> None:
     background: InBackground[None] = InBackground(lambda: {}["no such name"])
     with pytest.raises(KeyError, match="no such name"):

@@ -325,7 +325,7 @@ def test_a_rank_that_was_overlooked_asks_again() -> None:
 def test_a_rank_that_is_always_overlooked_gives_up() -> None:
     store, signs, _ = _started(2)
     (late,) = _members(store, 1, signs)
-    late._asking = lambda view: ([], 0)  # type: ignore[method-assign]
+    late._asking = lambda view: ([], 0, 0)  # type: ignore[method-assign]
     with pytest.raises(TooFewRanksError, match="0 ranks want to"):
         late.enter(0.2)
 
@@ -354,6 +354,41 @@ def test_a_rank_that_asks_while_the_others_look_is_not_overlooked() -> None:
     assert members[0].change(5).members == (members[0].own, late)
     members[0]._store = store
     assert members[0].wanting()[0] == late + 1
+
+
+def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    for key in ("wanting", "left", "here/2"):
+        store.append(key, "hello 1:2:3:4 :, 99999 -7 ")
+    entered, thread = _entering(late)
+    _wait_until(members[0].wanting)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    CLOCK.join(thread)
+    assert {*views, *entered} == {views[0]}
+    assert views[0].members == (*(m.own for m in members), late.own)
+    assert "the store's list 'wanting' has the entry 'hello', which is skipped" in caplog.text
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == len(set(texts)), "each rank logs each entry once"
+
+
+def test_a_rank_asks_again_where_the_number_of_requests_is_too_low() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    view = members[0].view
+    assert view is not None
+    store.add("wanted", -5)
+    _, thread = _entering(late)
+    _wait_until(lambda: store.add("wanted", 0) > view.wanted)
+    _together([lambda m=m: m.change(5) for m in members])
+    CLOCK.join(thread)
+
+
+def test_a_store_with_another_text_for_the_view() -> None:
+    store, _, members = _started(1, min_ranks=1)
+    store.set("view", "hello")
+    with pytest.raises(RuntimeError, match=r"list of members must be one of .*, got 'hello'"):
+        members[0].current()
 
 
 def test_nobody_that_has_trained_is_left() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_commhook import Elastic, attach
+from torch_commhook.step.rendezvous import hashed
 
 
 def _model(frozen: int) -> nn.Module:
@@ -16,10 +17,32 @@ def _model(frozen: int) -> nn.Module:
     return model
 
 
+def _settings() -> Elastic:
+    return Elastic(min_ranks=1, name="run", ranks=1, grace=0.4, store=dist.HashStore())
+
+
 def test_frozen_parameters_must_be_the_same() -> None:
-    settings = Elastic(min_ranks=1, ranks=1, grace=1.0, store=dist.HashStore())
+    settings, model = _settings(), _model(3)  # the training ends with the model
+    text = "parameters that are not trained must be the same .* training 'run' .* Elastic.name=."
     with (
-        attach(_model(3), "allreduce", elastic=settings),
-        pytest.raises(RuntimeError, match="parameters that are not trained must be the same"),
+        attach(model, "allreduce", elastic=settings),
+        pytest.raises(RuntimeError, match=text),
     ):
         attach(_model(4), "allreduce", elastic=settings)
+
+
+def test_the_settings_of_a_training_end_with_it() -> None:
+    settings = _settings()
+    attach(_model(3), "allreduce", elastic=settings).remove()
+    with attach(_model(4), "allreduce", elastic=settings) as handle:
+        assert handle.steps == 0
+
+
+def test_settings_that_another_program_has_written() -> None:
+    settings = _settings()
+    assert isinstance(settings.store, dist.Store)
+    dist.PrefixStore(f"commhook-elastic/{hashed('run')}", settings.store).set("settings", "[]")
+    with pytest.raises(
+        RuntimeError, match=r"from this version of the library, got '\[\]'"
+    ):
+        attach(_model(3), "allreduce", elastic=settings)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from torch_commhook.elastic.membership import TooFewRanksError, View
+from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.settings import Elastic
 
@@ -17,7 +18,7 @@ from torch_commhook.elastic.settings import Elastic
 @pytest.fixture
 def ranks() -> Iterator[ElasticRanks]:
     store = dist.TCPStore("localhost", 0, is_master=True)
-    found = ElasticRanks(Elastic(min_ranks=2, grace=0.2, store=store, timeout=5.0))
+    found = ElasticRanks(Elastic(min_ranks=2, name="run", grace=0.2, store=store, timeout=5.0))
     yield found
     found.leave()
 
@@ -27,6 +28,43 @@ def test_too_few_members_are_to_change(ranks: ElasticRanks) -> None:
     assert not ranks.wants_change()
     ranks.membership.view = View(2, (1,))
     assert ranks.wants_change()
+
+
+def _seen(ranks: ElasticRanks, count: int) -> None:
+    assert ranks._signs is not None
+    until = time.monotonic() + 20
+    while ranks._signs.wanted() != count:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_each_request_is_seen_after_a_rank_has_ended_within_its_own(ranks: ElasticRanks) -> None:
+    store, membership = ranks._store, ranks.membership
+    membership._min_ranks = 1
+    with mock.patch.object(ranks, "settings", Elastic(min_ranks=1, name="run")):
+        membership._propose(None, View(1, (membership.own,)))
+        membership.view, membership.is_new = membership.current(), False
+        store.append("wanting", f"{store.add('ranks', 1)} ")  # its process ends before the count
+        for count in (1, 2):
+            new = Membership(store, ranks, min_ranks=1, grace=0.1)
+            assert not ranks.wants_change()
+            assert new._ask() == count
+            _seen(ranks, count)
+            assert ranks.wants_change()
+            others = frozenset(ranks.view.members) - {membership.own}
+            assert new.own in membership.change(0, Lost(ended=others)).members
+
+
+def test_a_stray_count_makes_one_view(ranks: ElasticRanks) -> None:
+    with mock.patch.object(ranks, "settings", Elastic(min_ranks=1, name="run")):
+        ranks.membership._min_ranks = 1
+        ranks.membership._propose(None, View(1, (ranks.membership.own,)))
+        ranks.membership.view, ranks.membership.is_new = ranks.membership.current(), False
+        ranks._store.add("wanted", 7)
+        _seen(ranks, 7)
+        assert ranks.wants_change()
+        assert ranks.membership.change(0).number == 2
+        assert not ranks.wants_change()
 
 
 def test_a_rank_that_has_never_connected_says_why(ranks: ElasticRanks) -> None:

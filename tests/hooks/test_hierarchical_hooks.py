@@ -470,7 +470,11 @@ def test_a_warning_of_uneven_hosts(rank: int) -> None:
 
 def test_elastic_training_refuses_it(one_rank: None) -> None:
     with pytest.raises(ValueError, match="process groups of its own"):
-        attach(nn.Linear(2, 2), hooks.hierarchical(codecs.sign()), elastic=Elastic(min_ranks=1))
+        attach(
+            nn.Linear(2, 2),
+            hooks.hierarchical(codecs.sign()),
+            elastic=Elastic(min_ranks=1, name="run"),
+        )
 
 
 def test_one_rank(one_rank: None) -> None:

@@ -31,7 +31,12 @@ def main(port: str, name: str, folder: str, steps: str) -> None:
         model,
         hooks.error_feedback(hooks.blockwise(bits=8)),
         elastic=commhook.Elastic(
-            min_ranks=1, grace=8.0, state=[optimizer], store=f"localhost:{port}", ranks=2
+            min_ranks=1,
+            name="torchrun",
+            grace=8.0,
+            state=[optimizer],
+            store=f"localhost:{port}",
+            ranks=2,
         ),
     )
     seen = 0

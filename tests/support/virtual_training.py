@@ -307,6 +307,7 @@ class Trainer:
         self.attached = AttachedDouble(plan.buckets)
         settings = Elastic(
             min_ranks=plan.min_ranks,
+            name="histories",
             grace=GRACE,
             state=[self.optimizer],
             store="virtual:1",

@@ -155,7 +155,7 @@ def train(model: nn.Module) -> HookStats:
 def train_elastically(model: nn.Module) -> HookHandle:
     """Ranks may be lost."""
     try:
-        return attach(model, hooks.allreduce(), elastic=Elastic(min_ranks=2))
+        return attach(model, hooks.allreduce(), elastic=Elastic(min_ranks=2, name="run"))
     except TooFewRanksError:
         raise SystemExit(1) from None
 

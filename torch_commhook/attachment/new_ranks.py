@@ -184,6 +184,7 @@ class NewRanks:
 
         Raises:
             RuntimeError: the other ranks attached another hook while this rank waited.
+            ValueError: the state can't be read, or contains more than tensors and plain values.
         """
         membership = self._ranks.membership
         if not membership.is_new:
@@ -192,7 +193,7 @@ class NewRanks:
             view, group = self._ranks.view, self._ranks.group.group
             try:
                 donor = self._own_donor()
-                data = receive(group, donor)
+                data = receive(group, donor, self._state.nbytes)
                 if self.is_joining:
                     send_number(0, group, donor)
             except RuntimeError as error:

@@ -66,6 +66,11 @@ class TrainingState:
         """Whether new ranks get the parameters in pieces."""
         return sum(each.nbytes for each in self._model.parameters()) > joining.AT_ONCE
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the model's parameters and buffers."""
+        return sum(each.nbytes for each in self._tensors().values())
+
     def pieces(self) -> Pieces:
         """The parameters and the optimizers' state for them, in pieces."""
         return Pieces(list(self._model.parameters()), self._optimizers)

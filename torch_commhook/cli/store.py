@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         prog="commhook store",
         description="Run the store through which the ranks of an elastic training meet, until "
         "Ctrl-C or SIGTERM. The store needs little memory and time, and must outlive the ranks. "
-        "Give each rank torch_commhook.Elastic(store='HOST:PORT', ...).",
+        "Give each rank torch_commhook.Elastic(store='HOST:PORT', name=...).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -66,6 +66,7 @@ from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
+from torch_commhook.collectives.packed import gather_values
 from torch_commhook.wording import pluralize
 
 _WARM_UP_STEPS = 20
@@ -384,8 +385,7 @@ def _save(
     if run.ranks_are_apart:
         state["optimizer"] = to_cpu(whole_state(run.optimizer.state_dict()["state"]))
     model, optimizer = whole_state(run.model.state_dict()), whole_state(run.optimizer.state_dict())
-    states: list[Any] | None = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(state, states)
+    states = gather_values(state, only_first=True)
     if states is None or options.save is None:
         return None
     path = checkpoint_path(options.save, run.step)

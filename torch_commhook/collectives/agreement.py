@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook.buckets.layout import gradient_dtype
 from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.packed import gather_values
 from torch_commhook.thread_values import ThreadValue, setting
 
 _of_step: ThreadValue[dist.ProcessGroup] = ThreadValue()
@@ -48,8 +49,7 @@ def agree(
             if error is not None:
                 raise error
             return
-        every: list[Any] = [None] * size
-        dist.all_gather_object(every, (text, settings), group=group)
+        every: list[Any] = gather_values((text, settings), group) or []
         ranks = dist.get_process_group_ranks(group)
         for rank, (other, other_settings) in enumerate(every):
             if error is None and other is not None:
@@ -109,16 +109,17 @@ def agree_across(
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
-    """Gather a value of each rank of a group. All of them must call this.
+    """Gather a plain value of each rank of a group. All of them must call this.
 
     Returns:
         The values in rank order; None for a group that ``torch.distributed`` does not know.
+
+    Raises:
+        ValueError: as :func:`gather_values`.
     """
     if group not in distributed_c10d._world.pg_map:
         return None
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, value, group=group)
-    return every
+    return gather_values(value, group)
 
 
 def gather_in_step(group: dist.ProcessGroup, value: object) -> list[Any] | None:
@@ -212,8 +213,7 @@ def check_agreement(
     if all_alike is not None and all_alike(digest_of(parameters, settings)):
         return
     specs = described(parameters)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, (specs, settings), group=group)
+    every: list[Any] = gather_values((specs, settings), group) or []
     ranks = dist.get_process_group_ranks(group)
     first_specs, first_settings = every[0]
     for rank, (others, other_settings) in enumerate(every):

@@ -164,9 +164,10 @@ class _Place(NamedTuple):
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why the ranks do not share memory, the same on all of them. All ranks must call it."""
-    places: list[_Place] | None = gather_in_step(group, _own_place(device))
-    if places is None:
+    told = gather_in_step(group, tuple(_own_place(device)))
+    if told is None:
         return "torch.distributed does not know the group"
+    places = [_Place(*each) for each in told]
     for rank, place in enumerate(places):
         if place.obstacle:
             return f"rank {rank}: {place.obstacle}"

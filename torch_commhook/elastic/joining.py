@@ -9,6 +9,7 @@ sends the small rest, and checksums. From then on the new rank is like any other
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch_commhook.elastic import transfer
 from torch_commhook.elastic.pieces import Part, Pieces
 
 _T = TypeVar("_T")
+
+_log = logging.getLogger("torch_commhook.elastic")
 
 #: Parameters of fewer bytes are sent at once, while the others wait.
 AT_ONCE = 4 << 20
@@ -100,7 +103,8 @@ class Donor:
         if self._head is not None:
             transfer.send(self._head, self._group, self._place)
             self._head = None
-            self._at = transfer.receive_number(self._group, self._place)
+            at = transfer.receive_number(self._group, self._place)
+            self._at = min(max(0, at), self._pieces.numel)
         parts, self._at = self._pieces.take(self._at, self._bytes)
         piece = transfer.packed((self._at, parts))
         # A wait for a late rank must not make its pieces smaller.
@@ -130,7 +134,13 @@ class Donor:
             sums = self._pieces.sums()
             transfer.send(transfer.packed(sums), self._group, self._place)
             transfer.send(rest, self._group, self._place)
-            wanted = transfer.unpacked(transfer.receive(self._group, self._place))
+            try:
+                wanted = transfer.receive_numbers(self._group, self._place, len(sums))
+                if not set(wanted) <= set(range(len(sums))):
+                    raise ValueError(f"torch_commhook: it asks for parameters {wanted}")
+            except ValueError as error:  # its own fault: this rank continues
+                _log.warning("a new rank does not get the last part of its state: %s", error)
+                return
             if wanted:
                 parts = self._pieces.whole(wanted)
                 transfer.send(transfer.packed(parts), self._group, self._place)
@@ -167,14 +177,14 @@ class NewRank:
             donor: the donor's place in the group.
             is_first: whether this is the donor's first piece. The donor sends the head before it.
         """
-        at, self._piece = self.at, None
+        at, self._piece, own = self.at, None, self._pieces.nbytes
 
         def receive() -> tuple[int, list[Part]]:
             if is_first:
-                transfer.receive(group, donor)  # this rank has a head already
+                transfer.receive(group, donor, own)  # this rank has a head already
                 transfer.send_number(at, group, donor)
             transfer.send_number(1, group, donor)
-            piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor))
+            piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor, own))
             transfer.send_number(1, group, donor)
             return piece
 
@@ -209,12 +219,14 @@ class NewRank:
 
         Raises:
             RuntimeError: the connection was closed.
+            ValueError: the donor's bytes can't be read, or contain more than plain values.
         """
-        sums = transfer.unpacked(transfer.receive(group, donor))
-        load(transfer.unpacked(transfer.receive(group, donor)))
+        own = self._pieces.nbytes
+        sums = transfer.unpacked(transfer.receive(group, donor, own))
+        load(transfer.unpacked(transfer.receive(group, donor, own)))
         pairs = enumerate(zip(sums, self._pieces.sums(), strict=True))
-        wanted = [index for index, (theirs, own) in pairs if theirs != own]
-        transfer.send(transfer.packed(wanted), group, donor)
+        wanted = [index for index, (theirs, mine) in pairs if theirs != mine]
+        transfer.send_numbers(wanted, group, donor)
         if wanted:
-            self._pieces.put(transfer.unpacked(transfer.receive(group, donor)))
+            self._pieces.put(transfer.unpacked(transfer.receive(group, donor, own)))
         return len(wanted)

@@ -11,10 +11,15 @@ next view. It waits until all members that are not known to be lost are here, or
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+_log = logging.getLogger("torch_commhook.elastic")
+
+_T = TypeVar("_T")
 
 #: The longest time that a rank waits before it reads the store again, in seconds.
 _LONGEST_PAUSE = 0.05
@@ -58,6 +63,8 @@ class View:
         new: the members that have not trained yet. The others have the whole state.
         steps: the number of steps done.
         entries: the number of entries already handled, in the list of ranks that want to join.
+        wanted: the number of requests to join when they were handled. It may differ from
+            ``entries``, because a rank may end between its two writes.
     """
 
     number: int
@@ -65,6 +72,7 @@ class View:
     new: tuple[int, ...] = ()
     steps: int = 0
     entries: int = 0
+    wanted: int = 0
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -77,11 +85,21 @@ class View:
 
     @classmethod
     def from_text(cls, text: str) -> View:
-        """Return the view of a text from :meth:`as_text`."""
-        found = json.loads(text)
-        for name in ("members", "new"):
-            found[name] = tuple(found[name])
-        return cls(**found)
+        """Return the view of a text from :meth:`as_text`.
+
+        Raises:
+            RuntimeError: the text is no view.
+        """
+        try:
+            found = json.loads(text)
+            for name in ("members", "new"):
+                found[name] = tuple(found[name])
+            return cls(**found)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RuntimeError(
+                f"torch_commhook: the store's list of members must be one of this version of the "
+                f"library, got {text[:200]!r}"
+            ) from error
 
 
 class Lost(NamedTuple):
@@ -171,6 +189,7 @@ class Membership:
         self._patience = grace if patience is None else patience
         self._now = now
         self._sleep = sleep
+        self._skipped: set[tuple[str, str]] = set()  # each is logged once
         self.own: int = store.add("ranks", 1)
         self.view: View | None = None
         self.is_new = True
@@ -190,7 +209,7 @@ class Membership:
         Raises:
             TooFewRanksError: the time is over.
         """
-        self._ask()
+        request = self._ask()
         begun = self._now()
         seen, seen_at = 0, begun
         for _ in self._pauses():
@@ -199,16 +218,17 @@ class Membership:
                 self.view = view
                 self.is_new = self.own in view.new
                 return view
-            wanting, entries = self._asking(view)
+            wanting, entries, wanted = self._asking(view)
             is_heard = self.own in wanting
-            if not is_heard:  # the others had seen no sign of life when they read its request
-                self._ask()
+            # The others had seen no sign of life when they read its request, or a stray count.
+            if not is_heard or (view is not None and view.wanted >= request):
+                request = self._ask()
             if len(wanting) != seen:
                 seen, seen_at = len(wanting), self._now()
             waited = self._now() - seen_at
             if is_heard and self._may_begin(view, wanting, waited):
                 if waited >= wanting.index(self.own) * _TURN:
-                    self._begin(view, wanting, entries)
+                    self._begin(view, wanting, entries, wanted)
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
                     f"torch_commhook: rank {self.own} has waited for {timeout:g} s to join; "
@@ -216,9 +236,14 @@ class Membership:
                 )
         raise AssertionError
 
-    def _ask(self) -> None:
+    def _ask(self) -> int:
+        """Request to join; returns the number of requests.
+
+        Members look for entries after the number has grown, so the entry comes first. If this
+        process ends before it adds 1, the next request makes the members read both entries.
+        """
         self._store.append("wanting", f"{self.own} ")
-        self._store.add("wanted", 1)
+        return int(self._store.add("wanted", 1))
 
     def _may_begin(self, view: View | None, wanting: list[int], waited: float) -> bool:
         """Whether the ranks that want to take part should begin, because nobody trains."""
@@ -230,22 +255,38 @@ class Membership:
             return len(wanting) >= self._first_ranks or waited >= self._grace
         return waited >= self._grace
 
-    def _begin(self, view: View | None, wanting: list[int], entries: int) -> None:
+    def _begin(self, view: View | None, wanting: list[int], entries: int, wanted: int) -> None:
         number = 1 if view is None else view.number + 1
         # All ranks take the parameters of the first one.
-        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries))
+        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries, wanted))
 
     def wanting(self) -> list[int]:
         """The ranks that want to take part and do not, in order of their numbers."""
         return self._asking(self.current())[0]
 
-    def _asking(self, view: View | None) -> tuple[list[int], int]:
-        """As :meth:`wanting` after a view, with the length of the list of requests."""
-        entries = self._list("wanting")
+    def _asking(self, view: View | None) -> tuple[list[int], int, int]:
+        """As :meth:`wanting` after a view, with the length of the list and number of requests."""
+        wanted = self._store.add("wanted", 0)  # first: the entries of all these are in the list
+        entries = self._entries("wanting", int)
         known = set() if view is None else set(view.members)
-        new = [int(entry) for entry in entries[0 if view is None else view.entries :]]
+        at = 0 if view is None else view.entries
+        new = {each for each in entries[at:] if each is not None}
+        if new:  # else a stray number would become a member
+            last = self._store.add("ranks", 0)
+            new = {each for each in new if 0 < each <= last}
         silent = self._signs.silent([each for each in new if each != self.own])
-        return sorted({*new} - known - silent), len(entries)
+        return sorted(new - known - silent), len(entries), wanted
+
+    def has_ended(self, first: int) -> bool:
+        """Whether nobody trains or waits to: all have left, or show no sign of life.
+
+        Args:
+            first: a rank that may wait without having requested to join yet.
+        """
+        view = self.current()
+        ranks = {first, *self._asking(view)[0], *(() if view is None else view.members)}
+        left = {own for own, _ in self._leaving()}
+        return self._signs.silent(ranks - left) == ranks - left
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -260,8 +301,10 @@ class Membership:
 
     def _left(self, view: View) -> dict[int, int]:
         """The members that have announced that they leave, with the steps of each."""
-        entries = (entry.split(":") for entry in self._list("left"))
-        return {int(own): int(steps) for own, steps in entries if int(own) in view.members}
+        return {own: steps for own, steps in self._leaving() if own in view.members}
+
+    def _leaving(self) -> list[tuple[int, int]]:
+        return [each for each in self._entries("left", _own_and_steps) if each is not None]
 
     # ---- changing --------------------------------------------------------------------------------
 
@@ -367,7 +410,7 @@ class Membership:
             if steps:
                 return "no rank with trained parameters is left"
             new = left[1:]  # as at the beginning, all ranks take the first one's parameters
-        wanting, entries = self._asking(view)
+        wanting, entries, wanted = self._asking(view)
         # Some ranks may have counted the open step and left; those that are here then count it too.
         ahead = [rank for rank, done in left_before.items() if done == steps]
         if any(here[rank].steps == steps for rank in left):
@@ -379,9 +422,9 @@ class Membership:
             )
         if not lets_in:
             trained = tuple(rank for rank in left if rank not in new)
-            return View(view.number + 1, trained, (), steps, view.entries)
+            return View(view.number + 1, trained, (), steps, view.entries, view.wanted)
         members = (*left, *wanting)
-        return View(view.number + 1, members, (*new, *wanting), steps, entries)
+        return View(view.number + 1, members, (*new, *wanting), steps, entries, wanted)
 
     # ---- the store -------------------------------------------------------------------------------
 
@@ -405,15 +448,25 @@ class Membership:
 
     def _here(self, place: str) -> dict[int, _Here]:
         """The entries of ranks that are here; a rank's last entry counts."""
-        found = {}
-        for entry in self._list(place):
-            rank, steps, is_new, *lost = entry.split(":")
-            kinds = (frozenset(_parsed(kind)) for kind in lost)
-            found[int(rank)] = _Here(int(steps), is_new == "1", Lost(*kinds))
-        return found
+        return {each[0]: each[1] for each in self._entries(place, _rank_here) if each is not None}
 
-    def _list(self, key: str) -> list[str]:
-        return (self._read(key) or "").split()
+    def _entries(self, key: str, parse: Callable[[str], _T]) -> list[_T | None]:
+        """The parsed entries of a list; None for each that this library has not written."""
+        found: list[_T | None] = []
+        for entry in (self._read(key) or "").split():
+            try:
+                found.append(parse(entry))
+            except ValueError:
+                found.append(None)
+                if (key, entry) not in self._skipped:
+                    self._skipped.add((key, entry))
+                    _log.warning(
+                        "rank %d: the store's list '%s' has the entry %r, which is skipped",
+                        self.own,
+                        key,
+                        entry[:80],
+                    )
+        return found
 
     def _read(self, key: str) -> str | None:
         # No key is ever deleted; otherwise get() could wait for a long time after check().
@@ -432,8 +485,17 @@ def _numbers(ranks: Collection[int]) -> str:
     return ",".join(map(str, sorted(ranks)))
 
 
-def _parsed(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+def _own_and_steps(entry: str) -> tuple[int, int]:
+    own, steps = entry.split(":")
+    return int(own), int(steps)
+
+
+def _rank_here(entry: str) -> tuple[int, _Here]:
+    rank, steps, is_new, *lost = entry.split(":")
+    ended, silent, unreachable = (
+        frozenset(int(number) for number in kind.split(",") if number) for kind in lost
+    )
+    return int(rank), _Here(int(steps), is_new == "1", Lost(ended, silent, unreachable))
 
 
 def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:

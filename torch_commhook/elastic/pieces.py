@@ -6,40 +6,20 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+#: One value of an optimizer's state for some elements of a parameter, and whether the value has the
+#: parameter's shape. If it has, the values of these elements, flat. Otherwise the whole value.
+#: Tensors of more than one element then come with the parameter's first element, since the
+#: optimizer needs one of each, and with its last. Plain tuples: a new rank unpickles no class.
+Remembered = tuple[Any, bool]
 
-class Remembered(NamedTuple):
-    """One value of an optimizer's state for some elements of a parameter.
-
-    Attributes:
-        value: with the parameter's shape: the values of these elements, flat. Otherwise the whole
-            value. Tensors of more than one element then come with the parameter's first element,
-            since the optimizer needs one of each, and with its last.
-        is_of_elements: whether the value has the parameter's shape.
-    """
-
-    value: Any
-    is_of_elements: bool
-
-
-class Part(NamedTuple):
-    """Some elements of a parameter.
-
-    Attributes:
-        parameter: the parameter's number.
-        first: the flat index of the first of these elements.
-        value: the elements, flat.
-        states: each optimizer's state of them, by name; None for an optimizer without state.
-    """
-
-    parameter: int
-    first: int
-    value: Tensor
-    states: list[dict[str, Remembered] | None]
+#: Some elements of a parameter: its number, the flat index of the first element, the elements,
+#: flat, and each optimizer's state of them by name; None for an optimizer without state.
+Part = tuple[int, int, Tensor, list[dict[str, Remembered] | None]]
 
 
 class Pieces:
@@ -69,6 +49,11 @@ class Pieces:
         self._parameters = list(by_id.values())
         self._starts = list(accumulate(map(_length, self._parameters), initial=0))
         self.numel: int = self._starts.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self._parameters)
 
     def take(self, first: int, nbytes: int) -> tuple[list[Part], int]:
         """Copy elements from a place on.
@@ -102,22 +87,21 @@ class Pieces:
     @torch.no_grad()
     def put(self, parts: Sequence[Part]) -> None:
         """Write elements that another rank has copied."""
-        for part in parts:
-            parameter = self._parameters[part.parameter]
-            _write(parameter, part.first, part.value)
-            for optimizer, values in zip(self._optimizers, part.states, strict=True):
+        for number, first, elements, states in parts:
+            parameter = self._parameters[number]
+            _write(parameter, first, elements)
+            for optimizer, values in zip(self._optimizers, states, strict=True):
                 if values is None:
                     optimizer.state.pop(parameter, None)
                     continue
                 state = optimizer.state[parameter]
-                for name, remembered in values.items():
-                    value = remembered.value
-                    if remembered.is_of_elements:
+                for name, (value, is_of_elements) in values.items():
+                    if is_of_elements:
                         whole = _like(parameter, value, state.get(name))
-                        _write(whole, part.first, value)
+                        _write(whole, first, value)
                         value = whole
                     state[name] = value
-                if part.first == 0:  # all of these come with the first element
+                if first == 0:  # all of these come with the first element
                     for name in state.keys() - values.keys():
                         del state[name]
 
@@ -169,13 +153,13 @@ class Pieces:
             values: dict[str, Remembered] = {}
             for name, value in optimizer.state[parameter].items():
                 if _goes_along(value, parameter):
-                    values[name] = Remembered(_flat(value, begin, end), True)
+                    values[name] = _flat(value, begin, end), True
                 elif not isinstance(value, Tensor):
-                    values[name] = Remembered(value, False)
+                    values[name] = value, False
                 elif value.numel() == 1 or begin == 0 or end >= parameter.numel():
-                    values[name] = Remembered(value.detach().clone(), False)
+                    values[name] = value.detach().clone(), False
             states.append(values)
-        return Part(index, begin, _flat(parameter, begin, end), states)
+        return index, begin, _flat(parameter, begin, end), states
 
 
 def _length(parameter: Tensor) -> int:
@@ -231,7 +215,8 @@ def _sum_of(value: Any) -> int:
 
 
 def _bytes_of(part: Part) -> Iterator[int]:
-    yield part.value.nbytes
-    for state in part.states:
+    _, _, elements, states = part
+    yield elements.nbytes
+    for state in states:
         for value, _ in (state or {}).values():
             yield value.nbytes if isinstance(value, Tensor) else 8

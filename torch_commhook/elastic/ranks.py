@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,10 @@ from torch_commhook.step.rendezvous import can_append, hashed, innermost
 from torch_commhook.step.step_group import StepGroup, tell_unreachable
 
 _log = logging.getLogger("torch_commhook.elastic")
+
+
+#: The name of the first rank's number, beside a training's settings.
+_FIRST = "the first rank"
 
 
 class ElasticRanks:
@@ -109,17 +114,32 @@ class ElasticRanks:
     def check_same(self, settings: dict[str, object]) -> None:
         """Compare settings with those of the training's first rank.
 
+        The settings of a training that has ended are replaced: all its ranks have left, or show no
+        sign of life within ``grace``.
+
         Raises:
             RuntimeError: a setting differs. The message names it.
         """
-        own = json.dumps({name: repr(value) for name, value in settings.items()})
-        first = json.loads(self._store.compare_set("settings", "", own).decode())
-        self._same = first
-        for name, value in json.loads(own).items():
-            if first.get(name) != value:
+        own = {name: repr(value) for name, value in settings.items()}
+        until = time.monotonic() + self.settings.grace
+        before = ""
+        while True:
+            text = json.dumps({**own, _FIRST: str(self.membership.own)})
+            found = self._store.compare_set("settings", before, text).decode()
+            first = _checked_settings(found)
+            differing = next((name for name in own if first.get(name) != own[name]), None)
+            if differing is None:
+                self._same = first
+                return
+            if self.membership.has_ended(int(first[_FIRST])):
+                before = found
+            elif time.monotonic() < until:
+                time.sleep(self.settings.grace / 50)
+            else:
                 raise RuntimeError(
-                    f"attach: {name} must be the same on all ranks: this one has {value}, the "
-                    f"first rank of training {self.settings.name!r} has {first.get(name)}"
+                    f"attach: {differing} must be the same on all ranks: this one has "
+                    f"{own[differing]}, the first rank of training {self.settings.name!r} has "
+                    f"{first.get(differing)}; give another training another Elastic(name=)"
                 )
 
     def change_setting(self, name: str, value: object) -> None:
@@ -155,7 +175,7 @@ class ElasticRanks:
         """Whether this rank knows of a rank that wants to join, or of too few members."""
         if len(self.view.members) < self.settings.min_ranks:
             return True
-        return self._signs is not None and self._signs.wanted() > self.view.entries
+        return self._signs is not None and self._signs.wanted() > self.view.wanted
 
     # ---- continuing ------------------------------------------------------------------------------
 
@@ -344,6 +364,22 @@ class ElasticRanks:
                 group.lose(lost, f"since rank {lost} has shown no sign of life for {half:g} s")
             elif is_old:
                 group.lose(None, "since the other ranks continue without this one")
+
+
+def _checked_settings(text: str) -> dict[str, str]:
+    """The settings of a training's first rank.
+
+    Raises:
+        RuntimeError: the text is none.
+    """
+    with suppress(ValueError, KeyError, TypeError):
+        found: dict[str, str] = json.loads(text)
+        int(found[_FIRST])
+        return found
+    raise RuntimeError(
+        f"attach: the store's settings of the training must be from this version of the library, "
+        f"got {text[:200]!r}; give the training another Elastic(name=)"
+    )
 
 
 def _lost(error: PeerError) -> Lost:

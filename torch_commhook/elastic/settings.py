@@ -20,6 +20,8 @@ class Elastic:
     Attributes:
         min_ranks: the smallest number of ranks that trains. Fewer ranks wait for ``grace``, and
             then raise :class:`TooFewRanksError`.
+        name: the training's name in the store, such as ``"first-run"``. All processes that give one
+            name and one store train together, so each training needs its own.
         grace: seconds within which the ranks agree on who is left. A rank is lost when its process
             ends, or when it shows no sign of life for half of this time.
         state: objects that a new rank receives beside the model's parameters and buffers and the
@@ -30,7 +32,6 @@ class Elastic:
             ``MASTER_ADDR`` and ``MASTER_PORT``, where ``torchrun`` runs one.
         ranks: the number of ranks that begins; None for those that arrive within ``grace`` of one
             another.
-        name: the training's name in the store.
         timeout: seconds that a new rank waits for admission, and that a collective may take.
         straggler: a rank is slow in a step if its computing time exceeds this many times the median
             of all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
@@ -44,17 +45,17 @@ class Elastic:
         TypeError, ValueError: an attribute has a wrong type or value.
 
     Example:
-        >>> settings = Elastic(min_ranks=6, grace=5.0, straggler=2.0)
+        >>> settings = Elastic(min_ranks=6, name="first-run", grace=5.0, straggler=2.0)
         >>> settings.min_ranks, settings.timeout
         (6, 1800.0)
     """
 
     min_ranks: int
+    name: str
     grace: float = 10.0
     state: Sequence[Any] = ()
     store: str | dist.Store | None = None
     ranks: int | None = None
-    name: str = "training"
     timeout: float = 1800.0
     straggler: float | None = None
     straggler_steps: int = 10
@@ -81,7 +82,9 @@ class Elastic:
                 raise ValueError(f"Elastic: {name} must be a positive number of s, got {value}")
         self._check_straggler()
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"Elastic: name must be a text, got {self.name!r}")
+            raise ValueError(
+                f"Elastic: name must be a text that only this training has, got {self.name!r}"
+            )
         if self.store is not None and not isinstance(self.store, (str, dist.Store)):
             raise TypeError(
                 "Elastic: store must be 'host:port', a store of torch.distributed or None, got "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,30 +10,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.gloo_groups import finish_messages
+from torch_commhook.collectives.packed import check_length, packed, unpacked
+
+__all__ = [
+    "groups_of",
+    "load_groups",
+    "load_states",
+    "packed",
+    "receive",
+    "receive_number",
+    "receive_numbers",
+    "send",
+    "send_number",
+    "send_numbers",
+    "states_of",
+    "unpacked",
+]
 
 #: Bytes of a message.
 _PIECE = 4 << 20
 # The tags of a step's end and of exchanges are above.
 _TAG = (1 << 30) - 64
-
-
-def packed(state: Any) -> Tensor:
-    """A state as flat bytes, on the CPU.
-
-    Args:
-        state: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
-            them on the CPU.
-    """
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def unpacked(data: Tensor) -> Any:
-    """The argument of :func:`packed`."""
-    # Only among the ranks of a training, which trust each other as in all_gather_object.
-    file = io.BytesIO(data.numpy().tobytes())
-    return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
@@ -48,13 +44,20 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
         _send(piece, group, rank)
 
 
-def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
+def receive(group: dist.ProcessGroup, rank: int, own: int) -> Tensor:
     """Receive the bytes that a rank of a group sends by :func:`send`.
+
+    Args:
+        group: the group.
+        rank: the sender's place in it.
+        own: the bytes of this rank's parameters and buffers, for :func:`check_length`.
 
     Raises:
         RuntimeError: the connection was closed.
+        ValueError: the announced length is impossible.
     """
     length = receive_number(group, rank)
+    check_length(length, own)
     data = torch.empty(length, dtype=torch.uint8, device="cpu")
     for piece in data.split(_PIECE):
         _receive(piece, group, rank)
@@ -79,6 +82,41 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
     number = torch.zeros(1, dtype=torch.int64, device="cpu")
     _receive(number, group, rank)
     return int(number)
+
+
+def send_numbers(numbers: Sequence[int], group: dist.ProcessGroup, rank: int) -> None:
+    """Send ints to a rank of a group.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    send_number(len(numbers), group, rank)
+    if numbers:
+        _send(torch.tensor(numbers, dtype=torch.int64, device="cpu"), group, rank)
+
+
+def receive_numbers(group: dist.ProcessGroup, rank: int, most: int) -> list[int]:
+    """Receive the numbers that a rank of a group sends by :func:`send_numbers`.
+
+    Args:
+        group: the group.
+        rank: the sender's place in it.
+        most: the largest number of numbers.
+
+    Raises:
+        RuntimeError: the connection was closed.
+        ValueError: the rank announces more numbers.
+    """
+    length = receive_number(group, rank)
+    if not 0 <= length <= most:
+        raise ValueError(
+            f"torch_commhook: rank {rank} of the group must send from 0 to {most} numbers, "
+            f"got {length}"
+        )
+    numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
+    if length:
+        _receive(numbers, group, rank)
+    return numbers.tolist()
 
 
 def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:

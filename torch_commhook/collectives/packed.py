@@ -1,0 +1,114 @@
+"""Plain values as bytes, and their exchange among ranks. Reading them runs no code of a peer."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+#: Another rank's value may be this many times as long as this rank's, and this many bytes longer.
+_TIMES, _MORE = 64, 1 << 30
+
+
+def packed(value: Any) -> Tensor:
+    """A value as flat bytes, on the CPU.
+
+    Args:
+        value: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
+            them on the CPU.
+    """
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """The argument of :func:`packed`, from the bytes of any sender.
+
+    Raises:
+        ValueError: the bytes are damaged, or contain an object that is no tensor or plain value,
+            and that ``torch.serialization.add_safe_globals`` has not allowed.
+    """
+    file = io.BytesIO(data.numpy().tobytes())
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the type depends on the place of the damage
+        names = _refused_names(file)
+        if not names:
+            raise ValueError("torch_commhook: another rank has sent damaged bytes") from error
+        raise ValueError(
+            f"torch_commhook: another rank has sent objects of {names}; a rank reads only tensors "
+            "and plain values from others. Make them plain values, or allow them on all ranks: "
+            "torch.serialization.add_safe_globals([...])"
+        ) from None
+
+
+def _refused_names(file: io.BytesIO) -> str:
+    """The classes and functions that a file names and a rank does not load; "" if it is damaged."""
+    file.seek(0)
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+    except Exception:  # as above
+        return ""
+
+
+def check_length(length: int, own: int) -> None:
+    """Refuse an impossible length of another rank's message, before memory is allocated for it.
+
+    Args:
+        length: the length, in bytes.
+        own: the length of this rank's own message or parameters, in bytes.
+
+    Raises:
+        ValueError: the length is negative, or far above ``own``.
+    """
+    most = _TIMES * own + _MORE
+    if not 0 <= length <= most:
+        raise ValueError(
+            f"torch_commhook: another rank announces a message of {length} bytes; it must have "
+            f"from 0 to {most}"
+        )
+
+
+def gather_values(
+    value: Any, group: dist.ProcessGroup | None = None, *, only_first: bool = False
+) -> list[Any] | None:
+    """Gather a plain value of each rank. All ranks of the group must call this.
+
+    Args:
+        value: tensors and plain values. Tensors arrive on the CPU.
+        group: the group of the ranks; None means the default group.
+        only_first: whether only the first rank gets the values.
+
+    Returns:
+        The values in rank order; None on the other ranks with ``only_first``.
+
+    Raises:
+        ValueError: as :func:`unpacked` and :func:`check_length`.
+    """
+    group = distributed_c10d._group_or_default_group(group)
+    device, size = distributed_c10d._get_object_coll_device(group), group.size()
+    data = packed(value)
+    own = data.numel()
+    lengths = list(torch.zeros(size, dtype=torch.int64, device=device).split(1))
+    dist.all_gather(lengths, torch.tensor([own], device=device), group=group)
+    every = [int(length) for length in lengths]
+    for length in every:
+        check_length(length, own)
+    most = max(every)
+    sent = torch.zeros(most, dtype=torch.uint8, device=device)
+    sent[:own] = data
+    received = None
+    if not only_first or group.rank() == 0:
+        received = list(torch.empty(size * most, dtype=torch.uint8, device=device).split(most))
+    if not only_first:
+        dist.all_gather(received, sent, group=group)
+    else:
+        dist.gather(sent, received, group=group, group_dst=0)
+    if received is None:
+        return None
+    return [unpacked(got[:length].cpu()) for got, length in zip(received, every, strict=True)]
