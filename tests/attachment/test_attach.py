@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from group_doubles import completed
 from mode_cases import backward_step, equal, small_model
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import GradBucket, attach, collectives, hooks
+import torch_commhook
+from torch_commhook import GradBucket, attach, codecs, collectives, hooks
+from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
+from torch_commhook.testing import run_ranks
 
 
 def doubled(state: object, bucket: GradBucket) -> torch.Tensor:
@@ -258,3 +262,66 @@ def test_a_result_in_the_buckets_own_memory(options: dict) -> None:
     attach(model, InPlace16())
     for gradient, exact in zip(backward_step(model), want, strict=True):
         assert torch.allclose(gradient, exact, rtol=2.0**-7, atol=1e-6)
+
+
+_GLOBAL = hooks.blockwise(bits=4)
+
+
+class _Callable:
+    def __init__(self, bits: int) -> None:
+        self.inner = [hooks.error_feedback(hooks.blockwise(bits))]
+
+    def __call__(self, state: object, bucket: GradBucket) -> Any:
+        return self.inner[0](state, bucket)
+
+
+def _own_hook(kind: str, bits: int) -> Any:
+    """A hook of a user, with a setting in one of the usual places."""
+    inner = hooks.blockwise(bits)
+    if kind == "closure":
+        return lambda state, bucket: inner(state, bucket)
+    if kind == "default":
+        return lambda state, bucket, inner=inner: inner(state, bucket)
+    if kind == "partial":
+        return functools.partial(doubled, inner=inner)
+    if kind == "codec":
+        codec = codecs.blockwise(bits)
+        return lambda state, bucket: codec
+    if kind == "method":
+        return _Callable(bits).__call__
+    assert kind == "attribute"
+    return _Callable(bits)
+
+
+@pytest.mark.parametrize("kind", ["closure", "default", "partial", "codec", "method", "attribute"])
+def test_settings_in_hooks_of_users_must_be_the_same(kind: str) -> None:
+    def on_rank(rank: int) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            attach(torch.nn.Linear(4, 4), _own_hook(kind, 4 if rank == 0 else 2))
+        return str(raised.value)
+
+    for text in run_ranks(on_rank, 2):
+        assert "the hook must be the same on all ranks: rank 0 has another with " in text
+        assert "blockwise(bits=4)" in text and "blockwise(bits=2)" in text
+
+
+def test_globals_and_expressions_in_hooks_of_users() -> None:
+    class Own(hooks.Hook):
+        def __repr__(self) -> str:
+            return "own(bits=3)"
+
+        def average(self, bucket: GradBucket) -> torch.Tensor:
+            return bucket.buffer()
+
+    assert printed_hook(lambda state, bucket: _GLOBAL) == "another with blockwise(bits=4)"
+    assert printed_hook(Own()) == "own(bits=3)"
+    assert printed_hook(doubled) == "another"
+
+
+def test_versions_and_lengths_of_messages_are_compared() -> None:
+    found = compared_settings(hooks.error_feedback(hooks.blockwise(bits=4)))
+    assert found["the version of torch_commhook"] == torch_commhook.__version__
+    (form,) = cast(list[str], found["the form of messages"])
+    nbytes = codecs.blockwise(bits=4).nbytes(1000)
+    assert form.startswith("blockwise(bits=4): 1 values in ")
+    assert form.endswith(f"1000 values in {nbytes} bytes")

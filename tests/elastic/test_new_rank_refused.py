@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_commhook import Elastic, attach
+from torch_commhook import Elastic, __version__, attach
 from torch_commhook.step.rendezvous import hashed
 
 
@@ -31,6 +33,15 @@ def test_frozen_parameters_must_be_the_same() -> None:
         attach(_model(4), "allreduce", elastic=settings)
 
 
+def test_another_version_of_the_library_is_refused() -> None:
+    settings, model = _settings(), _model(3)
+    with mock.patch("torch_commhook.attachment.printed_hook.__version__", "0.0.9"):
+        handle = attach(model, "allreduce", elastic=settings)
+    text = f"version of torch_commhook must be .* this one has '{__version__}', .* has '0.0.9'"
+    with handle, pytest.raises(RuntimeError, match=text):
+        attach(_model(3), "allreduce", elastic=settings)
+
+
 def test_the_settings_of_a_training_end_with_it() -> None:
     settings = _settings()
     attach(_model(3), "allreduce", elastic=settings).remove()
@@ -42,7 +53,5 @@ def test_settings_that_another_program_has_written() -> None:
     settings = _settings()
     assert isinstance(settings.store, dist.Store)
     dist.PrefixStore(f"commhook-elastic/{hashed('run')}", settings.store).set("settings", "[]")
-    with pytest.raises(
-        RuntimeError, match=r"from this version of the library, got '\[\]'"
-    ):
+    with pytest.raises(RuntimeError, match=r"from this version of the library, got '\[\]'"):
         attach(_model(3), "allreduce", elastic=settings)

@@ -18,7 +18,6 @@ from torch_commhook.attachment.handle import (
     HookHandle,
     begin_hook,
     outside_inference_mode,
-    printed_hook,
 )
 from torch_commhook.attachment.parameters import (
     check_not_in_ddp,
@@ -27,6 +26,7 @@ from torch_commhook.attachment.parameters import (
     release,
     trainable,
 )
+from torch_commhook.attachment.printed_hook import compared_settings
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
@@ -388,7 +388,7 @@ def _shared(
     model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
 ) -> dict[str, object]:
     """The settings that must be the same on all ranks."""
-    shared: dict[str, object] = {"the hook": printed_hook(hook)}
+    shared = compared_settings(hook)
     if isinstance(model, DistributedDataParallel):
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
         shared["the Python reducer"] = model._use_python_reducer

@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
+from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
-from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
@@ -140,7 +140,7 @@ class HookHandle:
             self._road.check_fits(replacement)
         except Exception as refused:
             error = refused
-        shared: dict[str, object] = {"the hook": printed_hook(given)}
+        shared = compared_settings(given)
         self._road.agree("HookHandle.replace", error, shared)
         assert replacement is not None
         self._logged = None
@@ -488,11 +488,6 @@ def _begin_choosing(first: Road, attached: Attached) -> None:
         from torch_commhook.attachment.choosing import ChoosingByPlan
 
         attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
-
-
-def printed_hook(hook: object) -> str:
-    """The text that ranks compare. A hook of the library prints as its expression."""
-    return repr(hook) if type(hook).__module__.startswith(hooks_module) else "another"
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:

@@ -13,7 +13,8 @@ from torchft.process_group import ManagedProcessGroup
 
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.forward_hook import BeforeForward
-from torch_commhook.attachment.handle import HookHandle, printed_hook
+from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.attachment.printed_hook import printed_hook
 from torch_commhook.attachment.reducer_road import ReducerRoad
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.collectives.futures import completed

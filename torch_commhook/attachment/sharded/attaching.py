@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.attachment.handle import HookHandle, begin_hook, printed_hook
+from torch_commhook.attachment.handle import HookHandle, begin_hook
 from torch_commhook.attachment.parameters import claim, class_name
+from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
 from torch_commhook.attachment.road import roads
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import ReduceScatter
@@ -303,7 +304,7 @@ def _shared(
     group = units[0].group
     shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
     return {
-        "the hook": printed_hook(attached.hook),
+        **compared_settings(attached.hook),
         "shard_hook": None if beside is None else printed_hook(beside.hook),
         "weights": None if weights is None else repr(weights),
         "the number of parameter groups": len(units),
