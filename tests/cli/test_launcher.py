@@ -432,3 +432,15 @@ def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
         # torchrun may end rank 0 before it notices.
         ends = ("lost another rank: ", "stopped by SIGTERM")
         assert lines[0].startswith(tuple(f"commhook train: rank 0 {end}" for end in ends))
+
+
+def test_under_torchrun_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
+    arguments = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    files = ("--out", tmp_path / "out", "--save", tmp_path / "c.pt")
+    train = ("-m", "torch_commhook", "train", *TINY, *_LONG, *files)
+    with TrainProcess(*arguments, *train, folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait() != 0
+        run.assert_all_end(2)
+    assert (tmp_path / "c.pt").exists() and (tmp_path / "out" / "summary.json").exists()

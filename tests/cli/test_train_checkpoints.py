@@ -7,8 +7,11 @@ import os
 import pickle
 import types
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,6 +122,36 @@ def test_an_interrupt_writes_no_checkpoint_in_the_place_of_results(
     )
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("inline_container.cc:672")])
+def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = "--save c.pt --save-every 2 --steps 4 --ranks 1"
+    options = parse_options(arguments.split())
+    model, optimizer = _model_and_optimizer()
+    run = Run(model, types.SimpleNamespace(), optimizer, None, step=2)  # type: ignore[arg-type]
+    data: Any = types.SimpleNamespace(fingerprint="00")
+    world = World(0, 1, torch.device("cpu"), "gloo")
+    save = partial(_save, run, options, world, data, Traffic(None))
+    assert save() == Path("c.pt")
+    before = Path("c.pt").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("torch_commhook.cli.train_rank.write_checkpoint", Mock(side_effect=error))
+        run.step = 3
+        assert save() is None and Path("c.pt").read_bytes() == before
+        assert f"no checkpoint of step 3, but the file of an earlier one stays: c.pt: {error}" in (
+            capsys.readouterr().err
+        )
+        run.step = 4
+        with pytest.raises(type(error)):
+            save()
+
+
 # ---- going on from one ---------------------------------------------------------------------------
 
 
@@ -131,6 +164,25 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert len(options.notes) == 2
     assert any("--batch is 5, but was 4" in note for note in options.notes)
     assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
+
+
+@pytest.mark.parametrize("name", ["hook", "shard_hook"])
+def test_a_file_that_a_checkpoint_names_is_not_run(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("raise AssertionError('it runs')\nhook = print")
+    config = {**_CONFIG.to_plain(), "parallel": "hsdp", "shards": 1, name: "own.py:hook"}
+    write_checkpoint(Path("c.pt"), replace(_checkpoint(), config=config))
+    error = train_error(["--resume", "c.pt", "--steps", "9"], capsys)
+    option = f"--{name.replace('_', '-')}"
+    assert "argument --resume: c.pt names the hook own.py:hook, and a checkpoint must" in error
+    assert f"if you trust that file, give it: {option} own.py:hook" in error
+    given = parse_options(["--resume", "c.pt", "--steps", "9", option, "own.py:hook"]).config
+    assert getattr(given, name) == "own.py:hook"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import torch_commhook as commhook
+from torch_commhook.elastic.settings import host_and_port
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,9 @@ import torch_commhook as commhook
         ({"name": ""}, ValueError, "name must be a text that only this training has, got ''"),
         ({"store": "nohost"}, ValueError, "store must be 'host:port', got 'nohost'"),
         ({"store": "host:99999"}, ValueError, "store must be 'host:port', got 'host:99999'"),
+        ({"store": "[host]:29400"}, ValueError, "store must be 'host:port', or '[address]:port'"),
+        ({"store": "a:b:29400"}, ValueError, "store must be 'host:port', or '[address]:port'"),
+        ({"store": "[::1]"}, ValueError, "store must be 'host:port', got '[::1]'"),
         ({"store": ""}, ValueError, "store must be 'host:port', got ''"),
     ],
 )
@@ -40,3 +44,17 @@ def test_settings_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"^Elastic: {re.escape(text)}"):
         commhook.Elastic(**{"min_ranks": 1, "name": "run", **settings})
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("localhost:29400", "localhost"),
+        ("10.0.0.1:29400", "10.0.0.1"),
+        ("[::1]:29400", "::1"),
+        ("fd00::1:29400", "fd00::1"),
+        ("[fe80::1%eth0]:29400", "fe80::1%eth0"),
+    ],
+)
+def test_hosts_of_stores(text: str, host: str) -> None:
+    assert host_and_port(text) == (host, 29400)

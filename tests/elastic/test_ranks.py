@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from torch_commhook.cli.store import DEFAULT_HOST, _store_at
+from torch_commhook.elastic.door import Door, own_address
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.settings import Elastic
@@ -94,3 +97,39 @@ def test_a_step_of_an_old_view_fails_without_an_error_of_a_connection(ranks: Ela
     ranks.membership._propose(first, second)
     assert failed.wait(10.0)
     ranks.group.lose.assert_called_with(None, "since the other ranks continue without this one")
+
+
+def _accepts(host: str, port: int, family: int = socket.AF_INET) -> bool:
+    with socket.socket(family) as connection:
+        connection.settimeout(10)
+        return connection.connect_ex((host, port)) == 0
+
+
+def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
+    store = _store_at(DEFAULT_HOST, 0)
+    assert _accepts("127.0.0.1", store.port) and not _accepts("127.0.0.2", store.port)
+    door = Door(store, 1, 10.0)
+    assert door.unreachable([1]) == frozenset()
+    port = int(store.get("door/1").decode().rpartition(" ")[2])
+    assert _accepts("127.0.0.1", port) and not _accepts("127.0.0.2", port)
+    door.close()
+    assert door.unreachable([1]) == {1}
+
+
+def test_a_port_that_others_have_written_wrongly_is_unreachable() -> None:
+    store = dist.HashStore()
+    store.set("door/1", "hello")
+    door = Door(store, 2, 10.0)
+    assert door.unreachable([1]) == {1}
+    door.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_store_on_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = _store_at("::1", 0)
+    assert _accepts("::1", store.port, socket.AF_INET6)
+    assert own_address(store) == "::1"
+    door = Door(store, 1, 10.0)
+    assert door.unreachable([1]) == frozenset()
+    door.close()

@@ -27,6 +27,10 @@ LAUNCHER_FOLDER = "COMMHOOK_LAUNCHER_FOLDER"
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 0.5
+#: From SIGTERM to the end of this process, in seconds: torchrun sends SIGKILL after 30 s.
+_END_WITHIN = 25.0
+_stops_in_order = threading.Event()
+_is_asked = threading.Event()
 # Errors of Gloo, NCCL and the store if another rank has ended or does not answer.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
@@ -82,10 +86,20 @@ def watch_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def stop_in_order() -> None:
+    """From now on, the first SIGTERM only makes :func:`is_asked_to_stop` return True.
+
+    For a command that ends after its step then. If it has not ended when ``_END_WITHIN`` is over,
+    the signal ends it at once. Has no effect without :func:`end_on_signals`.
+    """
+    _stops_in_order.set()
+
+
 def end_on_signals(rank: int, command: str = "train") -> None:
     """From now on, SIGINT and SIGTERM end this process at once, also within a collective.
 
-    All ranks get the same signal. Only local rank 0 prints a line.
+    All ranks get the same signal. Only local rank 0 prints a line. See :func:`stop_in_order` for
+    the exception.
 
     Args:
         rank: the rank of this process.
@@ -97,17 +111,26 @@ def end_on_signals(rank: int, command: str = "train") -> None:
         signal.signal(number, _ignore)  # the wakeup fd needs a handler; the thread reacts
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
+    def end(number: int) -> NoReturn:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            show_cursor()
+            name = signal.Signals(number).name
+            line = f"commhook {command}: rank {rank} stopped by {name}"
+            print(line, file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
     def wait_for_signal() -> None:
         while True:
             number = os.read(reader, 1)[0]
             if number not in (signal.SIGINT, signal.SIGTERM):
                 continue
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                show_cursor()
-                name = signal.Signals(number).name
-                line = f"commhook {command}: rank {rank} stopped by {name}"
-                print(line, file=sys.stderr, flush=True)
-            os._exit(128 + number)
+            if number == signal.SIGINT or not _stops_in_order.is_set():
+                end(number)
+            if not _is_asked.is_set():  # launchers send SIGTERM more than once
+                _is_asked.set()
+                timer = threading.Timer(_END_WITHIN, end, [number])
+                timer.daemon = True
+                timer.start()
 
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
@@ -143,14 +166,16 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 
 def finish() -> NoReturn:
-    """End this process with exit code 0, without the interpreter's shutdown.
+    """End this process without the interpreter's shutdown.
+
+    The exit code is 0, or 143 if SIGTERM has asked it to stop.
 
     A thread of Gloo may need the GIL to drop its last reference to a tensor. If it asks for the GIL
     during the shutdown, the process aborts (seen on torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(128 + signal.SIGTERM if _is_asked.is_set() else 0)
 
 
 def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
@@ -200,7 +225,9 @@ def ask_to_stop(folder: Path) -> None:
 
 
 def is_asked_to_stop() -> bool:
-    """Whether the launcher has called :func:`ask_to_stop`."""
+    """Whether the launcher has called :func:`ask_to_stop`, or SIGTERM has come."""
+    if _is_asked.is_set():
+        return True
     folder = os.environ.get(LAUNCHER_FOLDER)
     return folder is not None and _stop_path(Path(folder)).exists()
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch_commhook.cli.option_types import number
 
+if TYPE_CHECKING:  # it takes seconds, which --help must not
+    import torch.distributed as dist
+
+DEFAULT_HOST = "127.0.0.1"
 #: torchrun's default.
 DEFAULT_PORT = 29400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``store argv`` until SIGTERM; returns 0, or 1 if the port is taken."""
+    """Run ``store argv`` until SIGTERM; returns 0, or 1 if it cannot listen there."""
     from torch_commhook.cli.main import OneLineParser
 
     parser = OneLineParser(
@@ -28,20 +34,51 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--port", type=_port, default=DEFAULT_PORT, help="port to listen on; 0 takes a free one"
     )
-    port = parser.parse_args(argv).port
-
-    import torch.distributed as dist
+    parser.add_argument(
+        "--host",
+        default=DEFAULT_HOST,
+        help="address to listen on. The default serves this machine only. Everybody who reaches "
+        "the store can join the training: for other machines give this machine's address in a "
+        "network of the ranks alone; 0.0.0.0 or :: means all networks",
+    )
+    options = parser.parse_args(argv)
 
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
-        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        store = _store_at(options.host, options.port)
+    except OSError as error:
+        where = f"--host {options.host} --port {options.port}"
+        print(f"commhook store: error: {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except RuntimeError as error:  # only its first line: a C++ stack follows
         print(f"commhook store: error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    print(f"commhook store: listening on port {store.port}", flush=True)
+    print(f"commhook store: listening on {options.host}, port {store.port}", flush=True)
     ended.wait()
     return 0
+
+
+def _store_at(host: str, port: int) -> dist.TCPStore:
+    """A store that listens on one address only.
+
+    Raises:
+        OSError: the host is unknown, or the address is taken or of another machine.
+    """
+    import torch.distributed as dist
+
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    own = listener.getsockname()[1]
+    # The store now owns the descriptor.
+    return dist.TCPStore(
+        host,
+        own,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _port(text: str) -> int:

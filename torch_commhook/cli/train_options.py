@@ -40,7 +40,12 @@ from torch_commhook.cli.train_config import (
     is_no_hook,
 )
 from torch_commhook.cli.train_parser import build_parser
-from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
+from torch_commhook.hooks.expressions import (
+    NO_HOOK,
+    HookExpressionError,
+    check_hook,
+    is_file_reference,
+)
 from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:  # it imports torch, which only --resume needs
@@ -210,6 +215,13 @@ def _base_from_checkpoint(
         saved = _saved_config(path, checkpoint)
     except CheckpointError as error:
         raise OptionError(f"argument --resume: {error}") from error
+    for name in ("hook", "shard_hook"):
+        hook = getattr(saved, name)
+        if name not in given and hook is not None and is_file_reference(hook):
+            raise OptionError(
+                f"argument --resume: {path} names the hook {hook}, and a checkpoint must not "
+                f"choose a file to run; if you trust that file, give it: {option_of(name)} {hook}"
+            )
     notes: list[str] = []
     is_noted = False
     for name, value in given.items():

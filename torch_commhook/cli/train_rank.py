@@ -43,7 +43,7 @@ from torch_commhook.cli.parallel import (
     whole_state,
 )
 from torch_commhook.cli.place import Place
-from torch_commhook.cli.rank_process import is_asked_to_stop, tell_first_step
+from torch_commhook.cli.rank_process import is_asked_to_stop, stop_in_order, tell_first_step
 from torch_commhook.cli.report import (
     Reporter,
     RunResult,
@@ -181,6 +181,7 @@ def _train_once(
     if world.rank == 0:
         reporter = _start_report(options, number, first_step)
         reporter.start(run.seconds)
+    stop_in_order()
     try:
         while run.step < last_step:
             started = time.perf_counter()
@@ -208,7 +209,7 @@ def _train_once(
                     f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
                 )
             if options.saves_at(run.step) or (is_asked and options.save is not None):
-                saved = _save(run, options, world, data, sent)
+                saved = _save(run, options, world, data, sent) or saved
             if is_asked:
                 break
     finally:
@@ -397,21 +398,31 @@ def _save(
         except OutputError as error:
             print(f"no checkpoint: {error}", flush=True)
             return None
-    write_checkpoint(
-        path,
-        Checkpoint(
-            config=options.config.to_plain(),
-            step=run.step,
-            model=model,
-            optimizer=optimizer,
-            rank_states=states,
-            data_fingerprint=data.fingerprint,
-            bytes_sent=sent.gradients,
-            seconds=run.seconds,
-            bytes_scattered=sent.scattered,
-            bytes_gathered=sent.gathered,
-        ),
+    checkpoint = Checkpoint(
+        config=options.config.to_plain(),
+        step=run.step,
+        model=model,
+        optimizer=optimizer,
+        rank_states=states,
+        data_fingerprint=data.fingerprint,
+        bytes_sent=sent.gradients,
+        seconds=run.seconds,
+        bytes_scattered=sent.scattered,
+        bytes_gathered=sent.gathered,
     )
+    try:
+        write_checkpoint(path, checkpoint)
+    except (OSError, RuntimeError) as error:  # torch.save raises both if the disk is full
+        if run.step == options.last_step:
+            raise
+        said = str(error).partition("\n")[0]
+        print(
+            f"commhook train: warning: no checkpoint of step {run.step}, but the file of an "
+            f"earlier one stays: {path}: {said}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
     return path
 
 

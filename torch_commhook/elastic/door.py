@@ -30,9 +30,11 @@ class Door:
     def __init__(self, store: dist.Store, own: int, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        address = own_address(store)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         port = self._socket.getsockname()[1]
-        store.set(_key(own), f"{own_address(store)} {port}")
+        store.set(_key(own), f"{address} {port}")
 
     def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
         """The members that this process cannot connect to."""
@@ -45,7 +47,7 @@ class Door:
             )
 
     def _reaches(self, rank: int) -> bool:
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError, RuntimeError, ValueError):
             host, _, port = self._store.get(_key(rank)).decode().rpartition(" ")
             with socket.create_connection((host, int(port)), timeout=self._timeout):
                 return True
@@ -68,10 +70,13 @@ def own_address(store: dist.Store) -> str:
             return _address_of(interface)
     host = getattr(innermost(store), "host", None)
     if host:
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 1))  # sends nothing
-            address: str = probe.getsockname()[0]
-            return address
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with suppress(OSError):
+                ((*_, towards), *_) = socket.getaddrinfo(host, 1, family, socket.SOCK_DGRAM)
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(towards)  # sends nothing
+                    address: str = probe.getsockname()[0]
+                    return address
     return "127.0.0.1"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,10 @@ class Elastic:
         state: objects that a new rank receives beside the model's parameters and buffers and the
             hook's shared memory: optimizers, schedulers, any objects with ``state_dict()`` and
             ``load_state_dict()``. The same on all ranks, in the same order.
-        store: where the ranks meet: ``"host:port"``, as of ``python -m torch_commhook store``; or a
-            store of ``torch.distributed``. It must live as long as the training. None means
-            ``MASTER_ADDR`` and ``MASTER_PORT``, where ``torchrun`` runs one.
+        store: where the ranks meet: ``"host:port"`` or, with an IPv6 address, ``"[::1]:29400"``, as
+            of ``python -m torch_commhook store``; or a store of ``torch.distributed``. It must live
+            as long as the training. None means ``MASTER_ADDR`` and ``MASTER_PORT``, where
+            ``torchrun`` runs one.
         ranks: the number of ranks that begins; None for those that arrive within ``grace`` of one
             another.
         timeout: seconds that a new rank waits for admission, and that a collective may take.
@@ -121,10 +123,24 @@ class Elastic:
 def host_and_port(store: str) -> tuple[str, int]:
     """The host and port of a store's text.
 
+    Args:
+        store: ``host:port``. An IPv6 address may be in brackets: ``[::1]:29400``.
+
     Raises:
         ValueError: the text is not ``host:port``.
     """
     host, _, port = store.rpartition(":")
+    is_v6 = ":" in host
+    if host.startswith("[") and host.endswith("]"):
+        host, is_v6 = host[1:-1], True
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+    if is_v6:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(
+                "Elastic: store must be 'host:port', or '[address]:port' with an IPv6 address, "
+                f"got {store!r}"
+            ) from None
     return host, int(port)
