@@ -216,6 +216,18 @@ def test_states_that_cannot_be_of_other_ranks(
 # ---- refused -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_state_with_an_unknown_key_is_refused() -> None:
+    model, handle = attached(net(), INT4, False)
+    train(model, 0, range(1))
+    state = handle.state_dict()
+    for key in ("errors", 3):
+        with pytest.raises(ValueError, match="load_state_dict: it has .*, which no state of the"):
+            handle.load_state_dict({**state, key: {}})
+    handle.load_state_dict(state)
+    handle.remove()
+
+
 @on_ranks(2)
 def test_states_that_do_not_fit(rank: int) -> None:
     model, handle = attached(net(), INT4, False)

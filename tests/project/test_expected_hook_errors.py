@@ -58,6 +58,8 @@ hooks.policy("a")
     TypeError: policy: rules must be a sequence of pairs of a condition and a hook, got str
 hooks.policy([("dim = 1", hooks.allreduce())])
     ValueError: policy: rules[0] must have a condition such as 'dim <= 1', 'numel < 1000' or '*.bias', got 'dim = 1'
+hooks.policy([("dim < 0", hooks.allreduce())])
+    ValueError: policy: rules[0] must have a condition that a parameter can meet, got 'dim < 0'
 hooks.policy(["dim <= 1"])
     TypeError: policy: rules[0] must be a pair of a condition and a hook, got 'dim <= 1'
 hooks.policy([("dim <= 1", 3)])
@@ -135,7 +137,7 @@ simulate(hooks.blockwise, [[torch.ones(2)]])
 simulate(codecs.blockwise(bits=4), [[torch.ones(2)]])
     TypeError: simulate: a codec is no hook; use hooks.blockwise(bits=4)
 simulate(hooks.cast, [[torch.ones(2)]])
-    TypeError: check_hook: hook 'torch_commhook.hooks.mean.cast' must be an instance or a function, got the class itself; call it first
+    TypeError: simulate: hook 'torch_commhook.hooks.mean.cast' must be an instance or a function, got the class itself; call it first
 simulate(hooks.cast(), 3)
     TypeError: simulate: grads_per_rank must hold a list of gradients for each rank, got int; write [[gradient_of_rank_0], [gradient_of_rank_1]]
 simulate(hooks.cast(), "ab")

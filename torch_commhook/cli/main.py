@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_interrupts
 from torch_commhook.cli.version import version_text
@@ -41,8 +42,24 @@ COMMANDS = {
 _python_format = warnings.formatwarning
 
 
+#: A value such as -5mbit, which argparse takes for an option.
+_NEGATIVE = re.compile(r"-[.\d]")
+_LONG_OPTION = re.compile(r"--[a-z][a-z-]*")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ArgumentParser's, but a number with a unit may be negative: the option refuses it."""
+        joined: list[str] = []
+        for each in sys.argv[1:] if args is None else args:
+            before = joined[-1] if joined else ""
+            if _NEGATIVE.match(each) and _LONG_OPTION.fullmatch(before):
+                joined[-1] = f"{before}={each}"
+            else:
+                joined.append(each)
+        return super().parse_known_args(joined, namespace)
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())

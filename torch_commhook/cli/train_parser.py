@@ -27,8 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
             "Ctrl-C and SIGTERM end the run after the current step, and write the checkpoint of "
             "--save, the picture and the summary. A second signal ends the run at once; under "
             "torchrun Ctrl-C does so, and SIGTERM after 25 s. Exit codes: 0 done, 1 a rank "
-            "failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. With --resume, the checkpoint gives the options of the "
-            "model, the training and the data that are not on the command line."
+            "failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. With --resume, the checkpoint "
+            "gives the options of the model, the training and the data that are not on the "
+            "command line."
         ),
     )
     for title, options in _option_groups().items():

@@ -313,6 +313,12 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
             f"policy: rules[{number}] must have a condition such as 'dim <= 1', 'numel < 1000' or "
             f"'*.bias', got {condition!r}"
         )
+    comparison = _COMPARISON.fullmatch(condition.strip())
+    if comparison is not None and comparison.group(2) == "<" and int(comparison.group(3)) == 0:
+        raise ValueError(
+            f"policy: rules[{number}] must have a condition that a parameter can meet, got "
+            f"{condition!r}"
+        )
     return condition, _checked_hook(f"rules[{number}]", hook)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -44,6 +45,12 @@ _OF_FRAGMENTS = {"steps_of_round": 0, "fragments": 1, "fragment": 0, "steps_in_f
 
 #: More steps than any training takes, and few enough to count on.
 _MOST_STEPS = 1 << 48
+
+
+#: The keys of a state; a number is that of a rank or shard, and some hooks have only some keys.
+_KEYS = re.compile(
+    rf"version|steps|world_size|buckets|choices\d*|shared\d*|rank\d+|shards|parts|shard_hook|{LOCAL_STEPS}"
+)
 
 
 class Remembered(NamedTuple):
@@ -87,6 +94,12 @@ def checked_state(
             f"the state must be of {world_size} ranks, got one of "
             f"{shown(state.get('world_size'))}; torch_commhook.reshard_states makes states for "
             "another number of ranks"
+        )
+    unknown = [key for key in state if type(key) is not str or not _KEYS.fullmatch(key)]
+    if unknown:
+        raise load_error(
+            f"it has {shown(unknown[0])}, which no state of the attached hook has; attach a hook "
+            "like the one that the state is of"
         )
     own = state.get(f"rank{rank}")
     if not isinstance(own, dict):

@@ -109,6 +109,14 @@ def check_hook(hook: object) -> None:
     _C.check_hook(hook)
 
 
+def check_hook_of(op: str, hook: object) -> None:
+    """As :func:`check_hook`; errors begin with the name of the function that the user called."""
+    try:
+        check_hook(hook)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{op}: {str(error).removeprefix('check_hook: ')}") from None
+
+
 def hook_name(hook: object) -> str:
     """Return a hook's name in errors, such as ``package.module.function``."""
     return _C.hook_name(hook)

@@ -39,7 +39,7 @@ from torch_commhook.metrics import (
     count_bucket,
     counting,
 )
-from torch_commhook.native.runtime import check_hook, hook_name, run_hook
+from torch_commhook.native.runtime import check_hook_of, hook_name, run_hook
 from torch_commhook.spans import active, bucket_label, spans_of
 from torch_commhook.step.choosing import Choosing
 from torch_commhook.step.hook_call import HookCall, run_average
@@ -99,7 +99,7 @@ class Attached:
                 a process group that has been destroyed.
         """
         check_is_hook(hook, op)
-        check_hook(hook)
+        check_hook_of(op, hook)
         if isinstance(hook, Hook) and state is not None:
             raise TypeError(
                 f"{op}: state must be None for hook '{hook_name(hook)}', which keeps its own, "

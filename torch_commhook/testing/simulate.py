@@ -15,7 +15,7 @@ from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.hooks.no_hooks import check_is_hook
-from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
+from torch_commhook.native.runtime import check_hook_of, hook_name, parse_hook_result, run_hook
 from torch_commhook.process_group.simulated.link import Issued, Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links
 from torch_commhook.wording import pluralize
@@ -133,7 +133,7 @@ def simulate(
     """
     called = as_hook(hook, "simulate")
     check_is_hook(called, "simulate")
-    check_hook(called)
+    check_hook_of("simulate", called)
     gradients = _checked(grads_per_rank)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"simulate: steps must be a positive int, got {steps!r}")
