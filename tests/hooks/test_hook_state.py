@@ -222,7 +222,7 @@ def test_a_state_with_an_unknown_key_is_refused() -> None:
     train(model, 0, range(1))
     state = handle.state_dict()
     for key in ("errors", 3):
-        with pytest.raises(ValueError, match="load_state_dict: it has .*, which no state of the"):
+        with pytest.raises(ValueError, match=r"load_state_dict: it has .*, which no state of the"):
             handle.load_state_dict({**state, key: {}})
     handle.load_state_dict(state)
     handle.remove()

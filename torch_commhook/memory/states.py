@@ -95,16 +95,16 @@ def checked_state(
             f"{shown(state.get('world_size'))}; torch_commhook.reshard_states makes states for "
             "another number of ranks"
         )
+    own = state.get(f"rank{rank}")
+    if not isinstance(own, dict):
+        ranks = sorted(key for key in state if type(key) is str and key.startswith("rank"))
+        raise load_error(f"the state must be that of rank {rank}, got one with {ranks}")
     unknown = [key for key in state if type(key) is not str or not _KEYS.fullmatch(key)]
     if unknown:
         raise load_error(
             f"it has {shown(unknown[0])}, which no state of the attached hook has; attach a hook "
             "like the one that the state is of"
         )
-    own = state.get(f"rank{rank}")
-    if not isinstance(own, dict):
-        ranks = sorted(key for key in state if type(key) is str and key.startswith("rank"))
-        raise load_error(f"the state must be that of rank {rank}, got one with {ranks}")
     check_common(state, "its ", load_error)
     for names in state["buckets"]:
         for name in names:
