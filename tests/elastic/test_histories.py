@@ -87,7 +87,7 @@ def _go_on_with_any_number(
     """A rank goes on without those that are not here, whoever they are."""
     left = tuple(rank for rank in view.members if rank in here)
     steps = max(each.steps for each in here.values())
-    return View(view.number + 1, left, (), steps, view.entries)
+    return View(view.number + 1, left, (), steps, view.entries, view.wanted)
 
 
 def _write_nothing(self: NewRank) -> None:
