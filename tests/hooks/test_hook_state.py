@@ -221,7 +221,7 @@ def test_a_state_with_an_unknown_key_is_refused() -> None:
     model, handle = attached(net(), INT4, False)
     train(model, 0, range(1))
     state = handle.state_dict()
-    for key in ("errors", 3):
+    for key in ("errors", 3, "rank1", "local_steps"):
         with pytest.raises(ValueError, match=r"load_state_dict: it has .*, which no state of the"):
             handle.load_state_dict({**state, key: {}})
     handle.load_state_dict(state)
@@ -321,7 +321,7 @@ def test_the_state_of_another_hook(rank: int) -> None:
     apart = first.state_dict()
     first.remove()
     _, handle = attached(net(), "error_feedback(sign())", False)
-    with pytest.raises(ValueError, match="'local_sgd_parameter', which the attached hook"):
+    with pytest.raises(ValueError, match="'local_steps', which no state of the attached hook"):
         handle.load_state_dict(apart)
     handle.load_state_dict(error)  # of a hook that remembers as much
     handle.remove()

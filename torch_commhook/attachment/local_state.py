@@ -47,11 +47,12 @@ def taken_apart(
             f"one without '{LOCAL_STEPS}'"
         )
     position = checked_position(state, "its ", load_error)
+    rest = {key: value for key, value in state.items() if key != LOCAL_STEPS}
     pieces = state.get(own_key)
     if not isinstance(pieces, dict):  # the memory's check raises an error
-        return CheckedState([], position, state)
+        return CheckedState([], position, rest)
     kinds = [kind for kind in pieces if kind not in (PARAMETERS, MEANS)]
-    rest = {**state, own_key: {kind: pieces[kind] for kind in kinds}}
+    rest[own_key] = {kind: pieces[kind] for kind in kinds}
     values = pieces.get(PARAMETERS, {})
     is_apart = position["done"] > 0 or position["is_open"]
     if not isinstance(values, dict) or (not values and is_apart):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _OF_ALL_PARTS = {"version", "steps", "world_size", "buckets", LOCAL_STEPS}
 SHARD_HOOK = "shard_hook"
 
 _MOST_DIMENSIONS = 64
+_OF_A_PART = re.compile(r"part\d+_")
 
 
 def shards_entry(parameters: Sequence[ShardedParameter], number: int) -> dict[str, Any]:
@@ -116,6 +118,9 @@ def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
         )
     if parts == 1:
         return state
+    for key in state:
+        if key != PARTS and key not in _OF_ALL_PARTS and not _OF_A_PART.match(str(key)):
+            raise refuse(f"it has {shown(key)}, which no state of a part of a model has")
     own = f"part{number}_"
     if not any(isinstance(key, str) and key.startswith(own) for key in state):
         raise refuse(f"the state must contain part {number}, got one without it")

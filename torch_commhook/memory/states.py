@@ -47,9 +47,10 @@ _OF_FRAGMENTS = {"steps_of_round": 0, "fragments": 1, "fragment": 0, "steps_in_f
 _MOST_STEPS = 1 << 48
 
 
-#: The keys of a state; a number is that of a rank or shard, and some hooks have only some keys.
+#: The keys of a state; other numbers than a rank's are those of shards, and some hooks have only
+#: some keys.
 _KEYS = re.compile(
-    rf"version|steps|world_size|buckets|choices\d*|shared\d*|rank\d+|shards|parts|shard_hook|{LOCAL_STEPS}"
+    r"version|steps|world_size|buckets|shards|parts|shard_hook|(choices|shared)[0-9]*|rank(?P<rank>[0-9]{1,9})"
 )
 
 
@@ -99,7 +100,7 @@ def checked_state(
     if not isinstance(own, dict):
         ranks = sorted(key for key in state if type(key) is str and key.startswith("rank"))
         raise load_error(f"the state must be that of rank {rank}, got one with {ranks}")
-    unknown = [key for key in state if type(key) is not str or not _KEYS.fullmatch(key)]
+    unknown = [key for key in state if not _is_known(key, world_size)]
     if unknown:
         raise load_error(
             f"it has {shown(unknown[0])}, which no state of the attached hook has; attach a hook "
@@ -147,6 +148,11 @@ def checked_state(
         "shared": {kind: values for kind, values in shared.items() if values},
         f"rank{rank}": checked_own,
     }
+
+
+def _is_known(key: object, world_size: int) -> bool:
+    found = _KEYS.fullmatch(key) if type(key) is str else None
+    return found is not None and int(found["rank"] or 0) < world_size
 
 
 def _entries(
