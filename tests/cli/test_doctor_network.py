@@ -17,6 +17,7 @@ from repository import ROOT
 from train_processes import finding, finished, report
 
 from benchmarks.netlab.lab import Lab, why_impossible
+from torch_commhook.addresses import interfaces, with_port
 from torch_commhook.cli.doctor import connections
 from torch_commhook.cli.doctor.connections import failed_connections
 from torch_commhook.cli.doctor.findings import Finding
@@ -26,7 +27,6 @@ from torch_commhook.cli.doctor.network import (
     NoAddressError,
     check_network,
     gloo_address,
-    interfaces,
 )
 from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
@@ -82,6 +82,22 @@ def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gloo_address()
     assert found.is_loopback
     assert "no-such-host.invalid resolves to no address of this host" in found.reason
+
+
+def test_a_host_with_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    monkeypatch.setattr("torch_commhook.addresses.can_listen", lambda address: ":" in address)
+    (found,) = [each for each in check_network(Settings(1.0)) if each.name == "Gloo listens at"]
+    assert found.value.endswith("which has IPv6 alone, and GLOO_SOCKET_IFNAME is not set")
+    assert found.level == "error" and "unset" not in found.advice
+
+
+@pytest.mark.parametrize(
+    ("host", "text"), [("::1", "[::1]:80"), ("[::1]", "[::1]:80"), ("a", "a:80")]
+)
+def test_the_text_of_a_host_and_a_port(host: str, text: str) -> None:
+    assert with_port(host, 80) == text
 
 
 @pytest.mark.parametrize(("local_size", "code"), [(2, 0), (1, 1)])

@@ -69,7 +69,8 @@ def _store_at(host: str, port: int) -> dist.TCPStore:
 
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    every = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    listener = socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=every)
     own = listener.getsockname()[1]
     # The store now owns the descriptor.
     return dist.TCPStore(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 
+from torch_commhook.addresses import family_of
 from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.network import NoAddressError, gloo_address
 
@@ -31,8 +32,7 @@ class Listener:
     """
 
     def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=512)
+        self._socket = socket.create_server((address, 0), family=family_of(address), backlog=512)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._thread = threading.Thread(target=self._accept, name="doctor", daemon=True)
         self._thread.start()

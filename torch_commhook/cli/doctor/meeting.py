@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from torch_commhook.addresses import with_port
 from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.place import Place
 
@@ -144,7 +145,7 @@ def meet(place: Place, timeout: float) -> Meeting:
         )
     except RuntimeError as error:
         raise NoMeetingError(
-            f"rank {place.rank} has no store at {host}:{port}: {first_line(error)}",
+            f"rank {place.rank} has no store at {with_port(host, port)}: {first_line(error)}",
             "Set MASTER_PORT to a port that is free on rank 0's host.",
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -167,7 +168,7 @@ def _await_port(rank: int, host: str, port: int, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise NoMeetingError(
-                    f"rank {rank} cannot reach the store at {host}:{port}: {error}",
+                    f"rank {rank} cannot reach the store at {with_port(host, port)}: {error}",
                     f"Start rank 0, and let this host connect to port {port} of {host}.",
                 ) from error
             time.sleep(_RETRY_SECONDS)

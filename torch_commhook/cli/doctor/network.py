@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from pathlib import Path
 
+from torch_commhook.addresses import can_listen, interfaces, loopback
 from torch_commhook.cli.doctor.findings import Finding
 from torch_commhook.cli.doctor.settings import Settings
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_IPV6 = Path("/proc/net/if_inet6")
 _STATES = Path("/sys/class/net")
 
 
@@ -50,40 +48,6 @@ def check_network(settings: Settings) -> Iterator[Finding]:
     yield from _available()
 
 
-def interfaces() -> dict[str, list[str]]:
-    """The addresses of each network interface, IPv4 first; an empty list if unknown."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    for name, addresses in found.items():
-        addresses += _ipv4(name)
-    for name, address in _ipv6():
-        found.setdefault(name, []).append(address)
-    return found
-
-
-def _ipv4(interface: str) -> list[str]:
-    try:
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
-    except (ImportError, OSError):  # another system; it has none
-        return []
-    return [socket.inet_ntoa(answer[20:24])]
-
-
-def _ipv6() -> Iterator[tuple[str, str]]:
-    try:
-        lines = _IPV6.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, _, _, _, _, name = line.split()
-        address = IPv6Address(int(number, 16))
-        if not address.is_link_local:
-            yield name, str(address)
-
-
 def _described(name: str, addresses: list[str]) -> str:
     is_down = _state(name) == "down"
     return f"{name} {', '.join(addresses) or 'without an address'}{' (down)' if is_down else ''}"
@@ -100,13 +64,14 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
     """The address at which Gloo would listen.
 
     Gloo takes the first interface in GLOO_SOCKET_IFNAME. Without this variable, it takes the
-    first address of the host's name on which it can listen, or loopback if there is none.
+    first address of the host's name on which it can listen, or 127.0.0.1 if there is none.
 
     Args:
         found: the result of :func:`interfaces`; None calls it.
 
     Raises:
-        NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address.
+        NoAddressError: an interface in GLOO_SOCKET_IFNAME is missing or has no address; or the
+            host's name has none either, and the host has no IPv4.
     """
     found = interfaces() if found is None else found
     names = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
@@ -119,13 +84,14 @@ def gloo_address(found: dict[str, list[str]] | None = None) -> GlooAddress:
         return GlooAddress(found[names[0]][0], f"on {names[0]}, by {INTERFACES}")
     host = socket.gethostname()
     for address in _addresses_of(host):
-        if _can_listen(address):
+        if can_listen(address):
             owners = [name for name, addresses in found.items() if address in addresses]
             where = f"on {owners[0]}, " if owners else ""
             return GlooAddress(address, f"{where}to which the host's name {host} resolves")
-    return GlooAddress(
-        "127.0.0.1", f"since the host's name {host} resolves to no address of this host"
-    )
+    why = f"the host's name {host} resolves to no address of this host"
+    if loopback() != "127.0.0.1":
+        raise NoAddressError(f"{why}, which has IPv6 alone, and {INTERFACES} is not set")
+    return GlooAddress("127.0.0.1", f"since {why}")
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -136,16 +102,6 @@ def _addresses_of(host: str) -> list[str]:
     return [str(each[4][0]) for each in found]
 
 
-def _can_listen(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
 def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
     name = "Gloo listens at"
     usable = [each for each, addresses in found.items() if _reaches_others(addresses)]
@@ -153,12 +109,13 @@ def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
     try:
         taken = gloo_address(found)
     except NoAddressError as error:
+        unset = ", or unset it" if os.environ.get(INTERFACES) else ""
         return Finding(
             "network",
             name,
             str(error),
             "error",
-            f"Set {INTERFACES} to an interface that other hosts reach{choice}, or unset it.",
+            f"Set {INTERFACES} to an interface that other hosts reach{choice}{unset}.",
         )
     value = f"{taken.address}, {taken.reason}"
     if not taken.is_loopback:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+from torch_commhook.addresses import loopback
 from torch_commhook.cli.doctor.connections import failed_connections
 from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.doctor.meeting import Meeting
@@ -49,12 +50,13 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
     """Start this check as two ranks, which meet in a store of this process."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    host = loopback()
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch_commhook", "doctor", "--only", "ranks", "--json"]
     processes = [
         subprocess.Popen(
             [*command, "--timeout", f"{timeout:g}"],
-            env={**os.environ, **_variables(rank, store.port)},
+            env={**os.environ, **_variables(rank, host, store.port)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -88,13 +90,13 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
         )
 
 
-def _variables(rank: int, port: int) -> dict[str, str]:
+def _variables(rank: int, host: str, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
