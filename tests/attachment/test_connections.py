@@ -18,6 +18,7 @@ from torch_commhook.collectives import gloo_groups
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.step import link as links
 from torch_commhook.step.link import MANY, Link, measure_link
+from torch_commhook.testing import run_ranks
 
 WIDTH = 600  # 1.4 MiB of gradients
 HOOKS = (
@@ -143,6 +144,20 @@ def test_a_gpu_or_another_group_has_its_own(one_rank: None) -> None:
     attach(model, hooks.allreduce(), connections=4)
     model(torch.ones(1, 2)).sum().backward()
     assert _groups() == []
+
+
+def test_a_number_without_an_effect_is_a_warning() -> None:
+    def counts(rank: int) -> None:
+        for count in (None, 1, 4):
+            attach(nn.Linear(2, 2), hooks.allreduce(), connections=count).remove()
+
+    with pytest.warns(UserWarning) as caught:
+        run_ranks(counts, 2)
+    texts = {str(each.message) for each in caught}
+    assert texts == {
+        "attach: connections=4 has no effect: it applies to at most 16 ranks over Gloo with "
+        "tensors on the CPU, and not to simulated ranks"
+    }
 
 
 # ---- how many ------------------------------------------------------------------------------------

@@ -42,6 +42,10 @@ CASES += [
     {**CASES[0], "hook": "blockwise", "when": "in a bucket", "size": size, "width": WIDE}
     for size in (2, 3)
 ]
+CASES += [
+    {**CASES[-1], "victim": victim, "store": store, "worker": "with a worker"}
+    for victim, store in ((0, "tcp"), (1, "file"))
+]
 
 
 def _name(case: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
 from on_ranks import on_processes
+from rank_pool import RankPool
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
@@ -319,3 +323,28 @@ except ValueError:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "boom\n"), done.stderr
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+def _keys(rank: int) -> list[int]:
+    store = distributed_c10d._get_default_store()
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+        model = nn.Linear(4, 4)
+        handle = attach(model, hooks.blockwise())  # two groups
+        model(torch.ones(1, 4)).sum().backward()
+        handle.remove()
+        for thread in threading.enumerate():
+            if thread.name == "commhook-address":
+                thread.join()
+    return counts
+
+
+def test_the_store_keeps_nothing(two_ranks: RankPool) -> None:
+    for counts in two_ranks.run(_keys):
+        assert len(set(counts)) == 1, counts

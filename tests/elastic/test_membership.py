@@ -339,8 +339,8 @@ class _BusyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, key: str) -> bytes:
-        found = self._store.get(key)
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        found = self._store.compare_set(key, expected, desired)
         if key == "wanting":
             self._store.append("wanting", f"{self._store.add('ranks', 1)} ")
         return found
@@ -382,6 +382,13 @@ def test_a_rank_asks_again_where_the_number_of_requests_is_too_low() -> None:
     _wait_until(lambda: store.add("wanted", 0) > view.wanted)
     _together([lambda m=m: m.change(5) for m in members])
     CLOCK.join(thread)
+
+
+def test_the_store_keeps_no_entries_that_nobody_reads() -> None:
+    store, _, members = _started(2)
+    for steps in range(4):
+        _together([lambda m=m, steps=steps: m.change(steps) for m in members])
+    assert [number for number in range(8) if store.check([f"here/{number}"])] == [5]
 
 
 def test_a_store_with_another_text_for_the_view() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest import mock
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_settings_of_a_training_end_with_it() -> None:
     attach(_model(3), "allreduce", elastic=settings).remove()
     with attach(_model(4), "allreduce", elastic=settings) as handle:
         assert handle.steps == 0
+
+
+def test_a_rank_with_the_settings_of_a_training_that_has_ended_owns_them() -> None:
+    """So that a rank with others finds this one before it has requested to join."""
+    settings, first = _settings(), []
+    assert isinstance(settings.store, dist.Store)
+    store = dist.PrefixStore(f"commhook-elastic/{hashed('run')}", settings.store)
+    for _ in range(2):
+        attach(_model(3), "allreduce", elastic=settings).remove()
+        first.append(json.loads(store.get("settings"))["the first rank"])
+    assert first == ["1", "2"]
 
 
 def test_settings_that_another_program_has_written() -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -80,6 +81,7 @@ def test_a_rank_that_has_never_connected_says_why(ranks: ElasticRanks) -> None:
         mock.patch.object(ranks._door, "unreachable", return_value=frozenset([2])),
         mock.patch("torch_commhook.elastic.ranks.tell_unreachable"),
         mock.patch("torch_commhook.elastic.ranks.destroy_group"),
+        mock.patch("torch_commhook.elastic.ranks.addresses_of"),
         pytest.raises(TooFewRanksError, match="1 of the last 2 ranks can reach"),
     ):
         ranks._connect()
@@ -89,7 +91,7 @@ def test_a_step_of_an_old_view_fails_without_an_error_of_a_connection(ranks: Ela
     first, second = View(1, (1,)), View(2, (2,))
     failed = threading.Event()
     ranks.membership.view = first
-    ranks.group = mock.Mock()
+    ranks.group = mock.Mock(addresses=list)
     ranks.group.lose.side_effect = lambda *args: failed.set()
     threading.Thread(target=ranks._look_after, daemon=True).start()
     ranks.membership._propose(None, first)
@@ -97,6 +99,26 @@ def test_a_step_of_an_old_view_fails_without_an_error_of_a_connection(ranks: Ela
     ranks.membership._propose(first, second)
     assert failed.wait(10.0)
     ranks.group.lose.assert_called_with(None, "since the other ranks continue without this one")
+
+
+def test_the_store_keeps_nothing_of_views_that_have_ended() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    ranks = ElasticRanks(Elastic(min_ranks=1, name="run", ranks=1, grace=0.2, store=store))
+    ranks.enter()
+    counts = []
+    for _ in range(3):
+        assert ranks.step_ended(wants_change=True)
+        counts.append(store.num_keys())
+    ranks.leave()
+    assert len(set(counts)) == 1
+    # The list of those that have left is new; the port and the last address are gone.
+    assert store.num_keys() < counts[0]
+
+
+def test_a_forked_process_does_not_leave_for_its_parent(ranks: ElasticRanks) -> None:
+    with mock.patch("os.getpid", return_value=-1):
+        ranks.leave()
+    assert not ranks._stopped.is_set() and not ranks._store.check(["left"])
 
 
 def _accepts(host: str, port: int, family: int = socket.AF_INET) -> bool:
@@ -122,6 +144,40 @@ def test_a_port_that_others_have_written_wrongly_is_unreachable() -> None:
     door = Door(store, 2, 10.0)
     assert door.unreachable([1]) == {1}
     door.close()
+
+
+def test_a_port_that_its_rank_has_removed_is_unreachable_at_once() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=100))
+    door = Door(store, 2, 10.0)
+    begun = time.monotonic()
+    assert door.unreachable([1]) == {1}
+    assert time.monotonic() - begun < 50
+    door.close()
+    assert not store.check(["door/2"])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_store_on_all_networks() -> None:
+    store = _store_at("::", 0)
+    assert _accepts("::1", store.port, socket.AF_INET6) and _accepts("127.0.0.1", store.port)
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_the_address_of_a_rank_without_a_network(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("torch_commhook.addresses.can_listen", lambda address: address == host)
+    assert own_address(dist.HashStore()) == host
+
+
+def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"lo": ["127.0.0.1", "::1"], "v6": ["fd00::1"]}
+    monkeypatch.setattr("torch_commhook.elastic.door.interfaces", lambda: found)
+    for name, addresses in found.items():
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        assert own_address(dist.HashStore()) == addresses[0]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,17 @@ HOOKS = {
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fork_worker(folder: Path, others: list[int]) -> None:
+    """Fork a process that lives until the other ranks have noticed this one's end."""
+    if os.fork() == 0:
+        until = time.monotonic() + 2 * TIMEOUT.total_seconds()
+        while time.monotonic() < until:
+            if all((folder / f"said{rank}").exists() for rank in others):
+                break
+            time.sleep(0.05)
+        os._exit(0)
 
 
 def _store(kind: str, folder: Path, rank: int, size: int) -> dist.Store:
@@ -77,6 +89,8 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
     if rank == victim and case["when"] == "where an exchange begins":
         hooks.allreduce.average = lambda self, bucket: _die()  # type: ignore[method-assign]
     _step(model, optimizer, rank)
+    if rank == victim and "worker" in case:
+        _fork_worker(folder, [other for other in range(size) if other != rank])
     if rank == victim and case["when"] == "before":
         _die()
     if rank == victim and case["when"] == "in a bucket":

@@ -245,6 +245,9 @@ class VirtualStepGroup(StepGroup):
     def _others(self) -> list[StepGroup]:
         return []
 
+    def addresses(self) -> list[Any]:
+        return []
+
     def _end_of_step(self) -> Any:
         return self.group
 
@@ -341,6 +344,7 @@ def virtual_time() -> Iterator[None]:
             "Membership": _membership,
             "StepGroup": VirtualStepGroup,
             "StoreSigns": Signs,
+            "addresses_of": lambda group: SimpleNamespace(remove_own=lambda: None),
             "_log": quiet,
             "_store_of": lambda settings: WorldStore(the_world()),
             "atexit": atexit,

@@ -391,8 +391,13 @@ class WorldStore:
         self._ask(key, act)
         self._world.point("append")
 
+    def delete_key(self, key: str) -> bool:
+        return self._ask(key, lambda key: self._world.values.pop(key, None) is not None)
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._world.point("compare_set")
+        writes = expected != desired
+        if writes:
+            self._world.point("compare_set")
 
         def act(key: str) -> bytes:
             current = self._world.values.get(key)
@@ -402,7 +407,8 @@ class WorldStore:
             return expected.encode() if current is None else current
 
         found: bytes = self._ask(key, act)
-        self._world.point("compare_set")
+        if writes:
+            self._world.point("compare_set")
         return found
 
 

@@ -80,10 +80,14 @@ class ElasticTraining:
         self.ranks.keeps_error = lambda: self._attached.memory.error_bytes > 0
         self.ranks.enter()
 
-    def hook_replaced(self, printed: str) -> None:
-        """Note that all ranks use another hook from now on, which new ranks must attach."""
-        self._state.printed_hook = printed
-        self.ranks.change_setting("the hook", printed)
+    def hook_replaced(self, settings: dict[str, object]) -> None:
+        """Note that all ranks use another hook from now on, which new ranks must attach.
+
+        Args:
+            settings: the hook's, from ``compared_settings()``.
+        """
+        self._state.printed_hook = str(settings["the hook"])
+        self.ranks.change_settings(settings)
 
     def use(self, reducer: Reducer) -> None:
         """Serve a reducer: it recovers with these ranks."""

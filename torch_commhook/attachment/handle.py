@@ -16,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
-from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
+from torch_commhook.attachment.printed_hook import compared_settings
 from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
+from torch_commhook.collectives.exchange import MOST_RANKS
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
@@ -158,7 +160,7 @@ class HookHandle:
             raise
         elastic = getattr(self._road, "elastic", None)
         if elastic is not None:
-            elastic.hook_replaced(printed_hook(given))
+            elastic.hook_replaced(shared)
         stop_watching_optimizers(before)
         if before.local_steps is not None:
             before.local_steps.close()
@@ -459,6 +461,19 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         error = error or raised
     road.agree(op, error, {})
     watch_optimizers(attached)
+    _warn_of_connections(road, attached, op)
+
+
+def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
+    model, count = road.model(), attached.connections
+    if op != "attach" or model is None or count in (None, 1) or road.group.size == 1:
+        return
+    is_on_cpu = all(each.device.type == "cpu" for each in model.parameters())
+    if not (is_on_cpu and road.group.takes_connections):
+        warn_user(
+            f"attach: connections={count} has no effect: it applies to at most {MOST_RANKS} ranks "
+            "over Gloo with tensors on the CPU, and not to simulated ranks"
+        )
 
 
 def _refused(attached: Attached, road: Road) -> Exception | None:

@@ -7,12 +7,15 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.addresses import loopback
+from torch_commhook.collectives.forks import close_in_forks
 from torch_commhook.collectives.lost_hosts import cut
 
 #: With more ranks, a group connects two ranks only when one first sends the other a message.
@@ -79,17 +82,29 @@ def add_gloo(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = threads
-    # As PyTorch reads it.
-    interfaces = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
-    # Gloo's other method connects one rank after another, with a round trip for each.
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
-    ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._devices = _devices()
     addresses = _C.AddressStore(store, partners(rank, size))
+    close_in_forks(addresses)
     # Nothing else references the backend, so it is destroyed when its group is closed.
     backend = dist.ProcessGroupGloo(addresses, rank, size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return GlooBackend(addresses)
+
+
+def _devices() -> list[Any]:
+    make: Any = dist.ProcessGroupGloo
+    # As PyTorch reads it.
+    interfaces = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
+    # Gloo's other method connects one rank after another, with a round trip for each.
+    if interfaces:
+        return [make.create_device(interface=name, lazy_init=True) for name in interfaces]
+    try:
+        return [make.create_default_device(lazy_init=True)]
+    except RuntimeError:
+        if loopback() == "127.0.0.1":
+            raise
+        # PyTorch takes 127.0.0.1 for a host without a name, which one with IPv6 alone lacks.
+        return [make.create_device(hostname=loopback(), lazy_init=True)]
 
 
 def connect(

@@ -19,6 +19,7 @@ from torch_commhook.collectives.gloo_backend import (
     GlooBackend,
     add_gloo,
     connect,
+    partners,
 )
 from torch_commhook.native.dynamo import left_to_python
 
@@ -202,6 +203,8 @@ def connect_group(
 ) -> GlooBackend:
     """Connect one of the library's own groups, as :func:`gloo_backend.connect` does.
 
+    If each rank is then connected to each, this rank's address disappears from the store.
+
     Args:
         group: from :func:`make_group` or :func:`make_backend`.
         greeting: as for :func:`gloo_backend.connect`.
@@ -213,7 +216,24 @@ def connect_group(
     """
     backend = _backends[group]
     connect(group, backend, group_timeout(group) if within is None else within, greeting)
+    if len(partners(group.rank(), group.size())) == group.size() - 1:
+        # All have read this rank's address. They need not wait until the store has removed it, and
+        # when the group ends, the store may have ended too.
+        removal = threading.Thread(
+            target=_remove_address, args=(backend.addresses,), name="commhook-address"
+        )
+        removal.start()
     return backend
+
+
+def _remove_address(addresses: _C.AddressStore) -> None:
+    with suppress(RuntimeError):
+        addresses.remove_own()
+
+
+def addresses_of(group: dist.ProcessGroup) -> _C.AddressStore:
+    """The store with this rank's address in one of the library's own groups."""
+    return _backends[group].addresses
 
 
 def take_greeting(group: dist.ProcessGroup, own: bytes) -> bool | None:

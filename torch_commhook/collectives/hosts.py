@@ -195,6 +195,9 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
     if not base.has_extended_api():  # type: ignore[attr-defined]
         store.set(str(rank), own)
         every = [json.loads(store.get(str(other))) for other in range(size)]
+        if store.add("read", 1) == size:
+            for key in ("read", *map(str, range(size))):
+                store.delete_key(key)
         return _equally_many(_numbers(every))
     store.append("labels", f"{rank} {own}\n")  # type: ignore[attr-defined]
     if store.add("told", 1) == size:  # the last rank writes all numbers

@@ -10,7 +10,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from torch_commhook.step.rendezvous import innermost
+from torch_commhook.addresses import family_of, interfaces, loopback
+from torch_commhook.collectives.forks import close_in_forks, number_and_inode
+from torch_commhook.step.rendezvous import innermost, read_now
 
 #: The number of members that are tried at once.
 _AT_ONCE = 64
@@ -29,11 +31,12 @@ class Door:
 
     def __init__(self, store: dist.Store, own: int, timeout: float) -> None:
         self._store = store
+        self._own = own
         self._timeout = timeout
         address = own_address(store)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        port = self._socket.getsockname()[1]
+        self._socket = socket.create_server((address, 0), family=family_of(address), backlog=1024)
+        close_in_forks(self)
+        port: int = self._socket.getsockname()[1]
         store.set(_key(own), f"{address} {port}")
 
     def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
@@ -48,14 +51,21 @@ class Door:
 
     def _reaches(self, rank: int) -> bool:
         with suppress(OSError, RuntimeError, ValueError):
-            host, _, port = self._store.get(_key(rank)).decode().rpartition(" ")
+            host, _, port = (read_now(self._store, _key(rank)) or "").rpartition(" ")
             with socket.create_connection((host, int(port)), timeout=self._timeout):
                 return True
         return False
 
+    def sockets(self) -> list[tuple[int, int]]:
+        """The descriptor and inode of the port's socket."""
+        number = self._socket.fileno()
+        return [] if number < 0 else [number_and_inode(number)]
+
     def close(self) -> None:
-        """Close the port."""
+        """Close the port, and remove it from the store."""
         self._socket.close()
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.delete_key(_key(self._own))
 
 
 def _key(rank: int) -> str:
@@ -66,8 +76,9 @@ def own_address(store: dist.Store) -> str:
     """The address of this process's host, as others see it."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        with suppress(OSError):
-            return _address_of(interface)
+        found = interfaces().get(interface)
+        if found:
+            return found[0]
     host = getattr(innermost(store), "host", None)
     if host:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -77,18 +88,4 @@ def own_address(store: dist.Store) -> str:
                     probe.connect(towards)  # sends nothing
                     address: str = probe.getsockname()[0]
                     return address
-    return "127.0.0.1"
-
-
-def _address_of(interface: str) -> str:
-    """The address of a network interface.
-
-    Raises:
-        OSError: the interface has none.
-    """
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = interface.encode()[:15].ljust(256, b"\0")
-        found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-    return socket.inet_ntoa(found[20:24])
+    return loopback()

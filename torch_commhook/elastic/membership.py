@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from torch_commhook.step.rendezvous import read_now
+
 _log = logging.getLogger("torch_commhook.elastic")
 
 _T = TypeVar("_T")
@@ -334,7 +336,7 @@ class Membership:
         """
         view = self.view
         assert view is not None
-        place = f"here/{view.number + 1}"
+        place = _here_key(view.number + 1)
         self._store.append(place, self._entry(steps, lost))
         begun = since = self._now()
         for _ in self._pauses():
@@ -441,6 +443,8 @@ class Membership:
         text = after.as_text()
         if self._store.compare_set("view", expected, text).decode() == text:
             self._store.set(VIEW_NUMBER, str(after.number))
+            # All that still read these entries find a newer view first.
+            self._store.delete_key(_here_key(after.number - 1))
 
     def _entry(self, steps: int, lost: Lost) -> str:
         fields = self.own, steps, int(self.is_new), *map(_numbers, lost)
@@ -469,8 +473,7 @@ class Membership:
         return found
 
     def _read(self, key: str) -> str | None:
-        # No key is ever deleted; otherwise get() could wait for a long time after check().
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return read_now(self._store, key)
 
     def _pauses(self) -> Iterator[None]:
         """Yield before each pause; pauses get longer, without end."""
@@ -479,6 +482,11 @@ class Membership:
             yield
             self._sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _here_key(view: int) -> str:
+    """The list of the members that want this view."""
+    return f"here/{view}"
 
 
 def _numbers(ranks: Collection[int]) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_commhook.collectives.gloo_groups import destroy_group, make_group
+from torch_commhook import _C
+from torch_commhook.addresses import with_port
+from torch_commhook.collectives.gloo_groups import addresses_of, destroy_group, make_group
 from torch_commhook.elastic.door import Door
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
 from torch_commhook.elastic.settings import Elastic, host_and_port
@@ -86,6 +88,9 @@ class ElasticRanks:
         self._signs = StoreSigns(self._store, self.membership.own, half)
         self._door = Door(self._store, self.membership.own, half)
         self._base: dist.ProcessGroup | None = None
+        self._addresses: list[_C.AddressStore] = []  # of groups of this rank that have ended
+        self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
+        self._process = os.getpid()
         atexit.register(self.leave)
 
     def silent(self, ranks: Any) -> set[int]:
@@ -128,10 +133,12 @@ class ElasticRanks:
             found = self._store.compare_set("settings", before, text).decode()
             first = _checked_settings(found)
             differing = next((name for name in own if first.get(name) != own[name]), None)
-            if differing is None:
+            number = int(first[_FIRST])
+            has_ended = number != self.membership.own and self.membership.has_ended(number)
+            if differing is None and not has_ended:
                 self._same = first
                 return
-            if self.membership.has_ended(int(first[_FIRST])):
+            if has_ended:  # also where settings are the same: others now find this rank there
                 before = found
             elif time.monotonic() < until:
                 time.sleep(self.settings.grace / 50)
@@ -142,9 +149,9 @@ class ElasticRanks:
                     f"{first.get(differing)}; give another training another Elastic(name=)"
                 )
 
-    def change_setting(self, name: str, value: object) -> None:
-        """Change a setting of :meth:`check_same` on all ranks; new ranks must have its value."""
-        self._same = {**self._same, name: repr(value)}
+    def change_settings(self, settings: dict[str, object]) -> None:
+        """Change settings of :meth:`check_same` on all ranks; new ranks must have these."""
+        self._same = {**self._same, **{name: repr(value) for name, value in settings.items()}}
         with suppress(RuntimeError):  # without the store no rank can join
             self._store.set("settings", json.dumps(self._same))
 
@@ -157,7 +164,8 @@ class ElasticRanks:
 
     def leave(self) -> None:
         """Leave the training. The others continue without this rank."""
-        if self._stopped.is_set():
+        # A forked process leaves nothing: it shares its parent's connections.
+        if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
         atexit.unregister(self.leave)
@@ -167,6 +175,7 @@ class ElasticRanks:
         if group is not None and self._base is not None:
             group.fail("it has left the training")
         self._give_up_group()
+        self._forget(reasons=False)
         if self._signs is not None:
             self._signs.stop()
         self._door.close()
@@ -282,6 +291,7 @@ class ElasticRanks:
                 lost = Lost(unreachable=self._door.unreachable(self._others()))
                 self._change(lost, error, lets_in=self.lets_in_late())
                 continue
+            self._forget(reasons=True)  # all members have left those views
             _log.info(
                 "rank %d: view %d, rank %d of %d after %d steps",
                 self.membership.own,
@@ -335,11 +345,23 @@ class ElasticRanks:
         self._base = make_within(within, make)
         self.group = StepGroup(self._base, meets_again=False, connect_within=within)
 
+    def _forget(self, *, reasons: bool) -> None:
+        """Remove this rank's keys of earlier views from the store."""
+        forgets: list[Callable[[], object]] = [each.remove_own for each in self._addresses]
+        forgets += self._reasons if reasons else []
+        self._addresses, self._reasons = [], []
+        with suppress(RuntimeError):  # the store may be gone
+            for forget in forgets:
+                forget()
+
     def _give_up_group(self) -> None:
         group: StepGroup | None = getattr(self, "group", None)
         if group is not None:
+            self._addresses += group.addresses()
+            self._reasons.append(group.forget_reason)
             group.close()
         if self._base is not None:
+            self._addresses.append(addresses_of(self._base))
             destroy_group(self._base, in_background=True)
             self._base = None
 
@@ -406,7 +428,7 @@ def _store_of(settings: Elastic) -> dist.Store:
                 "Elastic: store must be given, 'host:port', because MASTER_ADDR and MASTER_PORT "
                 "are not set; python -m torch_commhook store runs one"
             )
-        store = ":".join(map(str, found))
+        store = with_port(*map(str, found))
     host, port = host_and_port(store)
     return dist.TCPStore(
         host,

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torch_commhook.collectives.forks import ServedPort
+
+_NOTHING = "-"
+
 
 class Reason(NamedTuple):
     """Why a step has failed.
@@ -53,6 +57,7 @@ class Rendezvous:
         self._attempts = 0  # to reconnect
         self._met: dict[int, int] = {}  # on rank 0: each rank's attempt at their last meeting
         self._tries = _Tries(self.store, size)
+        self._served = ServedPort(getattr(innermost(store), "port", None))
 
     def tell(self, reason: Reason) -> None:
         """Report why the step has failed."""
@@ -108,6 +113,10 @@ class Rendezvous:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        with suppress(RuntimeError):
+            if self.store.add(place, 1) == 2 * size:  # all have seen it
+                self.store.delete_key(all_here)
+                self.store.delete_key(place)
         return None
 
     def meet(self) -> dist.Store:
@@ -161,6 +170,11 @@ class Rendezvous:
             self.store.delete_key(self._failed(self.epoch - 1))
             self.store.delete_key(f"{self.epoch}/all")
             self._tries.remove(self._here)
+
+    def forget_reason(self) -> None:
+        """Remove the last reason from the store, once no rank asks for it any more."""
+        with suppress(RuntimeError):
+            self.store.delete_key(self._failed(self.epoch))
 
     def _failed(self, epoch: int) -> str:
         return f"{epoch}/failed"
@@ -223,6 +237,20 @@ def innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def read_now(store: Any, key: str) -> str | None:
+    """The text of a key that any rank may delete at any time; None if there is no such key.
+
+    ``get()`` would wait for a key that is deleted after ``check()``. A store's ``compare_set()``
+    returns the expected text if the key is missing.
+
+    Args:
+        store: a store that can append.
+        key: a key whose text is never ``"-"``.
+    """
+    found: str = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return None if found == _NOTHING else found
 
 
 def can_append(store: Any) -> bool:

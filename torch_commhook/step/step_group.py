@@ -27,10 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
 from torch_commhook.collectives.gloo_groups import (
+    addresses_of,
     close_connections,
     destroy_group,
     group_description,
@@ -221,6 +224,12 @@ class StepGroup:
         for group in [self.group, *self._stand_ins.values()]:
             self._connect_more(group)
         self._has_connected_more = True
+
+    @property
+    def takes_connections(self) -> bool:
+        """Whether :meth:`use_connections` changes a group."""
+        groups = [self.group, *self._stand_ins.values()]
+        return self.recovers and any(map(exchanges, groups))
 
     def _connect_more(self, group: dist.ProcessGroup) -> None:
         def make(name: str) -> dist.ProcessGroup:
@@ -471,6 +480,15 @@ class StepGroup:
             f"{self._global_rank} saw: {error}"
         )
         return peer_error(Reason(text, None))
+
+    def addresses(self) -> list[_C.AddressStore]:
+        """The stores with this rank's addresses, which it removes once no rank needs them."""
+        return [addresses_of(own.group) for own in self._own]
+
+    def forget_reason(self) -> None:
+        """Remove why the step has failed from the store, once all ranks have left the group."""
+        if self._rendezvous is not None:
+            self._rendezvous.forget_reason()
 
     def close(self) -> None:
         """Close the group. Runs automatically when the object or the interpreter ends.
