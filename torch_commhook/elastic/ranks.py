@@ -135,11 +135,11 @@ class ElasticRanks:
             differing = next((name for name in own if first.get(name) != own[name]), None)
             number = int(first[_FIRST])
             has_ended = number != self.membership.own and self.membership.has_ended(number)
-            if differing is None and not has_ended:
-                self._same = first
-                return
             if has_ended:  # also where settings are the same: others now find this rank there
                 before = found
+            elif differing is None:
+                self._same = first
+                return
             elif time.monotonic() < until:
                 time.sleep(self.settings.grace / 50)
             else:
