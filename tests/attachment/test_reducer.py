@@ -446,7 +446,7 @@ def test_buckets_follow_the_order_of_arrival_on_rank_0(rank: int) -> None:
 
 
 DIFFERENT = {
-    "model": "rank 0 has parameter 'weight' of shape (4, 3) and torch.float32, rank 1 has 'weight'",
+    "model": "rank 0 has 'weight' of shape (4, 3) and torch.float32 in place 0, rank 1 has",
     "hook": "the hook must be the same on all ranks: rank 0 has allreduce(), rank 1 has cast(bflo",
     "capacity": "bucket_cap_mb must be the same on all ranks: rank 0 has 1, rank 1 has 2",
     "buffers": "broadcast_buffers must be the same on all ranks: rank 0 has False, rank 1 has True",
