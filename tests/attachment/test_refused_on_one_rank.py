@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import of_all_ranks, on_processes, on_ranks
+from sharded_models import device_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -117,8 +117,9 @@ def test_buffers_that_differ(rank: int, what: str) -> None:
     message = "the parameters and buffers to send must be the same on all ranks: rank 0 has '"
     with pytest.raises(RuntimeError, match=message):
         attach(model, hooks.allreduce())
-    with attach(nn.Linear(4, 4), hooks.allreduce()):
-        pass
+    again = nn.Linear(4, 4)
+    with attach(again, hooks.allreduce()) as handle:
+        assert handle.is_attached
 
 
 def _model(kind: str) -> Any:
@@ -127,7 +128,7 @@ def _model(kind: str) -> Any:
         return DDP(model)
     if kind != "module":
         sizes, names = ((2,), ("s",)) if kind == "fully_shard" else ((2, 1), ("r", "s"))
-        fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        fully_shard(model, mesh=device_mesh(sizes, names))
     return model
 
 
@@ -137,7 +138,6 @@ WRONG: dict[str, Any] = {
     "scaler": lambda model, options: options.update(scaler=3),
     "setting": lambda model, options: options.update(bucket_cap_mb=-1),
     "weights": lambda model, options: options.update(weights=codecs.topk(0.5)),
-    "frozen": lambda model, options: model.requires_grad_(False),
     "shard_hook": lambda model, options: options.update(shard_hook="no_such_hook()"),
 }
 
@@ -154,7 +154,8 @@ def test_what_one_rank_alone_refuses(rank: int, kind: str, wrong: str) -> None:
         attach(**options)
     if rank == 0:
         assert "attach: it failed on rank 1: " in str(raised.value)
-    with attach(_model(kind), hooks.allreduce()) as handle:
+    again = _model(kind)
+    with attach(again, hooks.allreduce()) as handle:
         assert handle.is_attached
 
 
