@@ -273,6 +273,8 @@ def long_tests() -> Iterator[str]:
     feedback = load(LONG_RUNS / "error_feedback_runs.json")
     modes = load(LONG_RUNS / "all_modes.json")["outcomes"]
     elastic = load(LONG_RUNS / "elastic_histories.json")
+    training = load(LONG_RUNS / "training_histories.json")
+    found = sum("seed" in row for row in training["planted"])
     same = sum(not row["different"] for row in killed)
     runs = sum(row["runs"] for row in soaked)
     wrong = sum(len(row["wrong"]) for row in soaked)
@@ -301,6 +303,12 @@ def long_tests() -> Iterator[str]:
             "training in virtual time, after which all members hold the same bits",
             f"{sum(elastic['faults'].values()):,} faults, {elastic['views']:,} views, "
             f"{elastic['steps_repeated']:,} steps repeated, {len(elastic['wrong'])} wrong",
+        ],
+        [
+            f"`make training-histories`: {training['histories']:,} random histories of training on "
+            "ranks as threads, compared with a plain calculation",
+            f"{len(training['wrong'])} wrong; {found} of {len(training['planted'])} planted faults "
+            "found",
         ],
         [
             "`make error-feedback`: the remembered errors stay bounded over "

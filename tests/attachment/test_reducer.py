@@ -446,7 +446,7 @@ def test_buckets_follow_the_order_of_arrival_on_rank_0(rank: int) -> None:
 
 
 DIFFERENT = {
-    "model": "rank 0 has parameter 'weight' of shape (4, 3) and torch.float32, rank 1 has 'weight'",
+    "model": "rank 0 has 'weight' of shape (4, 3) and torch.float32 in place 0, rank 1 has",
     "hook": "the hook must be the same on all ranks: rank 0 has allreduce(), rank 1 has cast(bflo",
     "capacity": "bucket_cap_mb must be the same on all ranks: rank 0 has 1, rank 1 has 2",
     "buffers": "broadcast_buffers must be the same on all ranks: rank 0 has False, rank 1 has True",
@@ -661,20 +661,25 @@ def _complex_loss(model: nn.Module, rank: int) -> Tensor:
     return model(torch.tensor([1 + 2j, 3 - 1j, rank + 0.5j])).abs()
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("kind", ["copies", "views", "ddp"])
 @pytest.mark.parametrize("hook", ["allreduce()", "cpp('allreduce')", "clip(1e9, allreduce())"])
 @on_ranks(2)
-def test_lazy_conjugates(rank: int, hook: str, view: bool) -> None:
+def test_lazy_conjugates(rank: int, hook: str, kind: str) -> None:
     alone = [_Conjugated(), _Conjugated()]
     for each in range(2):
         _complex_loss(alone[each], each).backward()
     assert alone[0].weight.grad.is_conj() and alone[0].imaginary.grad.is_neg()
-    model = _Conjugated()
-    attach(model, hook, gradient_as_bucket_view=view)
+    module: nn.Module = _Conjugated()
+    if kind == "ddp":
+        model: nn.Module = DDP(module)
+        attach(model, hook)
+    else:
+        model = module
+        attach(model, hook, gradient_as_bucket_view=kind == "views")
     for _ in range(2):
         model.zero_grad()
         _complex_loss(model, rank).backward()
-        for got, *own in zip(*(each.parameters() for each in (model, *alone)), strict=True):
+        for got, *own in zip(*(each.parameters() for each in (module, *alone)), strict=True):
             assert torch.allclose(got.grad, (own[0].grad + own[1].grad) / 2)
 
 

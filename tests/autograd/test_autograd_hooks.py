@@ -247,3 +247,34 @@ def test_hooks_of_a_sharded_parameter_are_called_as_others(rank: int) -> None:
     autograd.register_post_accumulate_grad_hook(weight, lambda parameter: parameter.grad)
     with pytest.raises(RuntimeError, match="should return None"):
         loss_of(model(batch(rank, 0))).backward()
+
+
+# ---- inside one graph ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("on", ["leaf", "intermediate"])
+def test_a_hook_registered_in_one_graph(on: str, backend: str) -> None:
+    """As by the method of tensors; one on an input can be removed afterwards."""
+    torch._dynamo.reset()
+
+    def loss(x: Tensor, register: Any) -> tuple[Tensor, Any]:
+        y = x * x
+        handle = register(x if on == "leaf" else y, lambda grad: 3.0 * grad)
+        return (y * x).sum(), handle if on == "leaf" else None
+
+    wanted = torch.arange(1.0, 5.0, requires_grad=True)
+    loss(wanted, Tensor.register_hook)[0].backward()
+    got = torch.arange(1.0, 5.0, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: loss(x, autograd.register_hook), backend=backend, fullgraph=True
+    )
+    value, handle = compiled(got)
+    value.backward()
+    assert got.grad.equal(wanted.grad)  # type: ignore[union-attr, arg-type]
+    if handle is not None:
+        assert handle.is_registered
+        handle.remove()
+        got.grad = None
+        (got**3).sum().backward()
+        assert got.grad.allclose(3 * got.detach() ** 2)  # type: ignore[attr-defined]

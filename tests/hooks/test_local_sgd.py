@@ -277,6 +277,30 @@ def test_equal_writes_between_rounds_are_a_load(rank: int, load: Any, name: str)
     run.end()
 
 
+@pytest.mark.parametrize("layer", [0, -1])
+@on_ranks(2)
+def test_parameters_of_two_dtypes_in_one_bucket(rank: int, layer: int) -> None:
+    """Their gradients have one dtype, and each is exchanged in its own."""
+    model = net()
+    model.layers[layer].bfloat16()
+    for parameter in model.layers[layer].parameters():
+        parameter.grad_dtype = torch.float32
+    handle = attach(model, local_sgd(1, outer=outer_sgd(1.0, 0.5)))
+    before = parameters_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2e-4 * rank, dtype=torch.float32)
+    optimizer.step()
+    after = parameters_of(model)
+    for old, new in zip(before, after, strict=True):
+        if old.dtype is torch.float32:
+            assert torch.allclose(old - new, torch.full_like(old, 1.5e-4), atol=1e-7)
+    handle.synchronize()  # nothing to do
+    assert same(parameters_of(model), after)
+    assert handle.stats().steps == 1
+    handle.remove()
+
+
 # ---- what counts as a step -----------------------------------------------------------------------
 
 

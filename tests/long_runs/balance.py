@@ -116,22 +116,24 @@ class Road:
         said = {"views": self.views, "compiled": self.compiled}
         return " ".join([self.model, *(name for name, is_so in said.items() if is_so)])
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: nn.Module, bucket_cap_mb: float = BUCKET_CAP_MB) -> nn.Module:
         if self.model == "module":
             return module
         reducer = "python_reducer" if self.model == "python_reducer" else "ddp_optimizer"
         with torch._dynamo.config.patch(optimize_ddp=reducer):
             return DDP(
                 module,
-                bucket_cap_mb=BUCKET_CAP_MB,
+                bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=True,
                 gradient_as_bucket_view=self.views,
             )
 
-    def attach(self, model: nn.Module, hook: hooks.Hook) -> HookHandle:
+    def attach(
+        self, model: nn.Module, hook: hooks.Hook, bucket_cap_mb: float = BUCKET_CAP_MB
+    ) -> HookHandle:
         if self.model != "module":
             return attach(model, hook)
-        return attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=self.views)
+        return attach(model, hook, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=self.views)
 
 
 ROADS = [

@@ -145,6 +145,15 @@ RUNS = {
             "tests/support/virtual_world.py",
         ),
     ),
+    "training-histories": LongRun(
+        10,
+        (
+            *STEPS,
+            "torch_commhook/autograd",
+            "csrc/runtime/reducer",
+            "tests/long_runs/training_histories.py",
+        ),
+    ),
     "error-feedback": LongRun(
         6,
         (

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
+from torch_commhook.attachment.buffers import check_values
 from torch_commhook.attachment.ddp_road import DdpRoad
 from torch_commhook.attachment.handle import (
     HookHandle,
@@ -32,7 +33,7 @@ from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.agreement import check_agreement, digest_of
+from torch_commhook.collectives.agreement import agree, can_agree, described, digest_of
 from torch_commhook.collectives.group_place import check_not_managed, group_rank
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.hooks.expressions import as_hook
@@ -146,10 +147,15 @@ def attach(
             requires grad; a parameter is on the meta device, has an optimizer in backward, or has
             ``grad_dtype = None``; the model is in DDP and a ``grad_dtype`` is not the parameter's
             dtype.
-        RuntimeError: a hook is attached to the model, to another model with one of its parameters,
-            or to DDP itself; replicate() was applied to a module; the ranks' parameters differ; a
-            step over the group has failed, and its collectives may still be running;
+        RuntimeError: another rank raised one of these errors; a parameter or buffer cannot get
+            rank 0's values, because it is expanded, not dense, or of a class that refuses
+            ``copy_``; a hook is attached to the model, to another model with one of its parameters,
+            or to DDP itself; replicate() was applied to a module; the ranks' parameters or settings
+            differ; a step over the group has failed, and its collectives may still be running;
             torch.distributed is not initialized.
+
+    All ranks raise if one does, before anything is written. Only errors of the process group itself
+    stay one rank's. With ``elastic`` a rank that raises does not join the others.
 
     Example:
         >>> def train(rank):
@@ -161,90 +167,102 @@ def attach(
         >>> run_ranks(train, 2)
         [([[0.5, 0.5, 0.5, 0.5]], 8), ([[0.5, 0.5, 0.5, 0.5]], 8)]
     """
-    model = _checked_module(model)
-    check_connections(connections)
-    checked = as_hook(hook)
-    beside = None if shard_hook is None else as_hook(shard_hook)
     given = {
         "bucket_cap_mb": bucket_cap_mb,
         "gradient_as_bucket_view": gradient_as_bucket_view,
         "broadcast_buffers": broadcast_buffers,
         "init_sync": init_sync,
     }
-    if trains_shards(model):
-        _unoccupied_road(model)
-        _check_none_given({"process_group": process_group, **given}, _SHARDED)
+
+    def check_arguments() -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """Check what does not depend on the kind of model; return both hooks."""
+        _check_module(model)
+        check_connections(connections)
+        checked = as_hook(hook), None if shard_hook is None else as_hook(shard_hook)
+        if is_sharded:
+            _check_unoccupied(module)
+            _check_none_given({"process_group": process_group, **given}, _SHARDED)
+            _check_not_elastic(elastic)
+        return checked
+
+    module: torch.nn.Module = getattr(model, "_orig_mod", model)
+    is_sharded = isinstance(module, torch.nn.Module) and trains_shards(module)
+    if is_sharded:
         return attach_sharded(
-            model,
-            checked,
+            module,
+            check_arguments,
             state=state,
             scaler=scaler,
             connections=connections,
-            shard_hook=beside,
             weights=weights,
-            attached_to=partial(_attached_to, weakref.ref(model)),
+            attached_to=partial(_attached_to, weakref.ref(module)),
         )
-    for name, value in (("shard_hook", shard_hook), ("weights", weights)):
-        if value is not None:
-            raise ValueError(
-                f"attach: {name} is for models that fully_shard() was applied to, got one without"
-            )
-    scale = None if scaler is None else checked_scale(scaler)
-    memory = HookMemory()
-    memory.scaler = scaler
-    attached = Attached.checked(checked, state, memory)
-    attached.connections = connections
+
+    def checked() -> tuple[Attached, float | None]:
+        """The hook, and the scaler's scale, both checked."""
+        both = check_arguments()
+        for name, value in (("shard_hook", shard_hook), ("weights", weights)):
+            if value is not None:
+                raise ValueError(
+                    f"attach: {name} is for models that fully_shard() was applied to, got one "
+                    "without"
+                )
+        scale = None if scaler is None else checked_scale(scaler)
+        memory = HookMemory()
+        memory.scaler = scaler
+        attached = Attached.checked(both[0], state, memory)
+        attached.connections = connections
+        return attached, scale
+
     if elastic is not None:
+        attached, _ = checked()
         if process_group is not None or connections is not None:
             raise ValueError(
                 "attach: with elastic, process_group and connections must be None: the ranks have "
                 "connections of the library's own"
             )
-        return _attach_elastic(model, attached, given, elastic)
-    return _attach(model, attached, scale, process_group, given)
+        return _attach_elastic(module, attached, given, elastic)
+    return _attach(module, checked, process_group, given)
 
 
 def _attach(
     model: torch.nn.Module,
-    attached: Attached,
-    scale: float | None,
+    checked: Callable[[], tuple[Attached, float | None]],
     process_group: dist.ProcessGroup | None,
     given: dict[str, Any],
 ) -> HookHandle:
-    """Attach a hook that has been checked; as :func:`attach`.
+    """Attach a hook; as :func:`attach`.
 
     Args:
         model: the module.
-        attached: the hook.
-        scale: the scaler's current scale.
+        checked: checks the user's other arguments; returns the hook and the scaler's scale.
         process_group: the user's argument.
         given: the user's settings, by name; None for those that the user left out.
     """
-    road = _unoccupied_road(model)
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if is_ddp:
-        _check_none_given({"process_group": process_group, **given}, _DDP)
     settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    parameters = trainable(model)
-    if not is_ddp:
-        check_not_in_ddp(parameters)
-        _check_capacity(settings["bucket_cap_mb"])
-    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    if isinstance(model, DistributedDataParallel):
-        group: dist.ProcessGroup = model.process_group
-    else:
-        group = resolve_group(process_group)
-    check_not_managed("attach", group)
-    check_is_free(group)
-    shared = _shared(model, attached.hook, settings)
-    shared["the scaler's scale"] = scale
-    shared["connections"] = attached.connections
-    is_new = road is None
-    step_group = (
-        StepGroup(group, greeting=digest_of(parameters, shared)) if road is None else road.group
-    )
+    error: Exception | None = None
+    shared: dict[str, object] = {}
     try:
-        check_agreement(group, parameters, shared, step_group.all_alike)
+        attached, scale = checked()
+        parameters, shared = _checked_model(model, attached, process_group, given, settings)
+        shared["the scaler's scale"] = scale
+        shared["connections"] = attached.connections
+    except Exception as refused:
+        error = refused
+    try:
+        group = _group_of(model, process_group)
+    except Exception:
+        if error is None:
+            raise
+        raise error from None  # no other rank can hear it
+    if error is not None and not can_agree(group):
+        raise error
+    road = _lasting_road(model)
+    is_new = road is None
+    step_group = StepGroup(group, greeting=digest_of(error, shared)) if road is None else road.group
+    try:
+        # Nothing is written before, and nothing that one rank alone refuses is checked after.
+        agree(group, "attach", error, shared, step_group.all_alike)
         step_group.expect_comparison()  # begin_hook compares
         if road is None:
             road = roads[model] = _new_road(model, parameters, step_group, settings)
@@ -252,7 +270,8 @@ def _attach(
         if is_new:
             step_group.close()
         raise
-    prefix = "module." if is_ddp else ""  # states and patterns are the same with and without DDP
+    # States and patterns are the same with and without DDP.
+    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
     attached.memory.set_parameters(names, rank=group_rank(group), world_size=group.size())
     handle = HookHandle(road, attached)
@@ -267,6 +286,56 @@ def _attach(
                 roads.pop(model, None)
         raise
     return handle
+
+
+def _group_of(model: torch.nn.Module, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The ranks that average.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: no hook can use the group.
+    """
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup = model.process_group
+    else:
+        group = resolve_group(process_group)
+    check_not_managed("attach", group)
+    check_is_free(group)
+    return group
+
+
+def _checked_model(
+    model: torch.nn.Module,
+    attached: Attached,
+    process_group: dist.ProcessGroup | None,
+    given: dict[str, Any],
+    settings: dict[str, Any],
+) -> tuple[list[tuple[str, Tensor]], dict[str, object]]:
+    """Check a model that is not sharded, and claim its parameters.
+
+    Returns:
+        The names and parameters whose gradients are averaged; settings that must be the same on
+        all ranks.
+    """
+    _check_unoccupied(model)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if is_ddp:
+        _check_none_given({"process_group": process_group, **given}, _DDP)
+        if _lasting_road(model) is None:
+            _check_no_comm_hook(model)
+    parameters = trainable(model)
+    if not is_ddp:
+        check_not_in_ddp(parameters)
+        _check_capacity(settings["bucket_cap_mb"])
+    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
+    shared: dict[str, object] = {"the parameters": described(parameters)}
+    shared |= _shared(model, attached.hook, settings)
+    if not is_ddp and _group_of(model, process_group).size() > 1:
+        shared |= check_values(
+            model,
+            init_sync=settings["init_sync"],
+            broadcast_buffers=settings["broadcast_buffers"],
+        )
+    return parameters, shared
 
 
 def _attach_elastic(
@@ -288,12 +357,12 @@ def _attach_elastic(
             "attach: with elastic, gradient_as_bucket_view must be False, since a step that is "
             "repeated needs the gradients"
         )
-    _unoccupied_road(model)
+    _check_unoccupied(model)
     settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     parameters = trainable(model)
     check_not_in_ddp(parameters)
     _check_capacity(settings["bucket_cap_mb"])
-    check_fits(attached, parameters, ignored_names(model))
+    check_fits(attached, model, parameters)
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     attached.connections = 1
     training = None
@@ -326,39 +395,58 @@ def _attach_elastic(
     return handle
 
 
-def _checked_module(model: object) -> torch.nn.Module:
-    """The user's module; if it is compiled, the module inside."""
+def _check_module(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
-    module: torch.nn.Module = getattr(model, "_orig_mod", model)
-    return module
 
 
-def _unoccupied_road(model: torch.nn.Module) -> Road | None:
-    """The model's existing road, if it has no hook; None if the model has no road to reuse."""
+def _lasting_road(model: object) -> Road | None:
+    """The road of a model on DDP's own reducer, which stays when its hook is removed, or None."""
+    first = roads.get(model) if isinstance(model, torch.nn.Module) else None
+    road = None if first is None else road_in_use(first)
+    return road if isinstance(road, DdpRoad) and road.is_alive else None
+
+
+def _check_unoccupied(model: torch.nn.Module) -> None:
+    """Refuse a model that has a hook."""
     first = roads.get(model)
     if first is None:
-        return None
+        return
     road = road_in_use(first)
     if road.is_closing:
         raise RuntimeError(
             "attach: a hook was removed from this model in a backward() that is still "
             "running; attach the next one after it, or replace() the hook through its handle"
         )
-    if not road.is_alive:
-        return None
-    if road.attached is not None:
+    if road.is_alive and road.attached is not None:
         raise RuntimeError(
             f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
             f"or replace() it through its handle"
         )
-    return road
 
 
 _DDP = "be given to DistributedDataParallel, which has it already", "a model of that class"
 _SHARDED = "follow from how fully_shard() was applied", "a sharded model"
+
+
+def _check_not_elastic(elastic: Elastic | None) -> None:
+    if elastic is not None:
+        raise ValueError(
+            "attach: elastic is for a module on the CPU, got one that fully_shard() was applied to"
+        )
+
+
+def _check_no_comm_hook(model: DistributedDataParallel) -> None:
+    """Refuse a DDP that has a hook of PyTorch's."""
+    registered = getattr(model, "_comm_hooks", [])
+    if registered:
+        raise RuntimeError(
+            "attach: this DDP has a hook already, registered with register_comm_hook: "
+            f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
+            "module in a new DistributedDataParallel"
+        )
 
 
 def _check_none_given(given: dict[str, object], why: tuple[str, str]) -> None:
@@ -407,13 +495,6 @@ def _new_road(
     settings: dict[str, Any],
 ) -> Road:
     if isinstance(model, DistributedDataParallel):
-        registered = getattr(model, "_comm_hooks", [])
-        if registered:
-            raise RuntimeError(
-                "attach: this DDP has a hook already, registered with register_comm_hook: "
-                f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
-                "module in a new DistributedDataParallel"
-            )
         if not model._use_python_reducer:
             return DdpRoad(model, group, _successor)
     # Imports torch's compiler, which takes seconds, and which a hook on DDP does not need.

@@ -221,7 +221,10 @@ class DdpResults:
         parameters = self._parameters_of_this_step()
         if not parameters:
             return
-        values = [results.get(id(parameter), parameter.grad) for parameter in parameters]
+        values = [
+            results.get(id(parameter), parameter.grad.resolve_conj().resolve_neg())
+            for parameter in parameters
+        ]
         scale = attached.step_scale(values, past)
         if scale is None:
             return

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from torch_commhook.attachment.buffers import buffers_of, packed, unpack
+from torch_commhook.attachment.buffers import (
+    buffers_of,
+    first_values,
+    kind_of,
+    packed,
+    unpack,
+    why_not_written,
+)
 from torch_commhook.attachment.new_ranks import NewRanks
+from torch_commhook.attachment.parameters import ignored_names
 from torch_commhook.attachment.training_state import TrainingState
 from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.collectives.agreement import described
@@ -157,13 +165,15 @@ class ElasticTraining:
 
     def packed_buffers(self) -> Tensor | None:
         model = self._model()
-        buffers = buffers_of(model) if self._broadcast_buffers and model is not None else []
+        if not self._broadcast_buffers or model is None:
+            return None
+        buffers = buffers_of(model).values()
         return packed(buffers) if buffers else None
 
     def unpack_buffers(self, sent: Tensor) -> None:
         model = self._model()
         if model is not None:
-            unpack(sent, buffers_of(model))
+            unpack(sent, buffers_of(model).values())
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
         if self._pace is not None:
@@ -265,21 +275,21 @@ class ElasticTraining:
         self.new_ranks.begin(reducer, self._recovery)
 
 
-def check_fits(
-    attached: Attached, parameters: list[tuple[str, Tensor]], ignored: Collection[str]
-) -> None:
+def check_fits(attached: Attached, model: nn.Module, parameters: list[tuple[str, Tensor]]) -> None:
     """Refuse a hook or a model that ``elastic`` does not support.
 
     Args:
         attached: the hook.
+        model: the model.
         parameters: the names and parameters with gradients to average.
-        ignored: the names of parameters and buffers that each rank has for itself.
 
     Raises:
         ValueError: a parameter is not on the CPU, each rank has one for itself, or the hook has
             process groups of its own.
+        RuntimeError: a parameter or buffer cannot be written.
     """
     check_elastic_hook(attached)
+    ignored = ignored_names(model)
     if ignored:
         raise ValueError(
             "attach: with elastic, new ranks get all parameters and buffers from another rank, so "
@@ -291,6 +301,13 @@ def check_fits(
             raise ValueError(
                 f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
                 f"{parameter.device}"
+            )
+    for name, tensor in first_values(model).items():
+        why = why_not_written(tensor)
+        if why is not None:
+            raise RuntimeError(
+                "attach: with elastic, new ranks get all parameters and buffers from another rank, "
+                f"but {kind_of(model, name)} '{name}' cannot be written: {why}"
             )
 
 

@@ -14,11 +14,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
-from torch_commhook.attachment.buffers import buffers_of, packed, unpack
+from torch_commhook.attachment.buffers import buffers_of, first_values, packed, unpack
 from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
-from torch_commhook.attachment.parameters import check_not_in_ddp, ignored_names
+from torch_commhook.attachment.parameters import check_not_in_ddp
 from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.collectives.agreement import agree
@@ -271,15 +271,7 @@ class ReducerRoad:
     def _shared_tensors(self) -> list[Tensor]:
         model = self.model()
         assert model is not None
-        ignored = ignored_names(model)
-        named = (*model.named_parameters(), *model.named_buffers())
-        tensors = [tensor.detach() for name, tensor in named if name not in ignored]
-        # Frozen parameters that are DTensors differ among ranks.
-        return [
-            tensor
-            for tensor in tensors
-            if tensor.is_leaf and tensor.numel() and not hasattr(tensor, "device_mesh")
-        ]
+        return list(first_values(model).values())
 
     def shadow_step(self) -> None:
         """Take part in the others' step, with gradients of zero."""
@@ -404,7 +396,7 @@ class ReducerRoad:
         if self._joinable.enabled:  # rank 0 may have no more steps of its own
             source = self._joinable.common_rank(not joined)
         by_device: dict[torch.device, list[Tensor]] = {}
-        for buffer in buffers_of(module):
+        for buffer in buffers_of(module).values():
             by_device.setdefault(buffer.device, []).append(buffer)
         for buffers in by_device.values():
             group = self._group.parent

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch_commhook import _C
 from torch_commhook.autograd.cpp_hook import cpp
 from torch_commhook.autograd.fully_sharded import RegisteredHook, is_fully_sharded
-from torch_commhook.autograd.traced import traced
+from torch_commhook.autograd.traced import TracedHook, needs_one_graph, traced
 
 
 class RemovableHandle:
@@ -29,7 +29,7 @@ class RemovableHandle:
         (tensor([10., 10.]), False)
     """
 
-    def __init__(self, registered: _C.Registered | RegisteredHook) -> None:
+    def __init__(self, registered: _C.Registered | RegisteredHook | TracedHook) -> None:
         self._registered = registered
 
     @property
@@ -51,7 +51,9 @@ class RemovableHandle:
 def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Call ``fn(grad)`` when the gradient of a tensor has been computed.
 
-    As ``torch.Tensor.register_hook``.
+    As ``torch.Tensor.register_hook``. Inside ``torch.compile`` this is a graph break. With
+    ``fullgraph=True`` it calls that method, whose limits then hold: the compiler traces the hook,
+    and in PyTorch 2.13 the handle of an intermediate value cannot remove it.
 
     Args:
         tensor: any tensor that requires grad.
@@ -147,9 +149,11 @@ def register_post_accumulate_grad_hook(
     """Call ``fn(tensor)`` when a leaf's gradient has been accumulated in ``.grad``.
 
     As ``torch.Tensor.register_post_accumulate_grad_hook``. PyTorch's own hooks of this kind run
-    afterwards. On a parameter that ``fully_shard()`` or ``replicate()`` has made, the gradient is
-    this rank's shard of the mean. Register after sharding: ``fully_shard()`` replaces the
-    parameter, and drops the hooks of the old one.
+    afterwards. Inside ``torch.compile`` it is as :func:`register_hook`.
+
+    On a parameter that ``fully_shard()`` or ``replicate()`` has made, the gradient is this rank's
+    shard of the mean. Register after sharding: ``fully_shard()`` replaces the parameter, and drops
+    the hooks of the old one.
 
     Args:
         tensor: a leaf that requires grad.
@@ -250,8 +254,19 @@ def _values(name: str, values: Any) -> list[Tensor | None]:
     return listed
 
 
-@torch._disable_dynamo  # Dynamo cannot trace C++
 def _register(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        and needs_one_graph()
+        and isinstance(on, Tensor)
+        and not hasattr(on, "device_mesh")
+    ):
+        return RemovableHandle(TracedHook(on, kind, fn))
+    return _register_with_engine(on, kind, fn)
+
+
+@torch._disable_dynamo  # Dynamo cannot trace C++
+def _register_with_engine(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
     hook = _hook(fn, kind, with_traced=True)
     leaf = on if isinstance(on, Tensor) else getattr(on, "variable", None)
     if leaf is not None and is_fully_sharded(leaf):

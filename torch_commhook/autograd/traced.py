@@ -58,6 +58,45 @@ def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     return post_accumulate_hook if kind == "post_accumulate" else tuple_hook
 
 
+def needs_one_graph() -> bool:
+    """Whether the compiler that traces the caller takes no graph break."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
+# As torch.compiler.assume_constant_result, without the import of the compiler.
+needs_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class TracedHook:
+    """A hook in one graph with its tensor's computation; has the methods of ``_C.Registered``.
+
+    The compiler takes PyTorch's own methods there, which check the hook's result.
+
+    Args:
+        tensor: the tensor.
+        kind: ``tensor`` or ``post_accumulate``.
+        fn: the hook.
+    """
+
+    def __init__(self, tensor: Tensor, kind: str, fn: Callable[..., Any]) -> None:
+        self._is_registered = True
+        if kind == "tensor":
+            self._handle: Any = tensor.register_hook(fn)
+        else:
+            self._handle = tensor.register_post_accumulate_grad_hook(fn)
+
+    def is_registered(self) -> bool:
+        return self._is_registered
+
+    def remove(self) -> None:
+        if self._is_registered:
+            self._is_registered = False
+            self._handle.remove()
+
+
 def _checked(value: Any, was: Tensor | None, name: str) -> Tensor:
     if was is None:
         raise RuntimeError(f"{name}: can't replace a None gradient with a non-None value")

@@ -32,37 +32,46 @@ def agree(
 
     Args:
         group: the group of the ranks. Does nothing for one that ``torch.distributed`` does not
-            know.
+            know: it may support little.
         what: the subject of errors.
         error: this rank's error, or None.
-        settings: names and values that must be the same.
-        all_alike: called first, with a digest. None to send everything at once.
+        settings: names and values that must be the same. Any if this rank has an error.
+        all_alike: called first, with :func:`digest_of` both. None to send everything at once.
 
     Raises:
         Exception: ``error``.
         RuntimeError: another rank failed, or settings differ. The message names ranks and values.
     """
-    size = group.size()
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    if size > 1 and group in distributed_c10d._world.pg_map:
-        if all_alike is not None and all_alike(_digest(text, settings)):
-            if error is not None:
-                raise error
-            return
-        every: list[Any] = gather_values((text, settings), group) or []
-        ranks = dist.get_process_group_ranks(group)
-        for rank, (other, other_settings) in enumerate(every):
-            if error is None and other is not None:
-                raise RuntimeError(f"{what}: it failed on rank {ranks[rank]}: {other}")
-            for name, value in settings.items():
-                if error is None and other_settings.get(name) != value:
-                    own, others = _first_difference(value, other_settings.get(name))
-                    raise RuntimeError(
-                        f"{what}: {name} must be the same on all ranks: this one has {own}, "
-                        f"rank {ranks[rank]} has {others}"
-                    )
+    if can_agree(group):
+        if all_alike is None or not all_alike(digest_of(error, settings)):
+            every: list[Any] = gather_values((_text(error), settings), group) or []
+            if error is None:
+                _check_same(what, dist.get_process_group_ranks(group), every)
     if error is not None:
         raise error
+
+
+def can_agree(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`agree` asks other ranks."""
+    return group.size() > 1 and group in distributed_c10d._world.pg_map
+
+
+def _check_same(
+    what: str, ranks: Sequence[int], every: Sequence[tuple[str | None, dict[str, object]]]
+) -> None:
+    """Refuse errors of other ranks, and settings that differ."""
+    for rank, (failed, _) in zip(ranks, every, strict=True):
+        if failed is not None:
+            raise RuntimeError(f"{what}: it failed on rank {rank}: {failed}")
+    first = every[0][1]
+    for rank, (_, others) in zip(ranks, every, strict=True):
+        for name, value in first.items():
+            if others.get(name) != value:
+                own, other = _first_difference(value, others.get(name))
+                raise RuntimeError(
+                    f"{what}: {name} must be the same on all ranks: rank {ranks[0]} has {own}, "
+                    f"rank {rank} has {other}"
+                )
 
 
 def agree_across(
@@ -83,9 +92,8 @@ def agree_across(
         Exception: ``error``.
         RuntimeError: another rank failed, or settings differ. The message says which.
     """
-    text = None if error is None else f"{type(error).__name__}: {error}"
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = gather_along(groups, (rank, text, settings, some or {}))
+    found = gather_along(groups, (rank, _text(error), settings, some or {}))
     if error is not None:
         raise error
     first: dict[str, tuple[int, object]] = {}  # values that only some ranks have
@@ -168,14 +176,17 @@ def _first_difference(own: object, other: object) -> tuple[object, object]:
     return f"{len(own)} of them", len(other)
 
 
-def _digest(*values: object) -> bytes:
-    """A digest of the text of plain values. Settings have the same order on all ranks."""
-    return hashlib.sha256(repr(values).encode()).digest()
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def digest_of(parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]) -> bytes:
-    """The digest that :func:`check_agreement` compares first: 32 bytes."""
-    return _digest(described(parameters), settings)
+def digest_of(error: Exception | None, settings: dict[str, object]) -> bytes:
+    """The digest that :func:`agree` compares first: 32 bytes.
+
+    Args:
+        error, settings: as there. Settings have the same order on all ranks.
+    """
+    return hashlib.sha256(repr((_text(error), settings)).encode()).digest()
 
 
 def described(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -186,51 +197,3 @@ def described(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
         dtype = gradient_dtype(parameter)
         found.append(text if dtype == parameter.dtype else f"{text} with gradients of {dtype}")
     return found
-
-
-def check_agreement(
-    group: dist.ProcessGroup,
-    parameters: Sequence[tuple[str, Tensor]],
-    settings: dict[str, object],
-    all_alike: AllAlike | None = None,
-) -> None:
-    """Compare what each rank attaches. All ranks of the group must call this.
-
-    Does nothing for a group that ``torch.distributed`` does not know: it may support little.
-
-    Args:
-        group: the group of the ranks.
-        parameters: names and parameters whose gradients are averaged.
-        settings: names and values that must be the same.
-        all_alike: called first, with a digest. None to send everything at once.
-
-    Raises:
-        RuntimeError: something differs. The message names ranks and values.
-    """
-    size = group.size()
-    if size == 1 or group not in distributed_c10d._world.pg_map:
-        return
-    if all_alike is not None and all_alike(digest_of(parameters, settings)):
-        return
-    specs = described(parameters)
-    every: list[Any] = gather_values((specs, settings), group) or []
-    ranks = dist.get_process_group_ranks(group)
-    first_specs, first_settings = every[0]
-    for rank, (others, other_settings) in enumerate(every):
-        for mine, theirs in zip(first_specs, others, strict=False):
-            if mine != theirs:
-                raise RuntimeError(
-                    f"attach: the ranks' models differ: rank {ranks[0]} has parameter {mine}, "
-                    f"rank {ranks[rank]} has {theirs}"
-                )
-        if len(others) != len(first_specs):
-            raise RuntimeError(
-                f"attach: the ranks' models differ: rank {ranks[0]} has {len(first_specs)} "
-                f"parameters that require grad, rank {ranks[rank]} has {len(others)}"
-            )
-        for name, value in first_settings.items():
-            if other_settings.get(name) != value:
-                raise RuntimeError(
-                    f"attach: {name} must be the same on all ranks: rank {ranks[0]} has {value}, "
-                    f"rank {ranks[rank]} has {other_settings.get(name)}"
-                )

@@ -320,9 +320,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         # Not kept: it would stay unused for all steps between two exchanges.
         flat = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
         pieces = memory.layout.views(flat)
-        # Rounded as the parameters were.
         start = self._anchors(memory) if unsent else self._start(memory)
-        torch._foreach_copy_(pieces, start)
+        torch._foreach_copy_(pieces, _rounded(start, memory))
         torch._foreach_sub_(pieces, memory.parameters)
         return flat
 
@@ -421,8 +420,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def starts(self, memory: BucketMemory) -> list[Tensor]:
         """The parameters' values after an exchange, in their dtype."""
-        # An anchor of higher precision than its parameter has the same value.
-        return [start.to(memory.dtype) for start in self._start(memory)]
+        return _rounded(self._start(memory), memory)
 
     def _start(self, memory: BucketMemory) -> list[Any]:
         """The values from which a rank continues after an exchange."""
@@ -462,6 +460,14 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         if self.mix:
             said.append(f"mix={self.mix}")
         return f"local_sgd({', '.join(said)})"
+
+
+def _rounded(values: list[Tensor], memory: BucketMemory) -> list[Tensor]:
+    """Values of a higher precision than the bucket's parameters, rounded as these were."""
+    return [
+        value.to(parameter.dtype)
+        for value, parameter in zip(values, memory.parameters, strict=True)
+    ]
 
 
 def _part_name(fragment: int) -> str:

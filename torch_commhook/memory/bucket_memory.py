@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Protocol
 
 import torch
@@ -93,7 +93,7 @@ class BucketMemory:
         self.index = index
         self.numel = self.layout.numel
         self.device = parameters[0].device
-        self.dtype = parameters[0].dtype
+        self.dtype = reduce(torch.promote_types, [each.dtype for each in parameters])
         self.gradient_dtype = gradient_dtype(parameters[0])
         self.rank = owner.rank
         self.world_size = owner.world_size

@@ -14,6 +14,8 @@ from torch_commhook.step.rendezvous import Reason
 _NO_ANSWER = re.compile(r"Connection timed out|No route to host|Network is unreachable")
 #: Gloo's errors for a connection that another rank has closed, or that ended with its process.
 _CLOSED = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure")
+#: Gloo's errors for a rank that did not come in time.
+_LATE = re.compile(r"gloo.*Timed out waiting", re.DOTALL)
 #: Errors of a collective that another thread of this rank may have ended: Gloo's, and PyTorch's for
 #: a group that has no backend any more.
 _MAY_BE_CUT = re.compile(r"gloo|Could not retrieve or create the backend")
@@ -53,6 +55,11 @@ def is_lost(error: BaseException) -> bool:
     """Whether an error is Gloo's for a lost connection."""
     text = str(error)
     return "gloo" in text and bool(_CLOSED.search(text) or _NO_ANSWER.search(text))
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether an error is Gloo's for a collective to which another rank did not come in time."""
+    return _LATE.search(str(error)) is not None
 
 
 def may_be_cut(error: BaseException) -> bool:

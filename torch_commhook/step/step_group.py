@@ -55,6 +55,7 @@ from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.peer_error import (
     PeerError,
+    is_late,
     is_lost,
     may_be_cut,
     peer_error,
@@ -448,8 +449,12 @@ class StepGroup:
 
         Returns:
             The error to raise: the error itself, or a :class:`PeerError` if another rank is at
-            fault.
+            fault. A TimeoutError in place of Gloo's error for a rank that is late.
         """
+        if is_late(error):
+            late = TimeoutError(f"torch_commhook: another rank did not come in time: {error}")
+            late.__cause__ = error
+            error = late
         if self.recovers and isinstance(error, RuntimeError) and reason_of(error) is None:
             if is_lost(error):
                 return self._fail_with_lost(error)

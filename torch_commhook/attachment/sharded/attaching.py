@@ -31,44 +31,46 @@ from torch_commhook.step.attached_hook import Attached
 
 def attach_sharded(
     model: nn.Module,
-    hook: Callable[..., Any],
+    check_arguments: Callable[[], tuple[Callable[..., Any], Callable[..., Any] | None]],
     *,
     state: object,
     scaler: Scaler | None,
     connections: int | None,
-    shard_hook: Callable[..., Any] | None,
     weights: Codec | None,
     attached_to: Callable[[], str | None],
 ) -> HookHandle:
     """Attach a hook to a model with ``fully_shard`` modules; as :func:`torch_commhook.attach`.
 
     Args:
-        model: a model that has no hook, and trains shards.
-        hook, state, scaler, connections, shard_hook, weights: as there.
+        model: a model that trains shards.
+        check_arguments: checks what does not depend on this kind of model; returns the hook and
+            the ``shard_hook``.
+        state, scaler, connections, weights: as there.
         attached_to: returns the name of the hook that is attached to the model.
 
     Raises:
         TypeError, ValueError, RuntimeError: as there.
     """
-    fsdp.reshard(model)
-    units, error = _units(model), None
+    axes, error = _axes(model), None
     settings: dict[str, object] = {}
     try:
+        hook, shard_hook = check_arguments()
+        fsdp.reshard(model)
+        units = _units(model)
         _check_units(model, units)
         checked = _checked_hooks(units, hook, state, scaler, shard_hook, weights)
         settings = _shared(units, *checked, weights)
         settings["connections"] = connections
         settings["the scaler's scale"] = None if scaler is None else checked_scale(scaler)
+        claim(_parameters(model, units), model, attached_to)
     except Exception as refused:
         error = refused
     # Before the ranks make anything together.
-    agree_across(_axes(units), "attach", error, settings)
+    agree_across(axes, "attach", error, settings)
     attached, beside = checked
     for each in checked:
         if each is not None:
             each.connections = connections
-    parameters = _parameters(model, units)
-    claim(parameters, model, attached_to)
     part = fsdp.part_of(unit.group for unit in units)
     road = ShardedRoad(model, units, weights)
     try:
@@ -98,11 +100,12 @@ def _units(model: nn.Module) -> list[Unit]:
     return units + [Unit.of(model, group, -1) for group in frozen]
 
 
-def _axes(units: list[Unit]) -> list[dist.ProcessGroup]:
+def _axes(model: nn.Module) -> list[dist.ProcessGroup]:
     """Process groups that together reach all ranks of the mesh, even if modules differ."""
+    groups = fsdp.param_groups(model)
     found: list[dist.ProcessGroup] = []
-    for unit in units:
-        for group in fsdp.mesh_groups(unit.group):
+    for of_parameters in sorted(groups, key=lambda each: not fsdp.trainable(each)):
+        for group in fsdp.mesh_groups(of_parameters):
             if all(group is not one for one in found):
                 found.append(group)
     return found
@@ -133,13 +136,14 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
             )
         for of_group in (fsdp.shard_group, fsdp.scatter_group, fsdp.replica_group):
             if unit.parameters and of_group(group) is not of_group(groups[0]):
-                raise ValueError(_of_meshes(model, groups[0], group))
+                raise ValueError(_of_meshes(model, units[0], unit))
 
 
-def _of_meshes(model: nn.Module, first: fsdp.ParamGroup, other: fsdp.ParamGroup) -> str:
+def _of_meshes(model: nn.Module, first: Unit, other: Unit) -> str:
     """The error for modules that are sharded over several meshes."""
     axes = [
-        [get(group) for get in (fsdp.shard_group, fsdp.replica_group)] for group in (first, other)
+        [get(unit.group) for get in (fsdp.shard_group, fsdp.replica_group)]
+        for unit in (first, other)
     ]
     ranks = [[each and dist.get_process_group_ranks(each) for each in of_one] for of_one in axes]
     if ranks[0] == ranks[1]:
@@ -147,9 +151,12 @@ def _of_meshes(model: nn.Module, first: fsdp.ParamGroup, other: fsdp.ParamGroup)
             f"attach: the modules of {class_name(model)} are sharded over several meshes of the "
             "same ranks; make the mesh once, and give it to each fully_shard()"
         )
+    names = [next(iter(unit.parameters.values())).name for unit in (first, other)]
     return (
-        f"attach: the modules of {class_name(model)} are sharded over different meshes; attach a "
-        "hook to each part that is sharded over one mesh"
+        f"attach: the modules of {class_name(model)} are sharded over different meshes, as "
+        f"parameters '{names[0]}' and '{names[1]}' are; attach a hook to each part that is sharded "
+        "over one mesh. A module beside those of another mesh needs a fully_shard() of its own: "
+        "for module in (attention, router, experts): attach(module, hook)"
     )
 
 
