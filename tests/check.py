@@ -86,7 +86,7 @@ OTHER_TORCHES = ("2.11.0", "2.15.0")
 #: What frameworks call.
 FOR_FRAMEWORKS = ("attachment", "integrations")
 #: Of the long cases that a change calls for, as many run in turn as fit into this time.
-MOST_LONG_MINUTES = 8
+MOST_LONG_MINUTES = 3
 CHOSEN = "build/chosen.json"
 CHOSEN_ON_TORCH = "build/chosen_on_torch.json"
 #: The last page of the output shows the failures.
