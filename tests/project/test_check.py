@@ -184,7 +184,10 @@ def test_an_unreadable_change_means_everything(capsys: pytest.CaptureFixture[str
     assert "the change cannot be read" in capsys.readouterr().out
 
 
-def test_it_says_what_runs_and_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_runs_and_what_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "git", lambda *command: "1" * 40 if "rev-parse" in command else "")
     assert check.main(["--base", "HEAD", "--torch", "", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "runs:\n  make lint: always\n" in text
