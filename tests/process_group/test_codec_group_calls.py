@@ -7,7 +7,7 @@ import random
 import re
 import time
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ import torch.distributed._functional_collectives as functional
 from chunk_cases import FIRST, group_of, int8, issue_sum, options, values
 from group_doubles import Alike, registered_mesh
 from layered_net import Net, batch
+from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
-from refusals import refusals
+from refusals import assert_refused
 from staged_steps import Around as SlowCodec
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -35,7 +36,6 @@ from torch_commhook.process_group import (
     WrapperProcessGroup,
     compressed,
 )
-from torch_commhook.testing import run_ranks
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -43,7 +43,9 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 # ---- who calls it --------------------------------------------------------------------------------
 
 
-def _partial(rank: int, codec: Codec) -> None:
+@on_processes
+@pytest.mark.parametrize("codec", [codec for codec in FIRST if not codec.is_random], ids=repr)
+def test_dtensor(rank: int, codec: Codec) -> None:
     ranks = dist.get_world_size()
     x = values(rank, 600 * ranks, 2).view(ranks, 600)
     group = group_of(codec)
@@ -58,31 +60,24 @@ def _partial(rank: int, codec: Codec) -> None:
     assert torch.equal(shard.flatten(), want)
 
 
-@pytest.mark.parametrize("codec", [codec for codec in FIRST if not codec.is_random], ids=repr)
-def test_dtensor(two_ranks: RankPool, codec: Codec) -> None:
-    two_ranks.run(_partial, codec)
-
-
-def _fully_sharded(
-    rank: int, factor: float | None, dtype: torch.dtype, gathers: bool
-) -> tuple[Tensor, Tensor, list[int], int]:
-    """Gradients without and with codecs, the bytes of each, and how many operations were."""
+@on_processes
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (1.0, torch.float32)]
+)
+def test_fully_shard(rank: int, factor: float | None, dtype: torch.dtype, gathers: bool) -> None:
     found, sent = [], []
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    for codec in (None, int8):
+    for min_numel in (10**9, 500):
         recording = RecordingProcessGroup(dist.group.WORLD)
         group = CompressedProcessGroup(
-            recording,
-            int8,
-            min_numel=10**9 if codec is None else 500,
-            gathers=int8 if gathers else None,
+            recording, int8, min_numel=min_numel, gathers=int8 if gathers else None
         )
-        with registered_mesh(group, f"codec shards {codec}") as mesh:
+        with registered_mesh(group, f"codec shards {min_numel}") as mesh:
             torch.manual_seed(0)
             model: Any = Net(32)
-            for layer in model.layers:
+            for layer in (*model.layers, model):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
             for layer in model.layers:
                 if factor is not None:
                     layer.set_gradient_divide_factor(factor)
@@ -90,28 +85,19 @@ def _fully_sharded(
             sent.append(sum(each.bytes_sent for each in recording.counters.values()))
             gradients = [parameter.grad.to_local().flatten() for parameter in model.parameters()]
             found.append(torch.cat(gradients))
-    return found[0], found[1], sent, group.compressed
+    # Of each layer a reduce-scatter, and all-gathers in forward and backward.
+    assert group.compressed == 6 + (12 if gathers else 0)
+    value = int8.nbytes(528) / 528  # of a rank's share of a layer
+    share = ((2 * value if gathers else 8) + value) / (8 + dtype.itemsize)
+    assert sent[1] == pytest.approx(share * sent[0])
+    plain, encoded = found
+    assert 0 < float((plain - encoded).norm() / plain.norm()) < 0.02
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize(
-    ("factor", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (1.0, torch.float32)]
-)
-def test_fully_shard(
-    two_ranks: RankPool, factor: float | None, dtype: torch.dtype, gathers: bool
-) -> None:
-    for plain, encoded, sent, operations in two_ranks.run(_fully_sharded, factor, dtype, gathers):
-        # Of each layer a reduce-scatter, and all-gathers in forward and backward.
-        assert operations == 6 + (12 if gathers else 0)
-        value = int8.nbytes(528) / 528  # of a rank's share of a layer
-        share = ((2 * value if gathers else 8) + value) / (8 + dtype.itemsize)
-        assert sent[1] == pytest.approx(share * sent[0])
-        error = float((plain - encoded).norm() / plain.norm())
-        assert 0 < error < 0.02
-
-
-def _replicated(rank: int, kind: str) -> tuple[Tensor, Tensor, int]:
-    """Gradients on a plain group and on one with a codec, of DDP or of a module with a hook."""
+@on_processes
+@pytest.mark.parametrize("kind", ["ddp", "attach"])
+def test_replicas(rank: int, kind: str) -> None:
+    """The gradients of DDP or of a module with a hook, on a plain group and on one with a codec."""
     found = []
     group = group_of(int8, min_numel=500)
     for own in (dist.group.WORLD, group):
@@ -125,18 +111,15 @@ def _replicated(rank: int, kind: str) -> tuple[Tensor, Tensor, int]:
             model.zero_grad()
             model(batch(rank, number, 32)).square().sum().backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    return found[0], found[1], group.compressed
-
-
-@pytest.mark.parametrize("kind", ["ddp", "attach"])
-def test_replicas(two_ranks: RankPool, kind: str) -> None:
-    (plain, first, operations), (_, second, _) = two_ranks.run(_replicated, kind)
-    assert operations >= 2, "at least one in each step"
+    assert group.compressed >= 2, "at least one in each step"
+    plain, encoded = found
+    assert 0 < float((plain - encoded).norm() / plain.norm()) < 0.02
+    first, second = of_all_ranks(encoded)
     assert torch.equal(first, second)
-    assert 0 < float((plain - first).norm() / plain.norm()) < 0.02
 
 
-def _by_name(rank: int) -> None:
+@on_processes
+def test_functional_collectives_by_name(rank: int) -> None:
     group = group_of(int8, gathers=int8)
     x = values(rank, 4000, 2)
     with registered_mesh(group, "codec by name"):
@@ -150,56 +133,44 @@ def _by_name(rank: int) -> None:
         before = group.compressed
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
         assert before == 3 and group.compressed == 6
-    for one, other in zip(eager, compiled, strict=True):
-        assert torch.equal(one, other)
+    assert len(eager) == len(compiled) and all(map(torch.equal, eager, compiled))
     want = compressed_all_reduce(x, int8, scale=0.5, group=dist.group.WORLD).wait()
     assert torch.equal(eager[0], want + 1)
 
 
-def test_functional_collectives_by_name(two_ranks: RankPool) -> None:
-    two_ranks.run(_by_name)
-
-
-def _around_and_inside(rank: int) -> list[Tensor]:
+@on_processes
+def test_wrappers_around_and_inside(rank: int) -> None:
     """Between wrappers, whose seams all operations pass once."""
+    seen: list[str] = []
 
     class Around(CompressedProcessGroup):
-        seen: ClassVar[list[str]] = []
-
         def change_arguments(self, operation: str, arguments: Any) -> Any:
-            self.seen.append(f"arguments of {operation}")
+            seen.append(f"arguments of {operation}")
             return super().change_arguments(operation, arguments)
 
         def context(self, operation: str, arguments: Any) -> Any:
-            self.seen.append(f"context of {operation}")
+            seen.append(f"context of {operation}")
             return super().context(operation, arguments)
 
         def wrap_work(self, operation: str, arguments: Any, work: Any) -> Any:
-            self.seen.append(f"work of {operation}")
+            seen.append(f"work of {operation}")
             return super().wrap_work(operation, arguments, work)
 
     group = Around(WrapperProcessGroup(dist.group.WORLD), int8, min_numel=100)
     outer = RecordingProcessGroup(group)
-    found = []
     for numel in (50, 3000):
-        Around.seen.clear()
+        seen.clear()
         x = torch.full((numel,), rank + 1.0)
         dist.all_reduce(x, group=outer)
-        assert Around.seen == [f"{one} of allreduce" for one in ("arguments", "context", "work")]
-        found.append(x.unique())
+        assert seen == [f"{one} of allreduce" for one in ("arguments", "context", "work")]
+        assert x.unique().tolist() == [3.0]
     assert group.compressed == 1 and outer.counters["allreduce"].calls == 2
-    return found
-
-
-def test_wrappers_around_and_inside(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_around_and_inside):
-        assert [each.tolist() for each in found] == [[3.0], [3.0]]
 
 
 # ---- order, errors and times ---------------------------------------------------------------------
 
 
-def _in_flight(rank: int, seed: int) -> list[Tensor]:
+def _in_flight(rank: int, seed: int) -> None:
     """Sums of all kinds that nobody waits for until all are on their way."""
     dice = random.Random(seed * 10 + rank)
     slow = SlowCodec(int8, lambda method: time.sleep(dice.random() * 0.003))
@@ -208,26 +179,24 @@ def _in_flight(rank: int, seed: int) -> list[Tensor]:
     for number in range(12):
         x = torch.full((400 * (number % 5 + 1),), float(rank + number))
         if number % 4 == 3:
-            out = torch.empty(2 * len(x))
-            works.append(group.all_gather_single(out, x, AllgatherOptions()))
-            results.append([out])
-            continue
-        name = ("allreduce", "reduce_scatter_single", "allreduce")[number % 4]
-        if number == 6:
-            x = x[:200]  # which passes as it is
-        work, found = issue_sum(group, name, SUM, [x])
+            result = torch.empty(2 * len(x))
+            work = group.all_gather_single(result, x, AllgatherOptions())
+        else:
+            name = ("allreduce", "reduce_scatter_single", "allreduce")[number % 4]
+            if number == 6:
+                x = x[:200]  # which passes as it is
+            work, (result,) = issue_sum(group, name, SUM, [x])
         works.append(work)
-        results.append(found)
+        results.append(result)
     for number in dice.sample(range(12), 12):
         assert works[number].wait()
-    return [result.unique() for (result,) in results]
+    for number, result in enumerate(results):
+        want = [number, number + 1.0] if number % 4 == 3 else [2 * number + 1.0]
+        assert result.unique().tolist() == pytest.approx(want), number
 
 
 def test_several_in_flight(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_in_flight, random.randrange(1 << 20)):
-        for number, got in enumerate(found):
-            want = [number, number + 1.0] if number % 4 == 3 else [2 * number + 1.0]
-            assert got.tolist() == pytest.approx(want), number
+    two_ranks.run(_in_flight, random.randrange(1 << 20))
 
 
 def _fails_between_the_stages(rank: int, codec: Any) -> str:
@@ -327,21 +296,18 @@ def test_works_that_have_no_future(codec: Codec) -> None:
     assert output.unique().tolist()[-1] == pytest.approx(1.0)
 
 
-def _coalesced(rank: int, codec: Any) -> tuple[Tensor, int]:
+@on_ranks(2)
+@pytest.mark.parametrize("codec", [torch.bfloat16, int8], ids=str)
+def test_coalesced_operations_are_done(rank: int, codec: Any) -> None:
     group = CompressedProcessGroup(dist.group.WORLD, codec, min_numel=0)
     x = torch.full((600,), rank + 1.0)
     group._start_coalescing(torch.device("cpu"))
     group.allreduce([x], options(dist.AllreduceOptions, SUM))
     group._end_coalescing(torch.device("cpu")).wait()
     inside = group.compressed
-    group.allreduce([x.clone()], options(dist.AllreduceOptions, SUM)).wait()
-    return x, group.compressed - inside
-
-
-@pytest.mark.parametrize("codec", [torch.bfloat16, int8], ids=str)
-def test_coalesced_operations_are_done(codec: Any) -> None:
-    for x, after in run_ranks(_coalesced, 2, codec):
-        assert x.unique().tolist() == [3.0] and after == 1
+    assert x.unique().tolist() == [3.0]
+    group.allreduce([x], options(dist.AllreduceOptions, SUM)).wait()
+    assert group.compressed == inside + 1
 
 
 REFUSED = """\
@@ -374,5 +340,4 @@ def test_bad_arguments() -> None:
     parent = dist.ProcessGroup(0, 2)
     given = {"CompressedProcessGroup": CompressedProcessGroup, "parent": parent, "int8": int8}
     given |= {"torch": torch, "blockwise": CODECS["blockwise"], "hooks": hooks}
-    calls = [line for line in REFUSED.splitlines() if not line.startswith(" ")]
-    assert refusals("\n".join(calls), given) == REFUSED
+    assert_refused(given, REFUSED)
