@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from chunk_cases import SUMS, group_of, issue_sum, options
 from group_doubles import Alike, completed, registered_mesh
 from layered_net import Net, batch, gradients_of
-from rank_pool import RankPool
+from on_ranks import on_processes, on_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
@@ -185,38 +185,36 @@ def test_the_error_does_not_grow_with_the_ranks(
 ) -> None:
     given = [_given(rank, ranks, name, count) for rank in range(ranks)]
     sums = [torch.stack(each).double().sum(0) for each in zip(*given, strict=True)]
-    roundoff = 2.0**-8 if codec == torch.bfloat16 else 2.0**-11
+    is_for_all = name.startswith("allreduce")
+    rtol = 2.0**-8 if codec == torch.bfloat16 else 2.0**-11
+    rtol *= 1 + is_for_all  # whose sum is rounded, too
     for op, factor in ((SUM, 1), (AVG, ranks)):
         results = run_ranks(_call_on, ranks, name, count, op, codec)
         for rank, (tensors, compressed) in enumerate(results):
             assert compressed == 1
             for i, (got, exact) in enumerate(zip(tensors, sums, strict=True)):
-                if name.startswith("allreduce"):  # whose sum is rounded, too
+                if is_for_all:
                     assert torch.equal(got, results[0][0][i])
-                    torch.testing.assert_close(
-                        got.double(), exact / factor, rtol=2 * roundoff, atol=0
-                    )
                 else:
                     exact = exact.chunk(ranks)[rank]
-                    torch.testing.assert_close(got.double(), exact / factor, rtol=roundoff, atol=0)
+                torch.testing.assert_close(got.double(), exact / factor, rtol=rtol, atol=0)
 
 
-def _bytes(rank: int) -> tuple[int, int]:
+def _bytes(rank: int) -> None:
     recording = RecordingProcessGroup(dist.group.WORLD)
     group = CompressedProcessGroup(recording, min_numel=10)
-    for numel in (160, 8):  # the second passes as it is
-        group.allreduce([torch.ones(numel)], reduce_options()).wait()
-        if numel == 160:
-            output = torch.empty(numel // group.size())
-            group.reduce_scatter_single(output, torch.ones(numel), scatter_options()).wait()
-            recorded = sum(each.bytes_sent for each in recording.counters.values())
-    return group.bytes_sent, recorded
+    ranks = group.size()
+    group.allreduce([torch.ones(160)], reduce_options()).wait()
+    output = torch.empty(160 // ranks)
+    group.reduce_scatter_single(output, torch.ones(160), scatter_options()).wait()
+    recorded = sum(each.bytes_sent for each in recording.counters.values())
+    group.allreduce([torch.ones(8)], reduce_options()).wait()  # passes as it is
+    assert group.bytes_sent == recorded == 2 * (3 * 160 * (ranks - 1) // ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_bytes_of_what_is_compressed(ranks: int) -> None:
-    values = 3 * 160 * (ranks - 1) // ranks
-    assert run_ranks(_bytes, ranks) == [(2 * values, 2 * values)] * ranks
+    run_ranks(_bytes, ranks)
 
 
 @contextmanager
@@ -227,28 +225,21 @@ def _in_float32() -> Iterator[None]:
         yield
 
 
-def _bytes_of_two_groups(rank: int) -> int:
+@on_processes
+def test_bytes_on_a_second_group(rank: int) -> None:
     with _in_float32():
         group = group_of()
         group.allreduce([torch.ones(160)], reduce_options()).wait()
-        return group.bytes_sent
+        assert group.bytes_sent == 2 * 160
 
 
-def test_bytes_on_a_second_group(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_bytes_of_two_groups) == [2 * 160] * 2
-
-
-def _uneven(rank: int) -> torch.Tensor:
+@on_ranks(8)
+def test_lists_of_uneven_parts(rank: int) -> None:
     group = group_of()
     parts = [torch.full((place,), rank + 10.0 * place) for place in range(8)]
     output = torch.empty(rank, dtype=torch.float64)
     group.reduce_scatter([output], [parts], scatter_options()).get_future().wait()
-    return output
-
-
-def test_lists_of_uneven_parts() -> None:
-    for rank, output in enumerate(run_ranks(_uneven, 8)):
-        assert output.tolist() == [28.0 + 80.0 * rank] * rank
+    assert output.tolist() == [28.0 + 80.0 * rank] * rank
 
 
 def test_works_that_have_no_future() -> None:
@@ -266,9 +257,9 @@ def test_works_that_have_no_future() -> None:
     assert [timeout for _, timeout in parent.called[:2]] == [timedelta(seconds=7)] * 2
 
 
-def _several_at_once(rank: int) -> list[Any]:
-    """On Gloo, waited for in another order than that of the calls, and by another one on a rank."""
-    found: list[Any] = []
+@on_processes
+def test_several_at_once_over_gloo(rank: int) -> None:
+    """Waited for in another order than that of the calls, and by another one on a rank."""
     with _in_float32():
         group = group_of()
         tensors = [torch.full((1001 * (9 - i),), rank + i + 1.0) for i in range(9)]
@@ -278,40 +269,34 @@ def _several_at_once(rank: int) -> list[Any]:
         futures = [work.get_future() for work in works[3:6]]
         for work in works if rank else reversed(works):
             assert work.wait() and work.is_success()
-        found += [tensor.unique().tolist() for tensor in [*tensors, output]]
-        found.append([future.wait()[0] is tensors[i + 3] for i, future in enumerate(futures)])
-        found.append(gloo_groups.second_group(dist.group.WORLD) is not None)
+        assert [each.unique().tolist() for each in tensors] == [[2.0 * i + 3.0] for i in range(9)]
+        assert output.unique().tolist() == [2.0]
+        assert all(future.wait()[0] is tensors[i + 3] for i, future in enumerate(futures))
+        assert gloo_groups.second_group(dist.group.WORLD) is not None
         empty = torch.empty(0)
         group.allreduce([empty], reduce_options()).wait()
-    return found
 
 
-def test_several_at_once_over_gloo(two_ranks: RankPool) -> None:
-    sums = [[2.0 * i + 3.0] for i in range(9)]
-    assert two_ranks.run(_several_at_once) == [[*sums, [2.0], [True] * 3, True]] * 2
-
-
-def _train_in_float32(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
-    with _in_float32():
-        return _train(rank, kind)
-
-
-def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
-    """Gradients without and with compression, and the bytes sent."""
+@on_processes
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+def test_models_send_half(rank: int, kind: str, in_float32: bool) -> None:
     recording = RecordingProcessGroup(dist.group.WORLD)
     compressed = CompressedProcessGroup(recording, min_numel=100)
     plain = RecordingProcessGroup(dist.group.WORLD)
     found, sent = [], []
     for group, counted in ((plain, plain), (compressed, recording)):
-        with registered_mesh(group, f"compressed {kind} {len(found)}") as mesh:
+        with (
+            registered_mesh(group, f"compressed {kind} {len(found)}") as mesh,
+            _in_float32() if in_float32 else nullcontext(),
+        ):
             torch.manual_seed(0)
             model: Any = Net()
             if kind == "ddp":
                 model = DDP(model, process_group=group)
             else:
-                for layer in model.layers:
+                for layer in (*model.layers, model):
                     fully_shard(layer, mesh=mesh)
-                fully_shard(model, mesh=mesh)
             counted.clear()
             model(batch(rank)).square().sum().backward()
             operations = ["allreduce"] if kind == "ddp" else ["reduce_scatter_single"]
@@ -321,28 +306,17 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
             gradients = gradients_of(model)
             if kind != "ddp":
                 gradients = [gradient.full_tensor() for gradient in gradients]
-            found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
-    return *found, *sent
+            found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    assert sent[1] == sent[0] / 2
+    assert 0 < (found[0] - found[1]).norm() / found[0].norm() < 2**-8
 
 
-@pytest.mark.parametrize("train", [_train, _train_in_float32])
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-def test_models_send_half(two_ranks: RankPool, kind: str, train: Any) -> None:
-    for plain, compressed, bytes_plain, bytes_compressed in two_ranks.run(train, kind):
-        assert bytes_compressed == bytes_plain / 2
-        plain, compressed = torch.tensor(plain), torch.tensor(compressed)
-        error = (plain - compressed).norm() / plain.norm()
-        assert 0 < error < 2**-8
-
-
-def _partial(rank: int) -> tuple[int, float]:
+@on_processes
+def test_dtensor(rank: int) -> None:
     compressed = group_of()
     with registered_mesh(compressed, "compressed tensors") as mesh:
         x = distribute_tensor(torch.ones(4), mesh, [Replicate()])
         local = x.to_local() * (rank + 1)
         summed = type(x).from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
-        return compressed.compressed, summed.to_local().sum().item()
-
-
-def test_dtensor(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_partial) == [(1, 12.0)] * 2
+        assert compressed.compressed == 1
+        assert summed.to_local().sum().item() == 12.0
