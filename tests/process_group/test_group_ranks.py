@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_commhook import ProcessGroup, codecs
@@ -22,7 +23,6 @@ from torch_commhook.process_group import (
     WrapperProcessGroup,
     register,
 )
-from torch_commhook.testing import run_ranks
 
 AROUND: dict[str, Callable[[Any], Any]] = {
     "a group": RecordingProcessGroup,
@@ -37,22 +37,19 @@ def _known(group: Any) -> Any:
     return wrapper
 
 
-def _mesh_of_odd_ranks(rank: int, around: str) -> tuple[list[int], list[int], list[float]] | None:
+@on_ranks(4)
+@pytest.mark.parametrize("around", AROUND)
+def test_those_of_the_group_inside(rank: int, around: str) -> None:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
-        return None
+        return
     wrapper = AROUND[around](group)
     register(wrapper, "odd")
     mesh = DeviceMesh.from_group(wrapper, "cpu")
     x = torch.full((2,), float(rank))
     dist.broadcast(x, src=3, group=wrapper)
-    return mesh.mesh.tolist(), dist.get_process_group_ranks(wrapper), x.tolist()
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_those_of_the_group_inside(around: str) -> None:
-    for found in run_ranks(_mesh_of_odd_ranks, 4, around)[1::2]:
-        assert found == ([1, 3], [1, 3], [3.0, 3.0])
+    assert mesh.mesh.tolist() == dist.get_process_group_ranks(wrapper) == [1, 3]
+    assert x.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -72,26 +69,18 @@ def test_those_that_are_given() -> None:
         dist.destroy_process_group(group)
 
 
-def _by_hand(rank: int) -> list[str]:
+@on_ranks(4)
+def test_those_that_nobody_knows(rank: int) -> None:
     if rank not in (1, 3):
-        return []
-    said = []
+        return
     made = ProcessGroup(rank // 2, 2)
-    for group in (made, WrapperProcessGroup(made)):
+    for number, group in enumerate((made, WrapperProcessGroup(made))):
         with pytest.raises(ValueError, match="register: ranks must be given") as error:
             register(group, "by hand")
-        said.append(str(error.value))
-        register(group, f"by hand {len(said)}", ranks=[1, 3])
+        assert f"it has rank {rank // 2} of 2 on global rank {rank}" in str(error.value)
+        register(group, f"by hand {number}", ranks=[1, 3])
         assert dist.get_process_group_ranks(group) == [1, 3]
         dist.destroy_process_group(group)
-    return said
-
-
-def test_those_that_nobody_knows() -> None:
-    for place, found in enumerate(run_ranks(_by_hand, 4)[1::2]):
-        assert len(found) == 2
-        for said in found:
-            assert f"it has rank {place} of 2 on global rank {2 * place + 1}" in said
 
 
 ASKED: dict[str, Callable[[Any], Any]] = {
@@ -152,17 +141,12 @@ def test_settings_are_printed(text: str) -> None:
     assert repr(AS_PRINTED[text](dist.group.WORLD)).startswith(f"<{text} around ProcessGroup ")
 
 
-def test_how_a_simulated_group_prints() -> None:
-    def printed(rank: int) -> list[str]:
-        own = dist.new_group([1, 2])
-        world = repr(dist.group.WORLD)
-        return [world, repr(own)] if rank in (1, 2) else [world]
-
-    for rank, found in enumerate(run_ranks(printed, 3)):
-        assert "SimulatedProcessGroup" in found[0]
-        assert f": rank {rank} of 3, global ranks [0, 1, 2]>" in found[0]
-        if len(found) > 1:
-            assert f": rank {rank - 1} of 2, global ranks [1, 2]>" in found[1]
+@on_ranks(3)
+def test_how_a_simulated_group_prints(rank: int) -> None:
+    own, world = dist.new_group([1, 2]), repr(dist.group.WORLD)
+    assert "SimulatedProcessGroup" in world
+    assert f": rank {rank} of 3, global ranks [0, 1, 2]>" in world
+    assert rank == 0 or f": rank {rank - 1} of 2, global ranks [1, 2]>" in repr(own)
 
 
 def test_a_group_that_cannot_tell_prints() -> None:

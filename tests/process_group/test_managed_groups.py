@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mode_cases import BUCKET_CAP_MB, batch, module
+from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import Tensor
 from torch_releases import since
@@ -129,13 +131,24 @@ def _same(want: list[list[Tensor]], got: list[list[Tensor]]) -> bool:
     )
 
 
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "Gloo": lambda group: group,
+    "managed": ManagedGroup,
+    "recorded": lambda group: RecordingProcessGroup(ManagedGroup(group)),
+    "wrapping": lambda group: Wrapping(group),
+    "wrapped": lambda group: RecordingProcessGroup(Wrapping(group)),
+    "registered": lambda group: _registered(ManagedGroup(group)),
+    "registered around": lambda group: _registered(RecordingProcessGroup(ManagedGroup(group))),
+}
+
+
+def _registered(group: Any) -> Any:
+    register(group, "placed", ranks=[0, 1])
+    return group
+
+
 def _gradients(rank: int, name: str, around: str) -> list[Tensor]:
-    group: Any = dist.new_group()
-    if around != "Gloo":
-        group = ManagedGroup(group)
-    if around == "recorded":
-        group = RecordingProcessGroup(group)
-    handle, found = _steps(rank, HOOKS[name](), group)
+    handle, found = _steps(rank, HOOKS[name](), AROUND[around](dist.new_group()))
     handle.remove()
     return found
 
@@ -150,34 +163,29 @@ def test_futures_that_complete_when_they_are_waited_for(
     assert _same(want, got)
 
 
-def _shards(rank: int, how: str, around: bool) -> str:
+@on_processes
+@pytest.mark.parametrize("around", [False, True], ids=["itself", "wrapped"])
+@pytest.mark.parametrize("how", ["attach", "inside", "compressed", "hierarchical"])
+def test_shards_over_a_group_that_does_not_tell_its_rank(rank: int, how: str, around: bool) -> None:
     group: dist.ProcessGroup = ManagedGroup(dist.new_group())
     if around:
         group = RecordingProcessGroup(WrapperProcessGroup(group))
-    codec = CODECS["blockwise"](8)
+    codec, x = CODECS["blockwise"](8), torch.ones(100)
+    hook = hooks.error_feedback(hooks.blockwise(8, process_group=group))
+    alone = dist.new_subgroups(1)[0]
+    calls: dict[str, Callable[[], Any]] = {
+        "attach": lambda: attach(
+            module(), hooks.blockwise(8), process_group=group, init_sync=False
+        ),
+        "inside": lambda: attach(module(), hook),
+        "compressed": lambda: collectives.compressed_all_reduce(x, codec, group=group),
+        "hierarchical": lambda: collectives.hierarchical_all_reduce(
+            x, codec, intra_group=alone, inter_group=group
+        ),
+    }
     with pytest.raises(ValueError, match="the process group must know its rank") as error:
-        if how == "attach":
-            attach(module(), hooks.blockwise(8), process_group=group, init_sync=False)
-        elif how == "inside":
-            hook = hooks.error_feedback(hooks.blockwise(8, process_group=group))
-            attach(module(), hook)
-        elif how == "compressed":
-            collectives.compressed_all_reduce(torch.ones(100), codec, group=group)
-        else:
-            alone = dist.new_subgroups(1)[0]
-            collectives.hierarchical_all_reduce(
-                torch.ones(100), codec, intra_group=alone, inter_group=group
-            )
-    return str(error.value)
-
-
-@pytest.mark.parametrize("around", [False, True], ids=["itself", "wrapped"])
-@pytest.mark.parametrize("how", ["attach", "inside", "compressed", "hierarchical"])
-def test_shards_over_a_group_that_does_not_tell_its_rank(
-    two_ranks: RankPool, how: str, around: bool
-) -> None:
-    for said in two_ranks.run(_shards, how, around, timeout=20):
-        assert "ManagedGroup has a size() of its own, and no rank()" in said
+        calls[how]()
+    assert "ManagedGroup has a size() of its own, and no rank()" in str(error.value)
 
 
 class Wrapping(ManagedGroup):
@@ -188,23 +196,9 @@ class Wrapping(ManagedGroup):
         return self.group
 
 
-def _placed(how: str) -> Any:
-    group: Any = dist.new_group()
-    if how == "wrapping":
-        return Wrapping(group)
-    if how == "wrapped":
-        return RecordingProcessGroup(Wrapping(group))
-    if how == "registered":
-        group = ManagedGroup(group)
-        register(group, "placed", ranks=[0, 1])
-    elif how == "registered around":
-        group = RecordingProcessGroup(ManagedGroup(group))
-        register(group, "placed", ranks=[0, 1])
-    return group
-
-
 def _in_shards(rank: int, how: str) -> list[Tensor]:
-    handle, found = _steps(rank, hooks.error_feedback(hooks.blockwise(8)), _placed(how))
+    group = AROUND[how](dist.new_group())
+    handle, found = _steps(rank, hooks.error_feedback(hooks.blockwise(8)), group)
     state = handle.state_dict()
     assert f"rank{rank}" in state and state["world_size"] == 2
     handle.remove()
@@ -218,7 +212,9 @@ def test_shards_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: st
     assert _same(want, got)
 
 
-def _synced(rank: int) -> list[Any]:
+@on_processes
+def test_cpp_and_a_size_that_it_does_not_see(rank: int) -> None:
+    """Parameters go to all ranks; a hook in C++ is refused."""
     model = module()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -226,16 +222,9 @@ def _synced(rank: int) -> list[Any]:
     group = Wrapping(dist.new_group())
     with pytest.raises(ValueError, match=r"C\+\+ does not see it") as refused:
         attach(model, hooks.cpp("allreduce"), process_group=group, init_sync=False)
-    handle = attach(model, hooks.allreduce(), process_group=group)
-    handle.remove()
-    return [str(refused.value), *(parameter.detach() for parameter in model.parameters())]
-
-
-def test_cpp_and_a_size_that_it_does_not_see(two_ranks: RankPool) -> None:
-    """Parameters go to all ranks; a hook in C++ is refused."""
-    for said, *parameters in two_ranks.run(_synced, timeout=60):
-        assert "Wrapping, because Python overrides" in said
-        assert all(torch.equal(parameter, torch.zeros_like(parameter)) for parameter in parameters)
+    assert "Wrapping, because Python overrides" in str(refused.value)
+    attach(model, hooks.allreduce(), process_group=group).remove()
+    assert not any(parameter.any() for parameter in model.parameters())
 
 
 class Growing(dist.ProcessGroup):
@@ -255,16 +244,13 @@ def test_a_wrapper_of_a_group_whose_ranks_change() -> None:
     assert [group.size(), dist.ProcessGroup.size(group), group.size()] == [3, 4, 5]
 
 
-def _asked_by_a_compiler(rank: int) -> list[int]:
-    group = _placed("registered")
+@on_processes
+@since("2.12")
+def test_a_rank_that_a_compiler_asks_for(rank: int) -> None:
+    group = AROUND["registered"](dist.new_group())
 
     @torch.compile(backend="eager", fullgraph=True)
     def place(x: Tensor) -> Tensor:
         return x + group_rank(group)
 
-    return [int(place(torch.zeros(()))), group_rank(group), group.rank()]
-
-
-@since("2.12")
-def test_a_rank_that_a_compiler_asks_for(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_asked_by_a_compiler, timeout=60) == [[0, 0, 0], [1, 1, 0]]
+    assert [int(place(torch.zeros(()))), group_rank(group), group.rank()] == [rank, rank, 0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from group_doubles import MarkingGroup, around_gloo
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_processes
 
 from torch_commhook.process_group import WrapperProcessGroup, register
 
@@ -34,160 +34,120 @@ def _gathered(group: Any, value: int) -> list[int]:
     return [int(output) for output in outputs]
 
 
-def _message(error: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(error) as raised:
-        call()
-    return str(raised.value)
-
-
 # ---- sequence numbers ----------------------------------------------------------------------------
 
 
-def _sequence(rank: int) -> list[int]:
+@on_processes
+def test_each_collective_counts(rank: int) -> None:
     group = _new_group()
-    numbers = [group._get_sequence_number_for_group()]
-    for _ in range(3):
+    first = group._get_sequence_number_for_group()
+    for number in range(1, 4):
         dist.all_reduce(torch.ones(1), group=group)
-        numbers.append(group._get_sequence_number_for_group())
-    return numbers
-
-
-def test_each_collective_counts(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_sequence)
-    assert first == second == list(range(first[0], first[0] + 4))
+        assert group._get_sequence_number_for_group() == first + number
+    assert of_all_ranks(first) == [first, first]
 
 
 # ---- members -------------------------------------------------------------------------------------
 
 
-def _members(rank: int) -> tuple[list[int], list[str]] | None:
+@on_processes
+def test_who_is_in_a_group(rank: int) -> None:
     """Only a member knows the ranks of a group."""
     group = _new_group([1])
     if rank == 0:
         assert group is dist.GroupMember.NON_GROUP_MEMBER
-        return None
+        return
     ours: Any = MarkingGroup(None, 0, 2)
-    found = [dist.get_group_rank(group, 1), dist.get_global_rank(group, 0)]
-    messages = [
-        _message(ValueError, lambda: dist.get_group_rank(group, 0)),
-        _message(ValueError, lambda: dist.get_global_rank(group, 1)),
-        _message(ValueError, lambda: dist.get_group_rank(ours, 0)),
-        _message(ValueError, lambda: dist.get_global_rank(ours, 0)),
-    ]
-    return [*found, *dist.get_process_group_ranks(group)], messages
+    assert (dist.get_group_rank(group, 1), dist.get_global_rank(group, 0)) == (0, 1)
+    assert dist.get_process_group_ranks(group) == [1]
+    for call, each, number, message in (
+        (dist.get_group_rank, group, 0, "not part of group"),
+        (dist.get_global_rank, group, 1, "not part of group"),
+        (dist.get_group_rank, ours, 0, "is not registered"),
+        (dist.get_global_rank, ours, 0, "is not registered"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(each, number)
 
 
-def test_who_is_in_a_group(two_ranks: RankPool) -> None:
-    _, (found, messages) = two_ranks.run(_members)
-    assert found == [0, 1, 1]
-    assert all("not part of group" in message for message in messages[:2])
-    assert all("is not registered" in message for message in messages[2:])
-
-
-def _outside(rank: int) -> list[str]:
+@on_processes
+def test_a_rank_outside_is_warned(rank: int) -> None:
     group: Any = _new_group([0])
     x = torch.zeros(2)
-    calls: list[Callable[[], Any]] = [
+    for call in (
         lambda: dist.all_gather([x], x, group=group),
         lambda: dist.all_reduce(x, group=group),
         lambda: dist.barrier(group=group),
         lambda: dist.broadcast(x, src=0, group=group),
-    ]
-    warned = []
-    for call in calls:
-        if rank == 0:
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             call()
-            continue
-        with pytest.warns(UserWarning, match="does not belong to") as warnings:
-            call()
-        warned += [str(warning.message) for warning in warnings]
-    return warned
-
-
-def test_a_rank_outside_is_warned(two_ranks: RankPool) -> None:
-    inside, outside = two_ranks.run(_outside)
-    assert inside == []
-    assert len(outside) == 4
+        warned = [each for each in caught if "does not belong to" in str(each.message)]
+        assert [each.category for each in warned] == [UserWarning] * rank
 
 
 # ---- making groups -------------------------------------------------------------------------------
 
 
-def _halves(rank: int) -> list[Any]:
+@on_processes
+def test_groups_made_by_their_members_alone(rank: int) -> None:
     # All are kept until the last is there: PyTorch would give its name to the next one.
     groups = [
         _new_group(ranks, use_local_synchronization=True)
         for ranks in ([rank], [rank], [0, 1], [1, 0])
     ]
-    gathered: list[Any] = []
-    for group in groups:
-        assert group.rank() == dist.get_process_group_ranks(group).index(rank)
-        gathered.append((dist.get_process_group_ranks(group), _gathered(group, rank)))
+    for group, ranks in zip(groups, ([rank], [rank], [0, 1], [0, 1]), strict=True):
+        assert group.rank() == ranks.index(rank)
+        assert dist.get_process_group_ranks(group) == _gathered(group, rank) == ranks
     for group in groups:
         dist.destroy_process_group(group)
     other = _new_group([1 - rank], use_local_synchronization=True)
-    gathered.append(other is dist.GroupMember.NON_GROUP_MEMBER)
-    return gathered
+    assert other is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def test_groups_made_by_their_members_alone(two_ranks: RankPool) -> None:
-    for rank, gathered in enumerate(two_ranks.run(_halves)):
-        alone, both = ([rank], [rank]), ([0, 1], [0, 1])
-        assert gathered == [alone, alone, both, both, True]
-
-
-def _ordered(rank: int) -> tuple[list[int], list[int], int]:
-    group = _new_group([1, 0], sort_ranks=False)
-    return dist.get_process_group_ranks(group), _gathered(group, rank), group.rank()
-
-
+@on_processes
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters,
     reason="this torch sorts the ranks of a group",
 )
-def test_the_order_of_ranks(two_ranks: RankPool) -> None:
-    found = two_ranks.run(_ordered)
-    assert found == [([1, 0], [1, 0], 1), ([1, 0], [1, 0], 0)]
+def test_the_order_of_ranks(rank: int) -> None:
+    group = _new_group([1, 0], sort_ranks=False)
+    assert dist.get_process_group_ranks(group) == _gathered(group, rank) == [1, 0]
+    assert group.rank() == 1 - rank
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
 
 
-def _mismatches(rank: int) -> list[str]:
+@on_processes
+def test_dtypes_that_differ(rank: int) -> None:
     group = _new_group()
     x, half = torch.ones(2, 2), torch.ones(2, 2).half()
     plain, mixed = [torch.zeros(2, 2), torch.zeros(2, 2)], [torch.zeros(2, 2), half]
-    calls: list[Callable[[], Any]] = [
-        lambda: dist.all_gather(mixed, x, group=group),
-        lambda: dist.all_gather(plain, half, group=group),
-        lambda: dist.all_reduce_coalesced(mixed, group=group),
-        lambda: dist.reduce_scatter(x, mixed, group=group),
-        lambda: dist.reduce_scatter(half, plain, group=group),
-        lambda: dist.all_to_all_single(half, x, group=group),
-        lambda: dist.all_to_all(mixed, plain, group=group),
-        lambda: dist.scatter(x, mixed, group=group),
-        lambda: dist.gather(half, plain, group=group),
-    ]
-    return [_message(ValueError, call) for call in calls]
+    for call, *arguments in (
+        (dist.all_gather, mixed, x),
+        (dist.all_gather, plain, half),
+        (dist.all_reduce_coalesced, mixed),
+        (dist.reduce_scatter, x, mixed),
+        (dist.reduce_scatter, half, plain),
+        (dist.all_to_all_single, half, x),
+        (dist.all_to_all, mixed, plain),
+        (dist.scatter, x, mixed),
+        (dist.gather, half, plain),
+    ):
+        with pytest.raises(ValueError, match="tensors with different dtypes"):
+            call(*arguments, group=group)
 
 
-def test_dtypes_that_differ(two_ranks: RankPool) -> None:
-    for messages in two_ranks.run(_mismatches):
-        assert len(messages) == 9
-        assert all("tensors with different dtypes" in message for message in messages)
-
-
-def _dtypes(rank: int) -> tuple[bool, bool]:
+@on_processes
+def test_complex_and_boolean_tensors(rank: int) -> None:
     group = _new_group()
     x = torch.tensor([1 + 2j, 3 - 4j]) * (rank + 1)
     outputs = [torch.zeros_like(x) for _ in range(2)]
     dist.all_gather(outputs, x, group=group)
-    complex_ones = torch.equal(outputs[1], 2 * outputs[0]) and bool(outputs[0].imag.all())
+    assert torch.equal(outputs[1], 2 * outputs[0]) and outputs[0].imag.all()
     truth = torch.tensor([True, False, True])
     got = truth.clone() if rank == 0 else torch.zeros(3, dtype=torch.bool)
     dist.broadcast(got, src=0, group=group)
-    return complex_ones, torch.equal(got, truth)
-
-
-def test_complex_and_boolean_tensors(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_dtypes) == [(True, True)] * 2
+    assert torch.equal(got, truth)
