@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,9 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_doubles import DoneWork, completed, wait_until
+from mode_cases import backward_step, equal, small_model
+from on_ranks import on_processes
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, throttled
-from torch_commhook.process_group.gloo_messages import Traffic, link_bytes
+import torch_commhook
+from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.process_group import (
+    ProcessGroup,
+    ThrottledProcessGroup,
+    register,
+    throttled,
+)
+from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic, link_bytes
 from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.slow_link import GlooGroup
 
@@ -189,3 +203,116 @@ def test_bytes_on_the_link(size: int) -> None:
 def test_bad_arguments(options: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"ThrottledProcessGroup: {error}"):
         ThrottledProcessGroup(Parent(), **options)
+
+
+# ---- hooks over it -------------------------------------------------------------------------------
+
+
+class _Noting(throttled._ClockedLink):
+    """Notes what is issued, and on which group."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12, 1e-5, 0.0)
+        self.issued: list[tuple[GlooGroup, Traffic]] = []
+
+    def issue(
+        self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
+    ) -> None:
+        self.issued.append((group, traffic))
+        super().issue(group, when, traffic, done)
+
+
+def _throttled(parent: Any) -> tuple[ThrottledProcessGroup, _Noting]:
+    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    return group, link
+
+
+@on_processes
+@pytest.mark.parametrize(
+    ("text", "has_seconds"),
+    [
+        ("allreduce()", False),
+        ("topk(0.1)", False),
+        ("blockwise()", True),
+        ("error_feedback(blockwise(bits=4))", True),
+        ("powersgd(rank=1)", True),
+    ],
+)
+def test_stages_have_groups_of_their_own_on_one_link(
+    rank: int, text: str, has_seconds: bool
+) -> None:
+    """Ranks exchange messages as over Gloo, which has a thread for none of them."""
+    parent = dist.new_group()
+    group, link = _throttled(parent)
+    found = []
+    for process_group in (group, parent):
+        model = small_model(process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook(text))
+        for _ in range(3):
+            begun = len(link.issued)
+            gradients = backward_step(model, rank)
+        found.append(gradients)
+        if process_group is group:
+            issued = [
+                (traffic.operation, where is not group._model)
+                for where, traffic in link.issued[begun:]
+            ]
+            second = second_group(group)
+            assert second is not None and second._link is link
+            assert group._model.threads == 2  # as PyTorch's groups have
+        handle.remove()
+    assert equal(*found)
+    assert issued.pop() == (EXPECTED, False)  # last the ranks agree
+    firsts = [each for each in issued if each == (EXCHANGE, False)]
+    assert len(firsts) > 1
+    seconds = [each for each in issued if each == (EXPECTED, True)]
+    assert len(seconds) == (len(firsts) if has_seconds else 0)
+    assert len(issued) == len(firsts) + len(seconds)
+
+
+@on_processes
+def test_large_messages_are_exchanged(rank: int) -> None:
+    parent = dist.new_group()
+    group, link = _throttled(parent)
+    gradients = []
+    for process_group in (group, parent):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(600, 600, bias=False)
+        model = DDP(layer, process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook("blockwise()"))
+        model(torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        gradients.append(layer.weight.grad)
+        handle.remove()
+    assert torch.equal(*gradients)
+    operations = [traffic.operation for _, traffic in link.issued[-3:]]
+    assert operations == [EXCHANGE, EXPECTED, EXPECTED]
+
+
+@on_processes
+def test_an_uneven_exchange_takes_its_longer_direction(rank: int) -> None:
+    """Rank 0 sends 10 bytes and gets 1000."""
+    group, link = _throttled(dist.new_group())
+    sizes = (10, 1000) if rank == 0 else (1000, 10)
+    sent, received = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
+    kept = torch.zeros(5, dtype=torch.uint8)
+    inputs, outputs = [sent, sent], [received, received]
+    inputs[rank] = outputs[rank] = kept
+    exchange(inputs, outputs, received, group).wait()
+    ((_, traffic),) = link.issued
+    assert (traffic.ranks, traffic.nbytes, traffic.carried) == (2, 5 + sizes[0], 1000)
+
+
+@on_processes
+def test_the_second_group_does_not_hold_the_first(rank: int) -> None:
+    gc.collect()
+    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
+    register(group, "dropped")
+    second_group(group)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None
