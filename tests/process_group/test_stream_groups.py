@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cpp_libraries import library
 from mode_cases import Mode, batch, module
+from on_ranks import on_processes
 from rank_pool import RankPool
 from stream_groups import (
     NAMES,
@@ -55,17 +56,19 @@ def _train(
     return found
 
 
+EAGER = Mode("module", "eager")
 CASES = [
     (name, Mode(model, "eager"), {})
     for name in NAMES
     if name != "adaptive"
     for model in ("module", "ddp")
 ]
-CASES += [("cpp allreduce", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
-CASES += [("blockwise", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
+CASES += [
+    (name, EAGER, {"gradient_as_bucket_view": True}) for name in ("cpp allreduce", "blockwise")
+]
 # Several buckets, whose second stages wait for each other's first ones.
 CASES += [
-    (name, Mode("module", "eager"), {"bucket_cap_mb": 0.01})
+    (name, EAGER, {"bucket_cap_mb": 0.01})
     for name in ("blockwise", "fp8", "error_feedback", "powersgd", "policy", "clip")
 ]
 CASES += [
@@ -224,25 +227,20 @@ def _broadcast(rank: int, backend: Any, group: dist.ProcessGroup) -> tuple[list[
     return [each.tolist() for each in tensors], len(copies)
 
 
-def _is_asked_what_it_can(rank: int, path: str, name: str) -> None:
-    world: Any = distributed_c10d._world
+@on_processes
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_a_compiled_backend_of_any_name(rank: int, paths: Paths, name: str) -> None:
+    """Memory of GPUs may be shared; each rank of a broadcast copies only once."""
     cuda = torch.device("cuda", 0)
-    backend = stream_backend(path, dist.group.WORLD._get_backend(torch.device("cpu")), name)
+    gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = stream_backend(paths[0], gloo, name)
     assert backend.name() == name
     group = dist.ProcessGroup(dist.HashStore(), rank, 2)
     group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, backend)
-    world.pg_map[group] = ("custom", dist.HashStore())
-    try:
+    known = {group: ("custom", dist.HashStore())}
+    with unittest.mock.patch.dict(distributed_c10d._world.pg_map, known):
         assert symmetric._may_share(CODECS["blockwise"](), cuda, group)
-    finally:
-        del world.pg_map[group]
     assert _broadcast(rank, backend, group) == ([[0] * 3, [2] * 2], 1)
-
-
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
-def test_a_compiled_backend_of_any_name(two_ranks: RankPool, paths: Paths, name: str) -> None:
-    """Memory of GPUs may be shared; each rank of a broadcast copies only once."""
-    two_ranks.run(_is_asked_what_it_can, paths[0], name)
 
 
 def test_a_backend_that_sends_nothing() -> None:
