@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,21 +15,24 @@ from torch_commhook.process_group.simulated.link import Issued
 PAYLOAD = 1448 / 1514
 
 
-def sending(nbytes: float, compute_seconds: float = 0.0, *, overlaps: bool = True) -> Measured:
-    """A hook of two ranks, each of which sends ``nbytes`` to the other in a step."""
-    issued = (Issued("", Traffic("all_to_all_single", 2, 2 * nbytes, nbytes)),)
-    return Measured("a", nbytes, compute_seconds, overlaps=overlaps, issued=issued)
+def sending(seconds: float, compute_seconds: float = 0.0, **more: Any) -> Measured:
+    """A hook of two ranks, whose only message takes so many seconds at 8 Mbit/s."""
+    carried = 1e6 * seconds * PAYLOAD
+    issued = (Issued("", Traffic("all_to_all_single", 2, 2 * carried, carried)),)
+    return Measured("a", carried, compute_seconds, issued=issued, **more)
 
 
 def test_what_follows_the_optimizer_is_hidden_by_nothing() -> None:
-    hooks = [sending(1e6 * PAYLOAD, 0.5, overlaps=overlaps) for overlaps in (True, False)]
+    hooks = [sending(1.0, 0.5, overlaps=overlaps) for overlaps in (True, False)]
     hidden, open_ = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * 100)
     assert hidden.step_seconds == pytest.approx(3.51, rel=0.01)
     assert open_.step_seconds == pytest.approx(4.5)
 
 
 def test_headers_are_on_the_wire_too() -> None:
-    (cost,) = plan([sending(1_448_000)], bits_per_second=8e6)
+    hook = sending(1.514)
+    assert hook.bytes_sent == pytest.approx(1_448_000)
+    (cost,) = plan([hook], bits_per_second=8e6)
     assert cost.wire_seconds == pytest.approx(1.514)
     assert cost.step_seconds == pytest.approx(1.514)
     assert cost.ratio == 1.0
@@ -49,7 +53,7 @@ def test_buckets_travel_while_others_are_computed(
     wire: float, hook: float, buckets: int, step: float
 ) -> None:
     """A step of 3 seconds: 1 of forward, 2 of backward."""
-    hooks = [Measured("none", 0, 0.0), sending(wire * 1e6 * PAYLOAD, hook)]
+    hooks = [Measured("none", 0, 0.0), sending(wire, hook)]
     first, cost = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * buckets)
     assert first.step_seconds == pytest.approx(3.0)
     assert cost.step_seconds == pytest.approx(step)
@@ -57,13 +61,11 @@ def test_buckets_travel_while_others_are_computed(
 
 
 def test_a_small_first_bucket_is_on_its_way_early() -> None:
-    hooks = [sending(8.0e6 * PAYLOAD)]
+    far = {"bits_per_second": 8e6, "compute_seconds": 3.0}
     # A tenth is computed when the first is full; all is sent after that.
-    (cost,) = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1, 9])
-    assert cost.step_seconds == pytest.approx(
-        1.0 + 2.0 + 0.9 * 8.0
-    )  # the wire waits for the second
-    (cost,) = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[2, 8])
+    (cost,) = plan([sending(8.0)], **far, buckets=[1, 9])
+    assert cost.step_seconds == pytest.approx(1.0 + 2.0 + 0.9 * 8.0)  # waits for the second
+    (cost,) = plan([sending(8.0)], **far, buckets=[2, 8])
     assert cost.step_seconds == pytest.approx(1.0 + 0.4 + 8.0)
 
 
@@ -136,3 +138,26 @@ def test_many_buckets_and_ranks_are_planned_in_few_messages() -> None:
     )
     # 10,000 all-reduces of 4 MB, 32 at a time, and the agreement of two ranks.
     assert cost.round_trips == pytest.approx(math.ceil(10_000 / 32) * 2 * 1023 + 0.5)
+
+
+# ---- exchanges in the background -----------------------------------------------------------------
+
+
+def test_an_exchange_in_the_background_is_hidden_by_its_steps() -> None:
+    def step(seconds: float, **more: Any) -> float:
+        hook = sending(seconds, overlaps=False, every=10, **more)
+        return plan([hook], bits_per_second=8e6, compute_seconds=1.0)[0].step_seconds
+
+    assert step(4.0) == pytest.approx(1.4)
+    assert step(4.0, delay=3) == pytest.approx(1.1)
+    assert step(4.0, delay=5) == pytest.approx(1.0)
+    # Two halves, of which each waits for what two steps do not hide.
+    assert step(8.0, delay=2, fragments=2) == pytest.approx(1.0 + 2 * (4.0 - 2.0) / 10)
+
+
+def test_local_sgd_in_the_background() -> None:
+    text = "local_sgd(10, fragments=2, delay=4, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
+    (found,) = measure([text], elements=50_000, world_size=2)
+    assert (found.every, found.fragments, found.delay, found.overlaps) == (10, 2, 4, False)
+    (cost,) = plan([found], bits_per_second=1e9, delay_seconds=0.01)
+    assert cost.round_trips == pytest.approx(2 * 2 / 10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from mode_cases import Mode, batch, module
+from mode_cases import Mode, OwnError, batch, module
 from on_ranks import on_processes
 from rank_pool import RankPool
 from stream_groups import (
@@ -88,10 +88,6 @@ def test_results_are_waited_for(
 
 
 # ---- after a step that failed --------------------------------------------------------------------
-
-
-class OwnError(Exception):
-    pass
 
 
 class Fails:
