@@ -1,21 +1,8 @@
 """How hooks are called, point by point, on PyTorch's registration and ours, eager and compiled.
 
-Where PyTorch checks nothing, which is under compiled autograd, only ours is asked.
-
-=====================================  ============================================================
-the hooks are snapshotted              ``test_removed_runs_and_added_does_not``
-what leaves values as they are, and    ``test_each_hook_works_on_what_the_last_one_made``,
-each works on what the last one made   ``test_unchanged_parameter``
-a None in a tuple drops the gradient   ``test_a_none_drops_a_gradient``
-messages                               ``test_errors_of_*`` (``test_autograd_hooks.py``),
-                                       ``test_a_none_is_not_replaced``
-the name in a message                  ``test_errors_name_hook_and_value`` (there)
-a post-accumulate hook returns None    ``test_a_hook_that_returns_a_tensor``
-                                       (``test_autograd_suite_post_accumulate.py``)
-order                                  ``test_order_in_a_module`` (``test_autograd_suite_node.py``)
-an exception comes out as it is        ``test_exceptions_keep_their_type``
-all of it without the engine           ``test_*_without_the_engine``
-=====================================  ============================================================
+Where PyTorch checks nothing, which is under compiled autograd, only ours is asked. The other points:
+messages (``test_autograd_hooks.py``), post-accumulate hooks that return a tensor
+(``test_autograd_suite_tensor.py``), and order (``test_autograd_suite_node.py``).
 """
 
 from __future__ import annotations
