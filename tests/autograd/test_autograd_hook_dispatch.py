@@ -1,6 +1,6 @@
 """How hooks are called, point by point, on PyTorch's registration and ours, eager and compiled.
 
-Where PyTorch checks nothing, which is under compiled autograd, only ours is asked. The other points:
+Where PyTorch checks nothing, which is under compiled autograd, only ours is asked. Other files have
 messages (``test_autograd_hooks.py``), post-accumulate hooks that return a tensor
 (``test_autograd_suite_tensor.py``), and order (``test_autograd_suite_node.py``).
 """
