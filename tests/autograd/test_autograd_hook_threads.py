@@ -1,7 +1,7 @@
 """Autograd hooks in several threads, and those that come and go: in a hook, with tensors, at exit.
 
-Threads run, register, remove and count at the same time, on a tensor that had a hook before: the
-engine reads its own lists of hooks without a lock. So the first registration of a kind must not fall
+Threads run, register, remove and count at the same time, on a tensor that had a hook before. The
+engine reads its own lists of hooks without a lock: the first registration of a kind must not fall
 into a backward, with PyTorch's hooks as with ours.
 """
 

@@ -90,17 +90,14 @@ def test_super_is_what_cpp_does(name: str) -> None:
     def method(self: Any, *arguments: Any) -> Any:
         return CALLS[name][0](self)
 
-    plain = ProcessGroup(0, 2)
-    try:
-        expected, error = CALLS[name][0](plain), None
-    except Exception as raised:
-        expected, error = None, raised
     group = group_with(name, method)
-    if error is None:
-        assert CALLS[name][0](group) == expected
-    else:
+    try:
+        expected = CALLS[name][0](ProcessGroup(0, 2))
+    except Exception as error:
         with pytest.raises(type(error)):
             CALLS[name][0](group)
+    else:
+        assert CALLS[name][0](group) == expected
 
 
 def test_the_newest_name_wins() -> None:
@@ -228,18 +225,29 @@ def test_a_work_is_asked(parent: Any, name: str) -> None:
         assert got == answer
 
 
+def work_of(future: torch.futures.Future) -> Any:
+    return type("Own", (Work,), {"get_future": lambda self: future})()
+
+
 def test_a_work_with_a_future() -> None:
     future: torch.futures.Future = torch.futures.Future()
-    own = type("Own", (Work,), {"get_future": lambda self: future})()
+    own = work_of(future)
     held = _C.held_work(own)
-    assert not held.is_completed()
+    assert not held.is_completed() and own.exception() is None
+    with pytest.raises(RuntimeError, match=r"Own\.result: the work has not completed"):
+        own.result()
     threading.Timer(0.05, lambda: future.set_result([X])).start()
     assert held.wait()
     assert held.is_completed() and held.is_success()
-    failed: torch.futures.Future = torch.futures.Future()
-    failed.set_exception(KeyError("lost"))
-    held = _C.held_work(type("Own", (Work,), {"get_future": lambda self: failed})())
+
+
+def test_a_work_whose_future_fails() -> None:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(KeyError("lost"))
+    own = work_of(future)
+    held = _C.held_work(own)
     assert held.is_completed() and not held.is_success()
+    assert isinstance(own.exception(), KeyError)
     with pytest.raises(KeyError, match="lost"):
         held.wait()
 
@@ -260,12 +268,6 @@ def test_wait_is_called_with_its_timeout_or_without() -> None:
     assert own.is_completed()
 
 
-def test_a_result_that_is_not_there_yet() -> None:
-    own = type("Own", (Work,), {"get_future": lambda self: torch.futures.Future()})()
-    with pytest.raises(RuntimeError, match=r"Own\.result: the work has not completed"):
-        own.result()
-
-
 def test_ctrl_c_ends_a_wait() -> None:
     code = """
 import _thread, signal, threading, torch
@@ -284,16 +286,8 @@ except KeyboardInterrupt:
     assert ran.stdout == "interrupted\n", ran.stderr
 
 
-def test_an_exception_as_python_gets_it() -> None:
-    assert Work().exception() is None
-    failed: torch.futures.Future = torch.futures.Future()
-    own = type("Own", (Work,), {"get_future": lambda self: failed})()
-    assert own.exception() is None
-    failed.set_exception(KeyError("lost"))
-    assert isinstance(own.exception(), KeyError)
-
-
 def test_a_work_with_nothing() -> None:
+    assert Work().exception() is None
     work = type("Own", (Work,), {})()
     for method in (work.wait, work.abort, work.get_future, work.result):
         with pytest.raises(NotImplementedError, match=rf"Own\.{method.__name__} is not impl"):
