@@ -1,6 +1,6 @@
 """The global ranks of groups in Python, and what is said of groups that PyTorch does not know.
 
-Managed groups are like torchft's: Futures complete when they are waited for, and each rank is rank 0
+Managed groups are like torchft's: Futures complete when they are waited for; each rank is rank 0
 of 1.
 """
 

@@ -88,8 +88,10 @@ def test_backends_by_device_that_are_wrong(asked: str) -> None:
 # ---- the default group ---------------------------------------------------------------------------
 
 
-def test_collectives_of_the_default_group() -> None:
-    with default_group(MarkingGroup) as group:
+@pytest.mark.parametrize("asked", [None, "cpu:own_backend,cuda:own_backend"])
+def test_collectives_of_the_default_group(asked: str | None) -> None:
+    with default_group(MarkingGroup, asked=asked) as group:
+        assert isinstance(group, MarkingGroup)
         outputs = [torch.zeros(2, 2) for _ in range(2)]
         dist.all_gather(outputs, SEVEN)
         assert all(torch.equal(output, SEVEN) for output in outputs)
@@ -121,15 +123,6 @@ def test_send_and_recv_of_the_default_group() -> None:
         assert x.tolist() == [5, 5]
         with pytest.raises(ValueError):
             dist.recv(x, src=0, group_src=0)
-
-
-def test_several_devices_and_one_backend() -> None:
-    devices = "cpu:own_backend,cuda:own_backend"
-    with default_group(MarkingGroup, asked=devices) as group:
-        assert isinstance(group, MarkingGroup)
-        outputs = [torch.zeros(2, 2) for _ in range(2)]
-        dist.all_gather(outputs, SEVEN)
-        assert all(torch.equal(output, SEVEN) for output in outputs)
 
 
 def _around(kind: Any) -> Any:

@@ -47,54 +47,37 @@ needs_windows = pytest.mark.skipif(
 # ---- names and numbers ---------------------------------------------------------------------------
 
 
-class SpelledAsInCpp(ProcessGroup):
-    """What a group tells of itself, by C++'s names."""
-
-    def getRank(self) -> int:  # noqa: N802
-        return 123
-
-    def getSize(self) -> int:  # noqa: N802
-        return 456
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "own"
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self.own_name = "py:" + name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self.own_name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self.own_desc = "py:" + desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self.own_desc
+def _gives(part: str) -> Callable[[Any], Any]:
+    return lambda self: getattr(self, part)
 
 
-class SpelledAsInPython(ProcessGroup):
-    """The same, by the names of PyTorch's bindings."""
-
-    def rank(self) -> int:
-        return 123
-
-    def size(self) -> int:
-        return 456
-
-    def name(self) -> str:
-        return "own"
-
-    def _set_group_name(self, name: str) -> None:
-        self.own_name = "py:" + name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self.own_desc = "py:" + desc
-
-    group_name = property(lambda self: self.own_name)
-    group_desc = property(lambda self: self.own_desc)
+def _puts(part: str) -> Callable[[Any, str], None]:
+    return lambda self, text: setattr(self, part, "py:" + text)
 
 
-@pytest.mark.parametrize("kind", [SpelledAsInCpp, SpelledAsInPython])
+#: What a group tells of itself, by C++'s names and by those of PyTorch's bindings.
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "C++": {
+        "getRank": lambda self: 123,
+        "getSize": lambda self: 456,
+        "getBackendName": lambda self: "own",
+        **{"setGroupName": _puts("own_name"), "getGroupName": _gives("own_name")},
+        **{"setGroupDesc": _puts("own_desc"), "getGroupDesc": _gives("own_desc")},
+    },
+    "Python": {
+        "rank": lambda self: 123,
+        "size": lambda self: 456,
+        "name": lambda self: "own",
+        **{"_set_group_name": _puts("own_name"), "group_name": property(_gives("own_name"))},
+        **{"_set_group_desc": _puts("own_desc"), "group_desc": property(_gives("own_desc"))},
+    },
+}
+in_each_spelling = pytest.mark.parametrize(
+    "kind", [type("Own", (ProcessGroup,), methods) for methods in SPELLINGS.values()], ids=SPELLINGS
+)
+
+
+@in_each_spelling
 def test_what_a_group_tells_of_itself(kind: type[ProcessGroup]) -> None:
     group = kind(0, 1)
     assert (group.name(), group.rank(), group.size()) == ("own", 123, 456)
@@ -119,7 +102,7 @@ def test_a_group_made_with_a_store() -> None:
     assert ProcessGroup(0, 1).get_group_store() is None
 
 
-@pytest.mark.parametrize("kind", [SpelledAsInCpp, SpelledAsInPython])
+@in_each_spelling
 def test_abort_and_shutdown_do_nothing(kind: type[ProcessGroup]) -> None:
     group = kind(0, 1)
     for owner in (kind, base):
