@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from group_doubles import completed, wait_until
-from layered_net import Net, differing, train
+from layered_net import differing
 from on_ranks import on_processes
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.device_mesh import DeviceMesh
+from trained_models import KINDS, trained
 
-from torch_commhook import ProcessGroup, attach, hooks
+from torch_commhook import ProcessGroup
 from torch_commhook.process_group import WrapperProcessGroup, register
 
 
@@ -58,53 +56,17 @@ def _wrapped(name: str) -> Noting:
     return group
 
 
-#: A plain mesh, and one of a group.
-MESHES = (
-    lambda group: init_device_mesh("cpu", (2,)),
-    lambda group: DeviceMesh.from_group(group, "cpu"),
-)
+#: What kinds of models call.
+USED = {"fully_shard": {"all_gather_single", "reduce_scatter_single"}, "dtensor": set()}
 
 
 @on_processes
-@pytest.mark.parametrize("kind", ["ddp", "hooked", "module", "fully_shard"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_models_train_on_it(rank: int, kind: str) -> None:
-    group = _wrapped(kind)
-    found = []
-    for each in (dist.group.WORLD, group):
-        torch.manual_seed(0)
-        model: Any = Net()
-        if kind == "fully_shard":
-            mesh = MESHES[each is group](group)
-            for layer in (*model.layers, model):
-                fully_shard(layer, mesh=mesh)
-        elif kind == "module":
-            attach(model, hooks.allreduce(), process_group=each)
-        else:
-            model = DDP(model, process_group=each, bucket_cap_mb=0.004)
-            if kind == "hooked":
-                attach(model, hooks.cast(torch.bfloat16))
-        found.append(train(model, rank))
-    if kind == "fully_shard":
-        found = [[gradient.full_tensor() for gradient in gradients] for gradients in found]
-    assert differing(*found) == []
-    sharded = {"all_gather_single", "reduce_scatter_single"}
-    used = sharded if kind == "fully_shard" else {"allreduce"}
-    assert used <= {operation for event, operation in group.events if event == "work"}
-
-
-@on_processes
-def test_dtensor(rank: int) -> None:
-    group = _wrapped("tensors")
-    x = torch.arange(16.0).view(4, 4)
-    found = []
-    for mesh in [make(group) for make in MESHES]:
-        rows = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-        columns = distribute_tensor(x + 1, mesh, [Shard(1)])
-        product = (rows @ columns).redistribute(mesh, [Replicate()])
-        product.square().sum().backward()
-        found.append([*product.to_local().flatten().tolist(), *rows.grad.full_tensor().flatten()])
-    assert found[0] == found[1]
-    assert group.events
+    group = _wrapped("training")
+    assert differing(trained(rank, kind), trained(rank, kind, group)) == []
+    operations = {operation for event, operation in group.events if event == "work"}
+    assert operations and USED.get(kind, {"allreduce"}) <= operations
 
 
 @on_processes
