@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -409,32 +408,20 @@ def test_sparse_gradients(api: Any) -> None:
 # ---- an optimizer in backward --------------------------------------------------------------------
 
 
-def optimizers(parameters: list[Tensor], kind: str) -> Callable[[Tensor], None]:
-    made = {
-        id(parameter): torch.optim.Adam([parameter], lr=0.1)
-        if kind == "adam"
-        else torch.optim.SGD([parameter], lr=0.1)
-        for parameter in parameters
-    }
-
-    def hook(parameter: Tensor) -> None:
-        made[id(parameter)].step()
-        made[id(parameter)].zero_grad()
-
-    return hook
-
-
 @both
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_an_optimizer_for_each_parameter(api: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_for_each_parameter(api: Any, kind: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     plain = copy.deepcopy(model)
-    hook = optimizers(list(model.parameters()), kind)
+    own = {id(parameter): kind([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        own[id(parameter)].step()
+        own[id(parameter)].zero_grad()
+
     handles = [api.post_accumulate(parameter, hook) for parameter in model.parameters()]
-    optimizer = (torch.optim.Adam if kind == "adam" else torch.optim.SGD)(
-        plain.parameters(), lr=0.1
-    )
+    optimizer = kind(plain.parameters(), lr=0.1)
     data = torch.rand(2, 3)
 
     def train() -> None:

@@ -310,36 +310,27 @@ def test_functional_collectives(two_ranks: RankPool, kind: str, backend: str | N
 # ---- functions that a compiler leaves to Python --------------------------------------------------
 
 
-def _async(x: Tensor, group: Any) -> Tensor:
-    y = x * 2
-    dist.all_reduce(y, group=group, async_op=True).wait()
-    return y + 1
-
-
-def _barrier(x: Tensor, group: Any) -> Tensor:
-    y = x * 2
-    dist.barrier(group=group)
-    return y + 1
-
-
-def _root(x: Tensor, group: Any) -> Tensor:
-    y = x * 2
-    dist.reduce(y, 0, group=group)
-    return y + 1
-
-
-def _gathered(x: Tensor, group: Any) -> Tensor:
-    outputs = [torch.empty_like(x)]
-    dist.all_gather(outputs, x * 2, group=group, async_op=True).wait()
-    return outputs[0] + 1
+#: Calls with a tensor, one for results, and the group.
+UNTRACED: dict[str, Callable[[Tensor, Tensor, Any], Any]] = {
+    "async": lambda y, out, group: dist.all_reduce(y, group=group, async_op=True).wait(),
+    "barrier": lambda y, out, group: dist.barrier(group=group),
+    "root": lambda y, out, group: dist.reduce(y, 0, group=group),
+    "gathered": lambda y, out, group: dist.all_gather([out], y, group, async_op=True).wait(),
+}
 
 
 @pytest.mark.usefixtures("one_rank", "fresh_compiler")
-@pytest.mark.parametrize("function", [_async, _barrier, _root, _gathered])
+@pytest.mark.parametrize("name", UNTRACED)
 @pytest.mark.parametrize("kind", AROUND)
-def test_functions_in_compiled_code(kind: str, function: Callable[..., Tensor]) -> None:
-    if function is _root and torch.__version__.startswith("2.11."):
+def test_functions_in_compiled_code(kind: str, name: str) -> None:
+    if name == "root" and torch.__version__.startswith("2.11."):
         pytest.skip("this torch's compiler knows ranks of no group whose class is in Python")
+
+    @functools.partial(torch.compile, backend="eager")
+    def compiled(x: Tensor, group: Any) -> Tensor:
+        y, out = x * 2, torch.empty_like(x)
+        UNTRACED[name](y, out, group)
+        return (out if name == "gathered" else y) + 1
+
     with _group_of(kind) as group:
-        compiled = torch.compile(function, backend="eager")
         assert compiled(torch.ones(2), group).tolist() == [3.0, 3.0]
