@@ -1,10 +1,13 @@
-"""CompressedProcessGroup with codecs: how far results are off, what passes, and bytes."""
+"""CompressedProcessGroup with codecs: errors of results, what passes, bytes, order, failures."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,15 +25,24 @@ from chunk_cases import (
     premul,
     values,
 )
+from group_doubles import Alike
 from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool
+from refusals import assert_refused
+from staged_steps import Around as SlowCodec
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
+from torch_releases import WORKS_HAVE_ERRORS
 
+from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.metrics import WireMeter, counting
-from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup
+from torch_commhook.process_group import (
+    CompressedProcessGroup,
+    RecordingProcessGroup,
+    compressed,
+)
 from torch_commhook.testing import run_ranks
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
@@ -349,3 +361,179 @@ def test_bytes_are_counted(rank: int, codec: Codec) -> None:
         sums = 2 * round(2 * codec.nbytes(numel) * (ranks - 1) / ranks)
     recorded = sum(each.bytes_sent for each in recording.counters.values())
     assert group.bytes_sent == recorded == scatters + gather + sums
+
+
+# ---- order, errors and times ---------------------------------------------------------------------
+
+
+def _in_flight(rank: int, seed: int) -> None:
+    """Sums of all kinds that nobody waits for until all are on their way."""
+    dice = random.Random(seed * 10 + rank)
+    slow = SlowCodec(int8, lambda method: time.sleep(dice.random() * 0.003))
+    group = group_of(slow, gathers=slow, min_numel=300)
+    works, results = [], []
+    for number in range(12):
+        x = torch.full((400 * (number % 5 + 1),), float(rank + number))
+        if number % 4 == 3:
+            result = torch.empty(2 * len(x))
+            work = group.all_gather_single(result, x, AllgatherOptions())
+        else:
+            name = ("allreduce", "reduce_scatter_single", "allreduce")[number % 4]
+            if number == 6:
+                x = x[:200]  # which passes as it is
+            work, (result,) = issue_sum(group, name, SUM, [x])
+        works.append(work)
+        results.append(result)
+    for number in dice.sample(range(12), 12):
+        assert works[number].wait()
+    for number, result in enumerate(results):
+        want = [number, number + 1.0] if number % 4 == 3 else [2 * number + 1.0]
+        assert result.unique().tolist() == pytest.approx(want), number
+
+
+def test_several_in_flight(two_ranks: RankPool) -> None:
+    two_ranks.run(_in_flight, random.randrange(1 << 20))
+
+
+def _fails_between_the_stages(rank: int, codec: Any) -> str:
+    def fail(*arguments: Any) -> Any:
+        raise ArithmeticError("between the stages")
+
+    def before(method: str) -> None:
+        if rank == 0 and method == "reduce":
+            fail()
+
+    ranks = dist.new_group(timeout=timedelta(seconds=3))
+    with pytest.MonkeyPatch.context() as patch:
+        if codec != torch.bfloat16:
+            codec = SlowCodec(int8, before)
+        else:
+            patch.setattr(compressed, "LEAST_RANKS", 2)
+            patch.setattr(compressed, "sum_rows", fail if rank == 0 else compressed.sum_rows)
+        group = CompressedProcessGroup(ranks, codec, min_numel=0)
+        work = group.allreduce([torch.ones(900)], dist.AllreduceOptions())
+        with pytest.raises((RuntimeError, ArithmeticError)) as caught:
+            work.wait()
+    assert not work.is_success()
+    if WORKS_HAVE_ERRORS or codec == torch.bfloat16:
+        assert rank == 1 or isinstance(work.exception(), ArithmeticError)
+        assert work.exception() is not None
+    return str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("codec", [torch.bfloat16, int8], ids=["bfloat16", "int8"])
+def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool, codec: Any) -> None:
+    own, other = two_ranks.run(_fails_between_the_stages, codec)
+    assert own == "between the stages"
+    assert re.search("(?i)timed? ?out", other)
+
+
+def _alone(rank: int, name: str, own_timeout: bool) -> str:
+    """Rank 1 comes to none of the stages, or only to the first one."""
+
+    calls = itertools.count()
+
+    def before(method: str) -> None:
+        if rank == 1 and method == "reduce" and next(calls) == 1:
+            raise ArithmeticError("between the stages")
+
+    seconds = timedelta(seconds=1)
+    ranks = dist.new_group(timeout=timedelta(seconds=20) if own_timeout else seconds)
+    operation, codec, comes = TIMED[name]
+    codec = SlowCodec(codec, before)
+    group = CompressedProcessGroup(ranks, codec, min_numel=0, gathers=codec)
+    group.allreduce([torch.ones(900)], dist.AllreduceOptions()).wait()  # makes the connections
+    given = {"allreduce": dist.AllreduceOptions, "all_gather_single": AllgatherOptions}
+    made = given.get(operation, dist.ReduceScatterOptions)()
+    if own_timeout:
+        made.timeout = seconds
+    # Long ones go point to point over Gloo.
+    x = torch.ones(900 if own_timeout else 600_000)
+    out = {"all_gather_single": torch.empty(2 * len(x)), "reduce_scatter_single": x[::2].clone()}
+    tensors: Any = (out[operation], x) if operation in out else ([x],)
+    if rank == 1 and not comes:
+        return ""
+    with pytest.raises((RuntimeError, ArithmeticError)) as caught:
+        getattr(group, operation)(*tensors, made).wait()
+    return str(caught.value)
+
+
+#: Operation and codec, and whether a rank comes that fails between the stages.
+TIMED: dict[str, tuple[str, Codec, bool]] = {
+    "second stage": ("allreduce", int8, True),
+    "first stage": ("allreduce", int8, False),
+    "gathered": ("allreduce", CODECS["topk"](), False),
+    "added up": ("allreduce", CODECS["randomk"](), False),
+    "reduce-scatter": ("reduce_scatter_single", int8, False),
+    "all-gather": ("all_gather_single", int8, False),
+}
+
+
+@pytest.mark.parametrize("own_timeout", [False, True])
+@pytest.mark.parametrize("name", TIMED)
+def test_a_rank_that_does_not_come(two_ranks: RankPool, name: str, own_timeout: bool) -> None:
+    """It is waited for as long as the call says, or else the group."""
+    error = two_ranks.run(_alone, name, own_timeout)[0]
+    # Of messages that go point to point Gloo does not say for how long.
+    assert re.search("(?i)timed out.*1000 ?ms" if own_timeout else "(?i)time(d )?out", error), error
+
+
+@pytest.mark.parametrize("codec", FIRST, ids=repr)
+def test_works_that_have_no_future(codec: Codec) -> None:
+    group = CompressedProcessGroup(Alike(4), codec, min_numel=0, gathers=codec)
+    x = torch.ones(4 * 4096)
+    group.allreduce([x], options(dist.AllreduceOptions, SUM)).wait()
+    assert x.unique().tolist()[-1] == pytest.approx(4.0)
+    for name in ("reduce_scatter_single", "reduce_scatter"):
+        work, (output,) = issue_sum(group, name, SUM, [torch.ones(4 * 4096)])
+        assert work.wait() and output.unique().tolist()[-1] == pytest.approx(4.0)
+    output = torch.empty(4 * 4096)
+    group.all_gather_single(output, torch.ones(4096), AllgatherOptions()).wait()
+    assert output.unique().tolist()[-1] == pytest.approx(1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", [torch.bfloat16, int8], ids=str)
+def test_coalesced_operations_are_done(rank: int, codec: Any) -> None:
+    group = CompressedProcessGroup(dist.group.WORLD, codec, min_numel=0)
+    x = torch.full((600,), rank + 1.0)
+    group._start_coalescing(torch.device("cpu"))
+    group.allreduce([x], options(dist.AllreduceOptions, SUM))
+    group._end_coalescing(torch.device("cpu")).wait()
+    inside = group.compressed
+    assert x.unique().tolist() == [3.0]
+    group.allreduce([x], options(dist.AllreduceOptions, SUM)).wait()
+    assert group.compressed == inside + 1
+
+
+REFUSED = """\
+CompressedProcessGroup(None, int8)
+    TypeError: CompressedProcessGroup: parent must be a ProcessGroup, got None
+CompressedProcessGroup(parent, blockwise)
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got <class 'torch_commhook.codecs.blockwise.blockwise'>
+CompressedProcessGroup(parent, torch.float32)
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got torch.float32
+CompressedProcessGroup(parent, hooks.topk(0.1))
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got a hook; use codecs.topk(density=0.1)
+CompressedProcessGroup(parent, "int8")
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got 'int8'
+CompressedProcessGroup(parent, int8, min_numel=-1)
+    ValueError: CompressedProcessGroup: min_numel must be an int of at least 0, got -1
+CompressedProcessGroup(parent, int8, min_numel=True)
+    ValueError: CompressedProcessGroup: min_numel must be an int of at least 0, got True
+CompressedProcessGroup(parent, int8, seed=1.0)
+    TypeError: CompressedProcessGroup: seed must be an int, got float
+CompressedProcessGroup(parent, int8, seed=True)
+    TypeError: CompressedProcessGroup: seed must be an int, got bool
+CompressedProcessGroup(parent, int8, gathers=torch.bfloat16)
+    TypeError: CompressedProcessGroup: gathers must be a codec of torch_commhook.codecs or None, got torch.bfloat16
+CompressedProcessGroup(parent, int8, gathers=int8, seed=-1)
+    is accepted
+"""  # noqa: E501
+
+
+def test_bad_arguments() -> None:
+    parent = dist.ProcessGroup(0, 2)
+    given = {"CompressedProcessGroup": CompressedProcessGroup, "parent": parent, "int8": int8}
+    given |= {"torch": torch, "blockwise": CODECS["blockwise"], "hooks": hooks}
+    assert_refused(given, REFUSED)

@@ -1,4 +1,4 @@
-"""CompressedProcessGroup: what it compresses, how exactly, and that nothing else changes."""
+"""CompressedProcessGroup: what it compresses, how exactly, what it leaves alone, who calls it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import SUMS, group_of, issue_sum, options
+import torch.distributed._functional_collectives as functional
+from chunk_cases import FIRST, SUMS, group_of, int8, issue_sum, options, values
 from group_doubles import Alike, completed, registered_mesh
 from layered_net import Net, batch, gradients_of
-from on_ranks import on_processes, on_ranks
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Partial
+from on_ranks import of_all_ranks, on_processes, on_ranks
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.collectives import gloo_groups
+from torch_commhook import attach, hooks
+from torch_commhook.codecs import Codec
+from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter, gloo_groups
 from torch_commhook.process_group import (
     CompressedProcessGroup,
     ProcessGroup,
     RecordingProcessGroup,
+    WrapperProcessGroup,
 )
 from torch_commhook.testing import run_ranks
 
@@ -320,3 +324,130 @@ def test_dtensor(rank: int) -> None:
         summed = type(x).from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
         assert compressed.compressed == 1
         assert summed.to_local().sum().item() == 12.0
+
+
+# ---- who calls it with codecs --------------------------------------------------------------------
+
+
+@on_processes
+@pytest.mark.parametrize("codec", [codec for codec in FIRST if not codec.is_random], ids=repr)
+def test_dtensor_with_codecs(rank: int, codec: Codec) -> None:
+    ranks = dist.get_world_size()
+    x = values(rank, 600 * ranks, 2).view(ranks, 600)
+    group = group_of(codec)
+    with registered_mesh(group, "codec partial") as mesh:
+        partial = DTensor.from_local(x, mesh, [Partial()])
+        replicated = partial.redistribute(mesh, [Replicate()]).to_local()
+        shard = partial.redistribute(mesh, [Shard(0)]).to_local()
+    assert group.compressed == 2
+    want = compressed_all_reduce(x, codec, group=dist.group.WORLD).wait()
+    assert torch.equal(replicated.flatten(), want)
+    want = compressed_reduce_scatter(x, codec, group=dist.group.WORLD).wait()
+    assert torch.equal(shard.flatten(), want)
+
+
+@on_processes
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (1.0, torch.float32)]
+)
+def test_fully_shard(rank: int, factor: float | None, dtype: torch.dtype, gathers: bool) -> None:
+    found, sent = [], []
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    for min_numel in (10**9, 500):
+        recording = RecordingProcessGroup(dist.group.WORLD)
+        group = CompressedProcessGroup(
+            recording, int8, min_numel=min_numel, gathers=int8 if gathers else None
+        )
+        with registered_mesh(group, f"codec shards {min_numel}") as mesh:
+            torch.manual_seed(0)
+            model: Any = Net(32)
+            for layer in (*model.layers, model):
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            for layer in model.layers:
+                if factor is not None:
+                    layer.set_gradient_divide_factor(factor)
+            model(batch(rank, 0, 32)).square().sum().backward()
+            sent.append(sum(each.bytes_sent for each in recording.counters.values()))
+            gradients = [parameter.grad.to_local().flatten() for parameter in model.parameters()]
+            found.append(torch.cat(gradients))
+    # Of each layer a reduce-scatter, and all-gathers in forward and backward.
+    assert group.compressed == 6 + (12 if gathers else 0)
+    value = int8.nbytes(528) / 528  # of a rank's share of a layer
+    share = ((2 * value if gathers else 8) + value) / (8 + dtype.itemsize)
+    assert sent[1] == pytest.approx(share * sent[0])
+    plain, encoded = found
+    assert 0 < float((plain - encoded).norm() / plain.norm()) < 0.02
+
+
+@on_processes
+@pytest.mark.parametrize("kind", ["ddp", "attach"])
+def test_replicas(rank: int, kind: str) -> None:
+    """The gradients of DDP or of a module with a hook, on a plain group and on one with a codec."""
+    found = []
+    group = group_of(int8, min_numel=500)
+    for own in (dist.group.WORLD, group):
+        torch.manual_seed(0)
+        model: Any = Net(32)
+        if kind == "ddp":
+            model = DDP(model, process_group=own, bucket_cap_mb=0.01)
+        else:
+            attach(model, hooks.allreduce(), process_group=own, bucket_cap_mb=0.01)
+        for number in range(2):  # DDP forms its buckets anew after the first step
+            model.zero_grad()
+            model(batch(rank, number, 32)).square().sum().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert group.compressed >= 2, "at least one in each step"
+    plain, encoded = found
+    assert 0 < float((plain - encoded).norm() / plain.norm()) < 0.02
+    first, second = of_all_ranks(encoded)
+    assert torch.equal(first, second)
+
+
+@on_processes
+def test_functional_collectives_by_name(rank: int) -> None:
+    group = group_of(int8, gathers=int8)
+    x = values(rank, 4000, 2)
+    with registered_mesh(group, "codec by name"):
+
+        def run(x: Tensor) -> list[Tensor]:
+            summed = functional.all_reduce(x, "avg", "codec by name")
+            share = functional.reduce_scatter_tensor(x * 2, "sum", 0, "codec by name")
+            return [summed + 1, share + 1, functional.all_gather_tensor(x, 0, "codec by name") + 1]
+
+        eager = run(x)
+        before = group.compressed
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+        assert before == 3 and group.compressed == 6
+    assert len(eager) == len(compiled) and all(map(torch.equal, eager, compiled))
+    want = compressed_all_reduce(x, int8, scale=0.5, group=dist.group.WORLD).wait()
+    assert torch.equal(eager[0], want + 1)
+
+
+@on_processes
+def test_wrappers_around_and_inside(rank: int) -> None:
+    """Between wrappers, whose seams all operations pass once."""
+    seen: list[str] = []
+
+    class Around(CompressedProcessGroup):
+        def change_arguments(self, operation: str, arguments: Any) -> Any:
+            seen.append(f"arguments of {operation}")
+            return super().change_arguments(operation, arguments)
+
+        def context(self, operation: str, arguments: Any) -> Any:
+            seen.append(f"context of {operation}")
+            return super().context(operation, arguments)
+
+        def wrap_work(self, operation: str, arguments: Any, work: Any) -> Any:
+            seen.append(f"work of {operation}")
+            return super().wrap_work(operation, arguments, work)
+
+    group = Around(WrapperProcessGroup(dist.group.WORLD), int8, min_numel=100)
+    outer = RecordingProcessGroup(group)
+    for numel in (50, 3000):
+        seen.clear()
+        x = torch.full((numel,), rank + 1.0)
+        dist.all_reduce(x, group=outer)
+        assert seen == [f"{one} of allreduce" for one in ("arguments", "context", "work")]
+        assert x.unique().tolist() == [3.0]
+    assert group.compressed == 1 and outer.counters["allreduce"].calls == 2
