@@ -25,6 +25,7 @@ from autograd_apis import (
     both,
     both_in_modes,
     checked,
+    function,
     leaf,
     note,
 )
@@ -38,16 +39,7 @@ in_kinds = pytest.mark.parametrize("kind", KINDS)
 in_node_kinds = pytest.mark.parametrize("kind", ["prehook", "posthook"])
 
 
-class Double(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
+Double = function(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
 DOUBLE: dict[str, Callable[[Tensor], Tensor]] = {
     "in python": Double.apply,
     "in c++": lambda x: x * 2,

@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import NoGradient, accumulator, backward, both, both_in_modes, leaf, note
+from autograd_apis import (
+    NoGradient,
+    accumulator,
+    backward,
+    both,
+    both_in_modes,
+    function,
+    leaf,
+    note,
+)
 from torch import Tensor, nn
-from torch.autograd import Function
 
 
 def double(grad: Tensor) -> Tensor:
@@ -113,18 +121,10 @@ def test_output_of_a_module(api: Any, mode: str) -> None:
 
 @both_in_modes
 def test_a_function_that_drops_the_gradient_of_one_input(api: Any, mode: str) -> None:
-    class Pass(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return x, y
-
-        @staticmethod
-        def backward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
-            return x, None
-
+    both_inputs = function(lambda ctx, x, y: (x, y), lambda ctx, x, y: (x, None))
     seen: list[Tensor] = []
     x = leaf()
-    first, second = Pass.apply(x, torch.ones(2))
+    first, second = both_inputs.apply(x, torch.ones(2))
     api.hook(first, lambda grad: seen.append(grad * 1))
     api.hook(second, lambda grad: seen.append(grad * 2))
     backward((first + second).sum(), mode)
@@ -134,19 +134,10 @@ def test_a_function_that_drops_the_gradient_of_one_input(api: Any, mode: str) ->
 @both_in_modes
 def test_a_function_that_returns_its_input(api: Any, mode: str) -> None:
     """The hook on the output does not see what comes from uses of the input."""
-
-    class WithSum(Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-            return a, a + b
-
-        @staticmethod
-        def backward(ctx: Any, a: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-            return a + total, total
-
+    with_sum = function(lambda ctx, a, b: (a, a + b), lambda ctx, a, total: (a + total, total))
     seen: list[Tensor] = []
     x, y = leaf(), leaf()
-    same, total = WithSum.apply(x, y)
+    same, total = with_sum.apply(x, y)
     api.hook(same, lambda grad: seen.append(grad * 1))
     backward((same + total + x).sum(), mode)
     assert [grad.tolist() for grad in seen] == [[1, 1]]

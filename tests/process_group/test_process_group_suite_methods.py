@@ -262,19 +262,23 @@ def test_a_backend_is_reconfigured(kind: type[ProcessGroup]) -> None:
         group.shutdown()
 
 
+def _reconfigures(group: Any, owner: Any) -> list[Callable[[], Any]]:
+    """The calls that reconfigure it, as a class has them."""
+    return [
+        lambda: owner.supports_reconfigure.fget(group),
+        lambda: owner.get_reconfigure_handle(group),
+        lambda: owner.reconfigure(group, _options()),
+    ]
+
+
 @needs_reconfigure
-@pytest.mark.parametrize("owner", ["the object", "C++"])
-def test_several_backends_are_not_reconfigured(owner: str) -> None:
+@pytest.mark.parametrize("owner", [ProcessGroup, base], ids=["the object", "C++"])
+def test_several_backends_are_not_reconfigured(owner: Any) -> None:
     group = ProcessGroup(0, 1)
     types = dist.ProcessGroup.BackendType
     group._register_backend(torch.device("cpu"), types.GLOO)
     group._register_backend(torch.device("cuda"), types.NCCL)
-    kind: Any = base if owner == "C++" else ProcessGroup
-    for call in (
-        lambda: kind.supports_reconfigure.fget(group),
-        lambda: kind.get_reconfigure_handle(group),
-        lambda: kind.reconfigure(group, _options()),
-    ):
+    for call in _reconfigures(group, owner):
         with pytest.raises(RuntimeError, match="multiple backends"):
             call()
 
@@ -286,14 +290,9 @@ def test_errors_of_reconfiguring_come_out() -> None:
 
     names = {"get_reconfigure_handle": fails, "reconfigure": fails}
     group = type("Own", (ProcessGroup,), {**names, "supports_reconfigure": property(fails)})(0, 1)
-    for _ in range(2):  # the first error leaves nothing behind
-        for call in (
-            lambda: base.supports_reconfigure.fget(group),
-            lambda: base.get_reconfigure_handle(group),
-            lambda: base.reconfigure(group, _options()),
-        ):
-            with pytest.raises(ValueError, match=r"^boo$"):
-                call()
+    for call in 2 * _reconfigures(group, base):  # the first error leaves nothing behind
+        with pytest.raises(ValueError, match=r"^boo$"):
+            call()
 
 
 # ---- windows -------------------------------------------------------------------------------------

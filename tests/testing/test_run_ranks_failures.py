@@ -255,33 +255,28 @@ def test_interrupted() -> None:
     assert run_ranks(_sum, 2)[0][0] == 1.0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_interrupted_while_ranks_start(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        if thread.name == "rank 2":
-            raise KeyboardInterrupt
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(_sum, 4, seed=seed)
-
-
-@pytest.mark.parametrize("there_are", [0, 3])
-def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, there_are: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "there_are", "seed"),
+    [
+        *((KeyboardInterrupt("stop"), 2, seed) for seed in range(4)),
+        (RuntimeError("can't start new thread"), 0, 0),
+        (RuntimeError("can't start new thread"), 3, 0),
+    ],
+)
+def test_a_rank_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, there_are: int, seed: int
+) -> None:
     start, started = threading.Thread.start, []
 
     def some(thread: threading.Thread) -> None:
         if len(started) == there_are:
-            raise RuntimeError("can't start new thread")
+            raise error
         started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", some)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        run_ranks(_sum, 5)
+    with pytest.raises(type(error), match=str(error)):
+        run_ranks(_sum, 5, seed=seed)
     assert len(started) == there_are
 
 
