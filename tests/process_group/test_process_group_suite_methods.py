@@ -6,6 +6,7 @@ They call a method on the Python object. C++ calls it too, through the binding o
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -338,17 +339,17 @@ as_view = pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 
 def compare(
     make: Callable[[], nn.Module],
-    result: str = "our Work",
     *,
+    group: LonelyGroup | None = None,
     steps: int = 2,
+    wrap: Callable[[nn.Module], Any] = lambda model: model,
     call: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x),
     **options: Any,
-) -> LonelyGroup:
+) -> None:
     """Train a model alone and with DDP on a lonely group: the gradients are equal."""
     torch.manual_seed(0)
     model = make()
-    group = LonelyGroup(result)
-    ddp = DDP(copy.deepcopy(model), process_group=group, **options)
+    ddp = wrap(DDP(copy.deepcopy(model), process_group=group or LonelyGroup("our Work"), **options))
     for _ in range(steps):
         x = torch.randn(8, 20)
         for each in (model, ddp):
@@ -362,15 +363,15 @@ def compare(
             with torch.no_grad():
                 for parameter in (expected, got):
                     parameter -= 0 if parameter.grad is None else 0.01 * parameter.grad
-    return group
 
 
 @by_result
 @as_view
 def test_two_steps(result: str, gradient_as_bucket_view: bool) -> None:
-    group = compare(
+    group = LonelyGroup(result)
+    compare(
         lambda: nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 4), nn.Softmax(1)),
-        result,
+        group=group,
         bucket_cap_mb=0.001,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
@@ -549,14 +550,6 @@ def test_a_compiled_model(one_rank: None, fresh_compiler: None) -> None:
     group = LonelyGroup("Future")
     register(group, "compiled")
     group._set_group_desc("compiled")
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    ddp = torch.compile(DDP(copy.deepcopy(model), process_group=group), backend="eager")
-    for _ in range(3):
-        x = torch.randn(2, 4)
-        for each in (model, ddp):
-            each.zero_grad()
-            each(x).sum().backward()
-        for expected, got in zip(model.parameters(), ddp.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, expected.grad)
+    in_compiler = functools.partial(torch.compile, backend="eager")
+    compare(lambda: nn.Linear(20, 4), group=group, steps=3, wrap=in_compiler)
     dist.destroy_process_group(group)
