@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_processes, on_ranks
 
 from torch_commhook import MeasuredLink, measure_link
 from torch_commhook.planning import LinkFile
@@ -200,12 +200,10 @@ def test_what_is_no_link(rate: Any, delay: float, message: str) -> None:
         MeasuredLink(rate, delay)
 
 
-def test_one_rank_has_no_link() -> None:
-    def alone(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"^measure_link: group must have two or more ranks"):
-            measure_link()
-
-    run_ranks(alone, 1)
+@on_ranks(1)
+def test_one_rank_has_no_link(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"^measure_link: group must have two or more ranks"):
+        measure_link()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
@@ -222,38 +220,27 @@ def test_all_ranks_get_the_same_link() -> None:
 # ---- real ranks ----------------------------------------------------------------------------------
 
 
-def _throttled(rank: int, rate: float, delay: float) -> tuple[MeasuredLink, int]:
+@pytest.mark.real_time
+@on_processes
+@pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
+def test_a_throttled_link(rank: int, rate: float, delay: float) -> None:
     group = ThrottledProcessGroup(dist.group.WORLD, bandwidth=rate, latency=delay)
     figures = measure_figures(Wire(group), 1.0)
-    return figures.link, figures.connections
-
-
-@pytest.mark.real_time
-@pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
-def test_a_throttled_link(two_ranks: RankPool, rate: float, delay: float) -> None:
-    (link, connections), other = two_ranks.run(_throttled, rate, delay)
-    assert other == (link, connections)
-    assert connections == 1
+    link = figures.link
+    assert of_all_ranks((link, figures.connections)) == [(link, 1)] * 2
     # A busy machine makes a link slower, and never faster: the group does not count headers.
     assert rate / PAYLOAD * 0.5 < link.bits_per_second < rate / PAYLOAD * 1.1
     assert delay <= link.delay_seconds < delay + 0.02
 
 
-def _with_more_connections(rank: int) -> tuple[list[int], int]:
-    from torch_commhook.planning import link
-
-    link._FAR_SECONDS = 0.0
-    try:
+@on_processes
+def test_more_connections_are_tried_and_go_again(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.planning.link._FAR_SECONDS", 0.0)
         found = measure_figures(Wire(), 0.2)
-    finally:
-        link._FAR_SECONDS = 5e-3
     total = torch.ones(4)
     dist.all_reduce(total)  # the group is as it was
-    return list(found.rates), int(total[0])
-
-
-def test_more_connections_are_tried_and_go_again(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_with_more_connections) == [([1, 4], 2)] * 2
+    assert (list(found.rates), int(total[0])) == ([1, 4], 2)
 
 
 # ---- the file of bench ---------------------------------------------------------------------------

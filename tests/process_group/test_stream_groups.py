@@ -105,7 +105,12 @@ class Fails:
 OVER = ["the model's group", "the hook's group", "a device's backend"]
 
 
-def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str]:
+@on_processes
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("model", ["module", "ddp"])
+def test_no_step_after_one_that_failed(rank: int, paths: Paths, model: str, over: str) -> None:
+    """Its collectives may still be under way, where those of the next step would meet them."""
+    mode = Mode(model, "eager")
     torch._dynamo.reset()
     streams = stream_group(paths[0])
     hook = hooks.blockwise(8)
@@ -121,15 +126,15 @@ def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str
     on_a_device = StepGroup.group_for
     said = []
     with on_device if over == "a device's backend" else nullcontext():
-        model, handle = attached(mode, module(), hook, group)
+        net, handle = attached(mode, module(), hook, group)
         fails = Fails()
         handle.register_posthook(fails)
-        with mode.step_function(model) as step:
+        with mode.step_function(net) as step:
             for number in range(4):
                 if over == "the model's group" and rank == 0 and number > 1:
                     break  # where nobody tells it, it would wait for rank 1
                 fails.now = number == rank == 1
-                model.zero_grad()
+                net.zero_grad()
                 try:
                     step(batch(rank, number))
                     said.append("good")
@@ -140,25 +145,14 @@ def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str
         handle.remove()
         if over != "the hook's group" and len(said) == 4:
             with pytest.raises(RuntimeError, match="collectives may still be running"):
-                attach(model, hook, process_group=None if mode.model == "ddp" else group)
-    return said
-
-
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("model", ["module", "ddp"])
-def test_no_step_after_one_that_failed(
-    two_ranks: RankPool, paths: Paths, model: str, over: str
-) -> None:
-    """Its collectives may still be under way, where those of the next step would meet them."""
-    other, own = two_ranks.run(_fails_on_rank_1, paths, Mode(model, "eager"), over, timeout=30)
+                attach(net, hook, process_group=None if mode.model == "ddp" else group)
     final = "Its collectives may still be running"
-    assert own[:2] == ["good", "OwnError"]
-    assert all(said.startswith("RuntimeError: ") and final in said for said in own[2:])
-    if over != "the model's group":
-        assert other[0] == "good"
-        assert other[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in other[1]
-        assert all(said.startswith("RuntimeError: ") and final in said for said in other[2:])
-    assert len(own) == 4
+    assert all(each.startswith("RuntimeError: ") and final in each for each in said[2:])
+    assert said[0] == "good"
+    if rank == 1:
+        assert said[1] == "OwnError" and len(said) == 4
+    elif over != "the model's group":
+        assert said[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in said[1]
 
 
 # ---- a compiled backward that is cut in two ------------------------------------------------------
