@@ -249,20 +249,18 @@ def test_values_without_the_engine(kind: str) -> None:
     assert torch.allclose(value if kind == "posthook" else value * slope, x.grad)
 
 
-@pytest.mark.parametrize("error", TENSOR_ERRORS)
-def test_errors_of_tensor_hooks_without_the_engine(error: str) -> None:
-    hook, kind, message = TENSOR_ERRORS[error]
-    with pytest.raises(kind, match=message):
-        autograd.call_hooks([hook], (torch.ones(2),))
-
-
-@pytest.mark.parametrize("error", NODE_ERRORS)
-@pytest.mark.parametrize("stage", ["prehook", "posthook"])
-def test_errors_of_node_hooks_without_the_engine(error: str, stage: str) -> None:
-    hook, kind, message = NODE_ERRORS[error]
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        *itertools.product(["tensor"], TENSOR_ERRORS),
+        *itertools.product(["prehook", "posthook"], NODE_ERRORS),
+    ],
+)
+def test_errors_without_the_engine(stage: str, error: str) -> None:
+    hook, kind, message = (TENSOR_ERRORS if stage == "tensor" else NODE_ERRORS)[error]
     values = (torch.ones(2),)
     with pytest.raises(kind, match=message):
-        autograd.call_hooks([hook], values if stage == "prehook" else (values, values), stage)
+        autograd.call_hooks([hook], (values, values) if stage == "posthook" else values, stage)
 
 
 def test_a_post_accumulate_hook_without_the_engine() -> None:
