@@ -14,13 +14,13 @@ import torch.distributed as dist
 from group_doubles import completed, wait_until
 from rank_pool import RankPool
 
+from torch_commhook import process_group
 from torch_commhook.process_group import (
     Corrupt,
     Delay,
     Drop,
     DroppedRankError,
     Fail,
-    Fault,
     FaultyProcessGroup,
     Hang,
     InjectedError,
@@ -256,7 +256,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_what_is_refused(call: str) -> None:
-    names = {**globals(), "group": lambda fault: FaultyProcessGroup(Parent(), [fault])}
+    names = {**vars(process_group), "group": lambda fault: FaultyProcessGroup(Parent(), [fault])}
     with pytest.raises((TypeError, ValueError), match=f"FaultyProcessGroup: {REFUSED[call]}"):
         eval(call, names)
 
