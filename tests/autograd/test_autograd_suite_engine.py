@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, both_in_modes, leaf, note
+from autograd_apis import backward, both, both_in_modes, function, leaf, note
 from gloo_threads import in_threads
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -46,14 +45,10 @@ def test_order_that_the_engine_foretells(api: Any) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         out.backward()
     assert foretold[0][:3] == ran == [out.grad_fn, b.grad_fn, a.grad_fn]
+    again = x * 2
+    api.hook(again, lambda grad: torch._C._current_graph_task_execution_order() and None)
     with pytest.raises(RuntimeError, match="multithreading disabled"):
-        (x.sin() * 1 + _with_hook_that_asks(api, x)).backward()
-
-
-def _with_hook_that_asks(api: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    api.hook(y, lambda grad: torch._C._current_graph_task_execution_order() and None)
-    return y
+        (x.sin() * 1 + again).backward()
 
 
 @both
@@ -90,21 +85,12 @@ def test_a_callback_queued_by_a_hook(api: Any) -> None:
 
 @both
 def test_order_where_a_function_gives_none(api: Any) -> None:
-    class Product(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return grad * ctx.saved_tensors[0], None
-
+    product = function(lambda ctx, x, weight: x * weight, lambda ctx, grad: (grad, None))
     order: list[str] = []
     x, weight = leaf() * 1, leaf()
     api.prehook(x.grad_fn, note(order, "x"))
     api.hook(weight, note(order, "weight"))
-    Product.apply(x, weight).sum().backward()
+    product.apply(x, weight).sum().backward()
     assert order == ["weight", "x"]
 
 
