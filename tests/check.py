@@ -74,10 +74,7 @@ ON_ANOTHER_TORCH = (
     "process_group/test_process_group.py",
     "process_group/test_process_group_wrapper.py",
     "process_group/test_group_table.py",
-    *(
-        f"autograd/test_autograd_{name}.py"
-        for name in ("hooks", "hook_dispatch", "suite_compiled", "suite_traced")
-    ),
+    *(f"autograd/test_autograd_{name}.py" for name in ("hooks", "hook_dispatch", "suite_compiled")),
     "hooks/test_hook_state.py",
     "hooks/test_gathered_states.py",
 )

@@ -14,14 +14,21 @@ from rank_pool import RankPool
 from torch_commhook.testing import run_ranks
 
 
-def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate ``test(rank, ...)`` to run on all ranks; pytest provides its other arguments."""
+def on_ranks(
+    world_size: int, *, seeds: int = 1
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate ``test(rank, ...)`` to run on all ranks; pytest provides its other arguments.
+
+    Args:
+        seeds: in how many orders of the ranks it runs.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
-            found = run_ranks(lambda rank: test(rank, **arguments), world_size)
-            assert not any(found), found
+            for seed in range(seeds):
+                found = run_ranks(lambda rank: test(rank, **arguments), world_size, seed=seed)
+                assert not any(found), found
 
         _, *others = inspect.signature(test).parameters.values()
         run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]

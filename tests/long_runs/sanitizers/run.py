@@ -24,7 +24,6 @@ REPORTS = ROOT / "build" / "reports"
 
 TESTS = [
     "tests/autograd/test_autograd_hooks.py",
-    "tests/autograd/test_autograd_hook_life.py",
     "tests/autograd/test_autograd_hook_threads.py",
     "tests/autograd/test_post_accumulate_hooks.py",
     "tests/hooks/test_run_hook.py",
@@ -59,7 +58,6 @@ KERNEL_TESTS = [
 #: with it several times as long.
 LEAK_TESTS = [
     "tests/autograd/test_autograd_hooks.py",
-    "tests/autograd/test_autograd_hook_life.py",
     "tests/autograd/test_autograd_hook_threads.py",
 ]
 
