@@ -26,7 +26,6 @@ import re
 import signal
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +67,14 @@ TOO_FEW_RANKS = re.compile("world size", re.IGNORECASE)
 def compare(suite: Suite, cases: type[Any], name: str, work: Path) -> dict[str, Any]:
     """Run a case plain and with the change; one row of the table."""
     plain = run_case(suite, cases, name, work, changing=False)
-    for_gpus = hasattr(getattr(cases, name), "for_gpus")
-    row = {"case": name, "for_gpus": for_gpus, "plain": plain["result"]}
+    row = {"case": name, "plain": plain["result"]}
     if plain["result"] == "skipped":
         return row | {suite.name: "skipped", "reason": plain["reason"]}
     changed = run_case(suite, cases, name, work, changing=True)
     for told in (plain, changed):
         if told["details"]:
             print(told["details"], file=sys.stderr)
-    row |= {suite.name: changed["result"]}
-    row |= changed["record"]
-    reasons = {"plain": plain["reason"], suite.name: changed["reason"]}
-    if any(reasons.values()):
-        row["reasons"] = {kind: reason for kind, reason in reasons.items() if reason}
-    if name in suite.known:
-        row["known"] = suite.known[name]
-    return row
+    return row | changed["record"] | {suite.name: changed["result"], "reason": plain["reason"]}
 
 
 def is_regression(suite: Suite, row: dict[str, Any]) -> bool:
@@ -104,35 +95,24 @@ def problems(suite: Suite, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def summarize(suite: Suite, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of a table."""
-    both = [(row["plain"], row[suite.name]) == ("passed", "passed") for row in rows]
-    return {
-        "cases": len(rows),
-        "passed_both": sum(both),
-        f"passed_both_with_{suite.counted}": sum(
-            passed and bool(row.get(suite.counted)) for passed, row in zip(both, rows, strict=True)
-        ),
-        "failed_plain": dict(
-            Counter(row["reasons"]["plain"] for row in rows if row["plain"] == "failed")
-        ),
-        "differing": {
-            row["case"]: row.get("known", "unknown")
-            for row in rows
-            if row["plain"] != row[suite.name]
-        },
-        "skipped": dict(Counter(row["reason"] for row in rows if row["plain"] == "skipped")),
-    }
-
-
-def contents(suite: Suite, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table."""
+    """The table: how many cases pass both times, and the others by the reason."""
+    both = [row for row in rows if (row["plain"], row[suite.name]) == ("passed", "passed")]
+    others: dict[str, dict[str, list[str]]] = {"failed": {}, "skipped": {}}
+    for row in rows:
+        if row["plain"] in others:
+            others[row["plain"]].setdefault(row["reason"], []).append(row["case"])
+    differing = [row["case"] for row in rows if row["plain"] != row[suite.name]]
     return {
         "torch": torch.__version__,
         "backend": environment(suite.ranks[0])["BACKEND"],
         "ranks": suite.ranks[0],
         suite.name: suite.changed,
-        "summary": summarize(suite, rows),
-        "cases": rows,
+        "cases": len(rows),
+        "passed_both": len(both),
+        f"passed_both_with_{suite.counted}": sum(bool(row.get(suite.counted)) for row in both),
+        "differing": {name: suite.known.get(name, "unknown") for name in differing},
+        "failed_plain": others["failed"],
+        "skipped": others["skipped"],
     }
 
 
@@ -152,13 +132,10 @@ def run(suite: Suite, parts: list[str], table: Path | None) -> list[dict[str, An
                     continue
                 if name in rows and not TOO_FEW_RANKS.search(rows[name].get("reason", "")):
                     continue
-                row = compare(suite, cases, name, Path(directory))
-                if ranks != suite.ranks[0]:
-                    row["ranks"] = ranks
-                rows[name] = row
+                row = rows[name] = compare(suite, cases, name, Path(directory))
                 print(f"{row['plain']:8} {row[suite.name]:8} {name}", flush=True)
                 if table:
-                    told = contents(suite, [rows[name] for name in sorted(rows)])
+                    told = summarize(suite, [rows[name] for name in sorted(rows)])
                     table.write_text(as_lines(told))
         tempfile.tempdir = None
     return [rows[name] for name in sorted(rows)]

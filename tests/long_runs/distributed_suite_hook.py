@@ -1,7 +1,7 @@
 """What ``distributed_suite.py`` changes for its suite "hook": a hook is attached to each DDP model.
 
 Where a case registers a hook of its own, or DDP does so for it, the model gets a new reducer
-without ours: a reducer keeps its hook for life. The table tells how often that was.
+without ours: a reducer keeps its hook for life.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,16 +43,10 @@ def is_selected(name: str, case: Callable[..., None]) -> bool:
 
 
 class Attacher:
-    """Attaches a hook to each DDP model of this process, and counts.
-
-    Attributes:
-        handles: of the hooks that were attached.
-        without: why a model has no hook of ours (any more), for each such model.
-    """
+    """Attaches a hook to each DDP model of this process, and counts their steps."""
 
     def __init__(self) -> None:
         self.handles: list[HookHandle] = []
-        self.without: list[str] = []
 
     def install(self) -> None:
         """Replace the methods of DDP by ones that attach, or step aside for another hook."""
@@ -71,12 +64,10 @@ class Attacher:
             setattr(DDP, name, replacement)
 
     def _attach(self, model: DDP) -> None:
-        if model._comm_hooks:  # DDP registers one itself, for mixed precision say
-            self.without.append("DDP's own hook")
-            return
-        handle = torch_commhook.attach(model, torch_commhook.hooks.allreduce())
-        self.handles.append(handle)
-        model.__dict__["_suite_handle"] = len(self.handles) - 1
+        if not model._comm_hooks:  # DDP registers one itself, for mixed precision say
+            handle = torch_commhook.attach(model, torch_commhook.hooks.allreduce())
+            self.handles.append(handle)
+            model.__dict__["_suite_handle"] = len(self.handles) - 1
 
     def _stepping_aside(self, register: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(register)
@@ -84,7 +75,6 @@ class Attacher:
             number = model.__dict__.pop("_suite_handle", None)
             if number is not None:
                 self.handles[number].remove()
-                self.without.append("the case's own hook")
                 new_reducer(model)
             register(model, *args, **options)
 
@@ -92,11 +82,7 @@ class Attacher:
 
     def record(self) -> dict[str, Any]:
         """What happened, for the table."""
-        return {
-            "attached": len(self.handles),
-            "without": dict(Counter(self.without)),
-            "steps": sum(handle.stats().steps for handle in self.handles),
-        }
+        return {"steps": sum(handle.stats().steps for handle in self.handles)}
 
 
 def new_reducer(model: DDP) -> None:
