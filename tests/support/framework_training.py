@@ -138,6 +138,21 @@ def loop(
     return trained
 
 
+def assert_as_a_loop(
+    rank: int,
+    train: Callable[[str | None], Trained],
+    way: str = "plain",
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> None:
+    """Training with a hook, and without one, has a loop's bits; the hook sends a loop's bytes."""
+    found = {}
+    for hook in (HOOK, None):
+        found[hook], expected = train(hook), loop(rank, WAYS[way], hook, wrap)
+        assert found[hook].is_same(expected)
+        assert found[hook].bytes_sent == expected.bytes_sent != 0
+    assert not found[HOOK].is_same(found[None])
+
+
 def shard_on_cpu() -> None:
     """Makes Accelerate shard models with FSDP2, which it supports only on accelerators.
 
