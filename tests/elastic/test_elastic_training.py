@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from repository import SUPPORT
+
+#: For each case what its ranks have seen.
+Outcomes = dict[str, dict[str, Any]]
 
 #: How a process ends after an event; after any other it ends with "done".
 ENDS = {
@@ -150,8 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the ranks of each case have seen."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("elastic")
     script = SUPPORT / "elastic_ranks.py"
     done = subprocess.run(
@@ -165,8 +169,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return dict(zip(CASES, lines, strict=True))
 
 
+def _stats_of_done(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``stats()`` tells on the ranks that trained to the end, of which there are some."""
+    pairs = zip(found["said"], found["stats"], strict=True)
+    done = [stats for said, stats in pairs if said == "done"]
+    assert len(done) > 1
+    return done
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_all_that_go_on_hold_the_same(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     if "the rank that gives" in name:  # whichever of them that is
         found["said"].remove("killed")
@@ -195,7 +207,7 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("late")])
-def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_new_ranks_begin_as_the_others_do(outcomes: Outcomes, name: str) -> None:
     began = outcomes[name]["stats"][-1]["began"]
     # With fragments, a new rank begins where another one is.
     is_at_anchor = "fragments" not in name and "streaming" not in name
@@ -203,9 +215,7 @@ def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], n
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("in pieces")])
-def test_a_new_rank_has_all_after_some_steps(
-    outcomes: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_a_new_rank_has_all_after_some_steps(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     steps = found["steps"][-1]
     partial = [step for step, digest, *_ in steps if digest == "joining"]
@@ -224,20 +234,16 @@ def test_a_new_rank_has_all_after_some_steps(
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "auto" in CASES[name]["hook"]])
-def test_auto_chooses_alike(outcomes: dict[str, dict[str, Any]], name: str) -> None:
-    choices = [each["choice"] for each in outcomes[name]["stats"] if each is not None]
-    assert len(choices) == outcomes[name]["said"].count("done") > 1
-    assert len(set(choices)) == 1
+def test_auto_chooses_alike(outcomes: Outcomes, name: str) -> None:
+    choices = {each["choice"] for each in _stats_of_done(outcomes[name])}
+    assert len(choices) == 1
     if CASES[name]["hook"] == "auto":
-        assert choices[0] == "powersgd(rank=4)"
+        assert choices == {"powersgd(rank=4)"}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])
-def test_synchronize_brings_all_members_together(
-    outcomes: dict[str, dict[str, Any]], name: str
-) -> None:
-    seen = [dict(each["together"]) for each in outcomes[name]["stats"] if each is not None]
-    assert len(seen) == outcomes[name]["said"].count("done") > 1
+def test_synchronize_brings_all_members_together(outcomes: Outcomes, name: str) -> None:
+    seen = [dict(each["together"]) for each in _stats_of_done(outcomes[name])]
     of_step: dict[int, set[str]] = {}
     for each in seen:
         for step, digest in each.items():
@@ -247,7 +253,7 @@ def test_synchronize_brings_all_members_together(
     assert all(CASES[name]["steps"] in each for each in seen)
 
 
-def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_a_lost_rank_costs_its_round_only(outcomes: Outcomes) -> None:
     found = outcomes["local steps are counted"]
     values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
     # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
@@ -256,9 +262,7 @@ def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -
     assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
 
 
-def test_a_repeated_exchange_begins_with_the_errors_of_before(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_a_repeated_exchange_begins_with_the_errors_of_before(outcomes: Outcomes) -> None:
     found = outcomes["local steps: errors are those of before the exchange"]
     for number in (1, 2):
         values = [value for _, value, *_ in found["steps"][number]]
@@ -266,9 +270,7 @@ def test_a_repeated_exchange_begins_with_the_errors_of_before(
         assert values == [[-2.0, 0.0], [-2.0, -3.0]]
 
 
-def test_an_exchange_in_background_is_repeated_at_once(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_an_exchange_in_background_is_repeated_at_once(outcomes: Outcomes) -> None:
     found = outcomes["streaming: the lost rank does not count"]
     for number in (1, 2):
         values = {step: value for step, value, *_ in found["steps"][number] if value is not None}
@@ -281,34 +283,25 @@ def test_an_exchange_in_background_is_repeated_at_once(
     ("name", "error_lost"),
     [("a rank is killed in its backward", False), ("the first rank is killed", True)],
 )
-def test_stats_tell_who_was_lost(
-    outcomes: dict[str, dict[str, Any]], name: str, error_lost: bool
-) -> None:
+def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str, error_lost: bool) -> None:
     case, found = CASES[name], outcomes[name]
     (killed,) = case["events"]
-    for said, stats in zip(found["said"], found["stats"], strict=True):
-        if said == "done":
-            (event,) = stats["membership"]
-            assert event.pop("reason")
-            assert event == {
-                "steps": killed["step"] - 1,
-                "size": case["ranks"] - 1,
-                "lost": [found["own"][killed["rank"]]],
-                "joined": [],
-                "error_lost": error_lost,
-            }
+    lost = [found["own"][killed["rank"]]]
+    expected = {"steps": killed["step"] - 1, "size": case["ranks"] - 1, "lost": lost, "joined": []}
+    for stats in _stats_of_done(found):
+        (event,) = stats["membership"]
+        assert event.pop("reason")
+        assert event == {**expected, "error_lost": error_lost}
 
 
-def test_a_callback_is_told_of_the_ranks_and_of_their_changes(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_a_callback_is_told_of_the_ranks_and_of_their_changes(outcomes: Outcomes) -> None:
     found = outcomes["a killed rank's process starts anew"]
     for number, expected in ((0, [3, 2, 3]), (2, [3, 2, 3]), (3, [3])):
         *_, sizes = found["steps"][number][-1]
         assert sizes == expected
 
 
-def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_stats_tell_who_has_joined(outcomes: Outcomes) -> None:
     found = outcomes["a killed rank's process starts anew"]
     for number in (0, 2):
         lost, joined = found["stats"][number]["membership"]
@@ -321,7 +314,7 @@ def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "name", ["a slow rank is named", "too few would be left without the slow rank"]
 )
-def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_slow_rank_is_named(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     for stats in found["stats"]:
         ((rank, ratio),) = stats["stragglers"].items()
@@ -332,12 +325,55 @@ def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) ->
 @pytest.mark.parametrize(
     "name", ["a slow rank is left out", "local steps: a slow rank is left out"]
 )
-def test_a_slow_rank_is_left_out(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_slow_rank_is_left_out(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     rank = found["own"][slow["rank"]]
     assert f"(rank {rank}), because it was too slow in" in found["said"][slow["rank"]]
-    for said, stats in zip(found["said"], found["stats"], strict=True):
-        if said == "done":
-            (event,) = stats["membership"]
-            assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
-            assert not stats["stragglers"], "it is no member any more"
+    for stats in _stats_of_done(found):
+        (event,) = stats["membership"]
+        assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
+        assert not stats["stragglers"], "it is no member any more"
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+
+#: Enough that a process which imports torch again still finds the training under way.
+TORCHRUN_STEPS = 400
+
+
+def test_a_rank_that_torchrun_starts_again_joins(tmp_path: Path) -> None:
+    store = subprocess.Popen(
+        [sys.executable, "-m", "torch_commhook", "store", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    agents = []
+    try:
+        assert store.stdout is not None
+        port = store.stdout.readline().split()[-1]
+        (tmp_path / "b dies").touch()
+        for name in ("a", "b"):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node=1", "--max-restarts=3"]
+            program = [
+                str(SUPPORT / "elastic_torchrun.py"),
+                port,
+                name,
+                str(tmp_path),
+                str(TORCHRUN_STEPS),
+            ]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            agents.append(subprocess.Popen([*torchrun, *program], env=environment))
+        assert [agent.wait(120) for agent in agents] == [0, 0]
+    finally:
+        for process in [*agents, store]:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"{name}.log").read_text().splitlines() for name in ("a", "b")]
+    first, second = ([line.split() for line in log] for log in logs)
+    assert [int(step) for step, *_ in first] == list(range(1, TORCHRUN_STEPS + 1))
+    assert len({process for *_, process in first}) == 1
+    assert len({process for *_, process in second}) == 2, "started again"
+    digests = {step: digest for step, digest, _ in first}
+    assert all(digests[step] == digest for step, digest, _ in second)
+    assert int(second[-1][0]) == TORCHRUN_STEPS
