@@ -10,7 +10,6 @@ import pytest
 import torch
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
-from train_processes import forbid_launch, train_error
 
 from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -137,57 +136,6 @@ def test_a_codec_is_read_like_a_hook() -> None:
         with pytest.raises(HookExpressionError) as caught:
             parse_codec(text)
         assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--parallel tensor", "argument --parallel: invalid choice: 'tensor'"),
-        ("--weights blockwise()", "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
-        ("--shards 2", "argument --shards: needs --parallel hsdp, got ddp"),
-        ("--parallel fsdp --shards 2", "argument --shards: needs --parallel hsdp, got fsdp"),
-        ("--parallel fsdp --shard-hook cast()", "argument --shard-hook: needs --parallel hsdp, go"),
-        ("--parallel fsdp --bucket-cap-mb 1", "argument --bucket-cap-mb: needs --parallel ddp, go"),
-        (
-            "--parallel hsdp --ranks 3",
-            "argument --shards: is half of the ranks by default, got 3 ranks; give a number that d",
-        ),
-        ("--parallel hsdp --ranks 4 --shards 3", "--shards: must divide the 4 ranks, got 3"),
-        ("--parallel hsdp --ranks 4 --shards 8", "--shards: must divide the 4 ranks, got 8"),
-        ("--parallel fsdp --hook topk(0.1)", "argument --hook: topk(density=0.1): needs the gra"),
-        ("--parallel fsdp --hook powersgd()", "argument --hook: powersgd"),
-        ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
-        (
-            "--parallel fsdp --hook clip(1.0)",
-            "argument --hook: clip(1) scales all gradients of a step",
-        ),
-        (
-            "--parallel fsdp --hook local_sgd(4)",
-            "argument --hook: local_sgd(4) keeps replicas apar",
-        ),
-        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales all gradients of a"),
-        (
-            "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
-            "argument --shard-hook: topk(density=0.1): needs the gradients of all ranks",
-        ),
-        ("--parallel hsdp --shard-hook castt()", "argument --shard-hook: hook 'castt()' names the"),
-        ("--parallel hsdp --shard-hook no.py:x", "argument --shard-hook: hook 'no.py:x': there is"),
-        ("--parallel fsdp --weights int8()", "argument --weights: codec 'int8()' names the unknow"),
-        (
-            "--parallel fsdp --weights randomk(0.1)",
-            "argument --weights: weights must be a codec that sends all values",
-        ),
-        ("--parallel fsdp --hook none --weights fp8()", "--weights: needs a --hook, got none"),
-    ],
-)
-def test_a_wrong_option_is_one_line_before_ranks_start(
-    arguments: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    forbid_launch(monkeypatch)
-    assert message in train_error(arguments.split(), capsys)
 
 
 @pytest.mark.parametrize(
