@@ -15,6 +15,7 @@ from framework_training import (
     Net,
     Trained,
     assert_as_a_loop,
+    ended,
     loss_of,
     shard_on_cpu,
     sharded,
@@ -61,17 +62,11 @@ class _Run:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def end(self) -> Trained:
-        trained = Trained.of(self.model, self.handle)
-        if self.handle is not None:
-            self.handle.remove()
-        return trained
-
 
 def _trained(rank: int, *arguments: Any, **options: Any) -> Trained:
     run = _Run(*arguments, **options)
     run.steps(rank)
-    return run.end()
+    return ended(run.model, run.handle)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -97,11 +92,11 @@ def test_a_state(rank: int, hook: str, tmp_path: Path) -> None:
     run.accelerator.save_state(str(tmp_path))
     run.accelerator.wait_for_everyone()
     run.steps(rank)
-    straight = run.end()
+    straight = ended(run.model, run.handle)
     other = _Run(hook, **options)
     other.accelerator.load_state(str(tmp_path))
     other.steps(rank)
-    assert other.end().is_same(straight)
+    assert ended(other.model, other.handle).is_same(straight)
     saved = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
     assert {"rank0", "rank1"} <= saved.keys()
 
@@ -121,8 +116,8 @@ def test_a_hook_that_was_attached_again(rank: int, tmp_path: Path) -> None:
     other = _Run()
     other.accelerator.load_state(str(tmp_path))
     assert other.handle.state_dict()["steps"] == 2
-    run.end()
-    other.end()
+    ended(run.model, run.handle)
+    ended(other.model, other.handle)
     run.accelerator.load_state(str(tmp_path))  # of a hook that is off
 
 

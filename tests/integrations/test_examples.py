@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launched_ranks import free_port
 from repository import ROOT
+from train_processes import finished
 
 #: What a script imports first of its framework, and what it prints at last.
 SCRIPTS = {
@@ -37,13 +37,6 @@ def _command(script: Path) -> list[str]:
 def test_a_script(name: str) -> None:
     pytest.importorskip(SCRIPTS[name])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        _command(ROOT / "examples" / f"{name}.py"),
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "steps, 7." in ran.stdout and "times less traffic" in ran.stdout, ran.stdout
+    command = _command(ROOT / "examples" / f"{name}.py")
+    printed = finished(*command, environment=environment, seconds=170).stdout
+    assert "steps, 7." in printed and "times less traffic" in printed, printed

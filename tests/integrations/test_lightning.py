@@ -21,6 +21,7 @@ from framework_training import (
     Net,
     Trained,
     assert_as_a_loop,
+    ended,
     loss_of,
     sharded,
 )
@@ -266,17 +267,11 @@ class _InFabric:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def end(self) -> Trained:
-        trained = Trained.of(self.model, self.handle)
-        if self.handle is not None:
-            self.handle.remove()
-        return trained
-
 
 def _trained_in_fabric(rank: int, *arguments: Any) -> Trained:
     run = _InFabric(*arguments)
     run.steps(rank)
-    return run.end()
+    return ended(run.model, run.handle)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -315,13 +310,13 @@ def test_a_checkpoint_of_fabric(rank: int, hook: str, tmp_path: Path) -> None:
     }
     first.fabric.save(tmp_path / "last.ckpt", state)
     first.steps(rank)
-    straight = first.end()
+    straight = ended(first.model, first.handle)
     second = _InFabric(hook, DDPStrategy(find_unused_parameters=True))
     places = {"model": second.model, "optimizer": second.optimizer}
     rest = second.fabric.load(tmp_path / "last.ckpt", places)
     second.handle.load_state_dict(rest["hook"])
     second.steps(rank)
-    assert second.end().is_same(straight)
+    assert ended(second.model, second.handle).is_same(straight)
 
 
 @on_launched

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nested_values import different_paths
 from repository import ROOT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from train_processes import finished
 
 from torch_commhook import attach
 
@@ -74,17 +74,12 @@ def _loop(rank: int, folder: str) -> None:
 
 def _run(folder: Path, steps: int) -> tuple[dict[str, Any], int]:
     """The checkpoint of the example's run, and the bytes that it says its hook has sent."""
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", str(steps), "--folder", str(folder)],
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    said = re.search(r"loss [\d.]+, (\d+) bytes of gradients in (\d+) steps", run.stdout)
-    checkpoint = re.search(r"^checkpoint: (.*)$", run.stdout, re.MULTILINE)
-    assert said is not None and checkpoint is not None, run.stdout
+    command = (sys.executable, SCRIPT, "--steps", str(steps), "--folder", folder)
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    printed = finished(*command, environment=environment, seconds=SECONDS).stdout
+    said = re.search(r"loss [\d.]+, (\d+) bytes of gradients in (\d+) steps", printed)
+    checkpoint = re.search(r"^checkpoint: (.*)$", printed, re.MULTILINE)
+    assert said is not None and checkpoint is not None, printed
     return torch.load(Path(checkpoint[1]) / "training.pt", weights_only=True), int(said[1])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from torchft.process_group import (
     reconfigure_with_store,
 )
 from torchft_replicas import BACK, KILLED, STEPS, Net, plain, run
+from train_processes import finished
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
@@ -203,9 +203,7 @@ def test_its_group_without_a_manager() -> None:
 
 
 def test_the_example_runs() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "torchft_training.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = finished(sys.executable, ROOT / "examples" / "torchft_training.py", seconds=240)
     lines = [line.split() for line in done.stdout.splitlines()]
     steps = {(line[0], int(line[1])): line[2:] for line in lines if line[1:2] and line[1].isdigit()}
     both = [step for replica, step in steps if replica == "1" and ("0", step) in steps]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from launched_ranks import launched
 from nested_values import different_paths
 from repository import ROOT, SUPPORT
 from torch import Tensor, nn
+from train_processes import finished
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
@@ -276,18 +276,12 @@ def test_a_trainer(mesh: str, tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = SUPPORT / "titan_on_cpu.py"
-    arguments = ["--steps", "3", "--replicas", "2", "--folder", str(tmp_path)]
-    run = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(program), str(EXAMPLE), *arguments],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    sent = re.search(r"^step 3: (\d+) bytes of gradients were sent$", run.stdout, re.MULTILINE)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    program = ("--nproc-per-node", "2", SUPPORT / "titan_on_cpu.py", EXAMPLE)
+    arguments = ("--steps", "3", "--replicas", "2", "--folder", tmp_path)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = finished(*torchrun, *program, *arguments, environment=environment, seconds=SECONDS)
+    sent = re.search(r"^step 3: (\d+) bytes of gradients were sent$", done.stdout, re.MULTILINE)
     assert sent is not None and int(sent[1]) > 0
     assert (tmp_path / "checkpoint" / "step-3").is_dir()
 

@@ -178,11 +178,10 @@ def passed() -> dict[str, dict[str, str]]:
 
 def note_passed(target: str) -> None:
     """Note that all cases of a run have passed with the present files."""
-    noted = {
-        **passed(),
-        target: {"commit": _git("rev-parse", "HEAD"), "digest": RUNS[target].digest()},
-    }
-    PASSED.write_text(json.dumps(dict(sorted(noted.items())), indent=1) + "\n")
+    entry = {"commit": _git("rev-parse", "HEAD"), "digest": RUNS[target].digest()}
+    noted = sorted({**passed(), target: entry}.items())
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(each)}" for name, each in noted)
+    PASSED.write_text(f"{{\n{lines}\n}}\n")
 
 
 def has_changed(name: str) -> bool:

@@ -103,6 +103,14 @@ class Trained:
         return all(torch.equal(one, two) for one, two in pairs)
 
 
+def ended(model: nn.Module, handle: HookHandle | None) -> Trained:
+    """The results of a training, whose hook is removed."""
+    trained = Trained.of(model, handle)
+    if handle is not None:
+        handle.remove()
+    return trained
+
+
 def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
@@ -131,9 +139,7 @@ def loop(
                 nn.utils.clip_grad_norm_(model.parameters(), how.clip)
             optimizer.step()
             optimizer.zero_grad()
-    trained = Trained.of(model, handle)
-    if handle is not None:
-        handle.remove()
+    trained = ended(model, handle)
     dist.barrier()
     return trained
 
