@@ -47,10 +47,13 @@ def _joins_after(steps: int, **others: Any) -> dict[str, Any]:
     return {"late": [steps], "pause": 0.02, **others}
 
 
+def _named_after(steps: int, **others: Any) -> dict[str, Any]:
+    """Ranks name a member that is slow in this many steps."""
+    return {"pause": 0.03, "straggler": {"straggler": 3.0, "straggler_steps": steps, **others}}
+
+
 def _left_out_after(steps: int) -> dict[str, Any]:
-    """Ranks leave out a member that is slow in this many steps."""
-    straggler = {"straggler": 3.0, "straggler_steps": steps, "leave_out_stragglers": True}
-    return {"pause": 0.03, "straggler": straggler}
+    return _named_after(steps, leave_out_stragglers=True)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -132,14 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fragments: a killed rank's process starts anew": _case(
         "fragments", 3, 60, (1, 5, "kill"), **_joins_after(8), together=10
     ),
-    "a slow rank is named": _case(
-        "allreduce",
-        3,
-        12,
-        (1, 3, "slow"),
-        pause=0.03,
-        straggler={"straggler": 3.0, "straggler_steps": 4},
-    ),
+    "a slow rank is named": _case("allreduce", 3, 12, (1, 3, "slow"), **_named_after(4)),
     "a slow rank is left out": _case(
         "with error", 3, 20, (1, 3, "slow"), said={1: "LeftOutError"}, **_left_out_after(4)
     ),

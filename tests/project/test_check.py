@@ -130,7 +130,7 @@ def test_helpers_are_followed() -> None:
 
 def test_tables_of_tests_are_checked_where_tests_change() -> None:
     files = chosen(*SOURCES.areas("tests/autograd/test_finite_check.py")).cases.short
-    assert {"autograd/test_finite_check.py", "project/test_suite_tables.py"} <= set(files)
+    assert {"autograd/test_finite_check.py", "project/test_long_runs.py"} <= set(files)
 
 
 def test_documents_call_for_few_tests() -> None:

@@ -1,14 +1,17 @@
-"""The long runs: which of them changed files call for, and what counts as wrong in a suite."""
+"""The long runs: which of them changed files call for; and the tables of PyTorch's own tests."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import called_for
 import pytest
 from distributed_suite import SUITES, problems
-from repository import ROOT
+from repository import ROOT, TESTS
 from source_code import CPP_SUFFIXES, code_of
 
 # ---- which are called for ------------------------------------------------------------------------
@@ -191,3 +194,40 @@ def test_wrapped_groups_are_called() -> None:
     rows = [row("wrapper", name, "passed", "failed") for name in suite.known]
     rows.append(row("wrapper", "alone", "passed", "passed", groups=0))
     assert problems(suite, rows) == ["alone wraps no group"]
+
+
+# ---- PyTorch's other tests -----------------------------------------------------------------------
+
+NAME = re.compile(r"test_\w+\.py::\w+")
+
+
+def _table(suite: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """By file of PyTorch's: where each of its tests is expressed, or the reason why it is not."""
+    return json.loads(next(TESTS.glob(f"*/{suite}.json")).read_text())
+
+
+def _tests_in(file: str) -> set[str]:
+    tree = ast.parse(next(TESTS.glob(f"*/{file}")).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("suite", ["autograd_suite", "process_group_suite"])
+def test_tests_of_pytorch_are_expressed_by_tests_that_there_are_or_not_at_all(suite: str) -> None:
+    table = _table(suite)
+    expressed = [ours for tests in table["expressed"].values() for ours in tests.values()]
+    reasons = [reason for tests in table["not_expressed"].values() for reason in tests.values()]
+    assert all(expressed) and all(reasons)
+    named = {name for ours in expressed for name in ours}
+    named |= {name for reason in reasons for name in NAME.findall(reason)}
+    assert named
+    parts = [name.partition("::") for name in sorted(named)]
+    assert [(file, test) for file, _, test in parts if test not in _tests_in(file)] == []
+    for group, tests in table["not_expressed"].items():
+        assert not tests.keys() & table["expressed"].get(group, {}).keys()
+
+
+def test_each_test_of_the_process_group_suite_expresses_something() -> None:
+    table = str(_table("process_group_suite"))
+    files = [path.name for path in TESTS.glob("*/test_process_group_suite_*.py")]
+    tests = [(file, test) for file in files for test in _tests_in(file) if test[:5] == "test_"]
+    assert [each for each in tests if "::".join(each) not in table] == []
