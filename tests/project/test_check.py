@@ -22,12 +22,6 @@ SOURCES = Sources()
 # ---- areas ---------------------------------------------------------------------------------------
 
 
-def test_layers_are_those_of_import_linter() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = text.partition("\nlayers = [\n")[2].partition("]")[0].replace('"', "").split(",")
-    assert {each.strip() for each in listed} - {""} == SOURCES.layers.keys() - {"lib"}
-
-
 def test_a_layer_uses_those_below_it() -> None:
     assert SOURCES.layers["codecs"] == {"codecs", "native"}
     assert {"hooks", "collectives", "codecs"} < SOURCES.layers["attachment"]
