@@ -318,6 +318,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a model in bf16": Scenario(net=lambda: layers().bfloat16(), rounding=0.1),
     "gradients add up": Scenario(step=_micro_batches),
     "gradients add up in no_sync": Scenario(step=_micro_batches_in_no_sync),
+    "gradients in bf16 add up": Scenario(
+        shard=policy(BF16, None), step=_micro_batches, averages=False
+    ),
     "gradients in bf16 add up in f32": Scenario(
         shard=policy(BF16, F32), step=_micro_batches, rounding=0.05
     ),
