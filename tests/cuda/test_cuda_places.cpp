@@ -1,5 +1,5 @@
 // Compares what the CUDA kernels of block codecs compute in short ways with the long ones. Run by
-// test_cuda_places.py.
+// test_cuda_partition.py.
 #include "block_places.h"
 #include "host_program.h"
 #include "instructions.h"

@@ -1,32 +1,19 @@
 """What the bucket operators' CPU kernels compute, bit by bit, at each instruction set.
 
 What the library's own reference kernels compute, too, which serve devices without a fast kernel.
-Special values and rounding stand in test_ops_rounding.py, large buffers in test_ops_streaming.py.
+Most of the tests are those of all devices. Large buffers stand in test_ops_streaming.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bucket_checks import (
-    ANY_SCALES,
-    CASES,
-    OF_MIXED_DTYPES,
-    assert_flattens,
-    assert_unflattens,
-    assert_unflattens_into,
-    check_mixed_dtypes,
-    check_nonfinite_count,
-    check_sums_before_the_cast,
-    total,
-)
+from bucket_tests import *  # noqa: F403
+from bucket_tests import there_and_back, total
 from kernel_device import KernelDevice
 from ops_reference import (
     DTYPES,
     LEVELS,
-    PAIRS,
-    SHAPE_CLASSES,
-    SOURCE_CLASSES,
     assert_same_bits,
     cpu_level,
     expected_flatten,
@@ -38,58 +25,14 @@ from ops_reference import (
 
 import torch_commhook.native.bucket_ops as ops
 
-CPU = KernelDevice("cpu")
-#: By this scale, float16 overflows.
-LARGE = [(torch.float32, torch.float32, 1e5), (torch.float64, torch.float16, 1e5)]
 
-
-@pytest.fixture(params=LEVELS[1:], autouse=True)
-def level(request):
+@pytest.fixture(params=LEVELS, autouse=True)
+def device(request):
     with cpu_level(request.param):
-        yield request.param
+        yield KernelDevice("cpu")
 
 
-with_reference_kernels = pytest.mark.parametrize("level", LEVELS, indirect=True)
-of_sources = pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
-
-
-# ---- all operators -------------------------------------------------------------------------------
-
-
-@with_reference_kernels
-@of_sources
-def test_flatten(name):
-    for source, target, scale in [*CASES, *LARGE]:
-        assert_flattens(CPU, make(name, source), scale, target)
-
-
-@with_reference_kernels
-@of_sources
-def test_unflatten(name):
-    for source, target, scale in CASES:
-        like = make(name, target, seed=1)
-        assert_unflattens(CPU, maker(source)(total(like)), like, scale)
-
-
-@with_reference_kernels
-@pytest.mark.parametrize("name", SHAPE_CLASSES)
-def test_unflatten_into(name):
-    for source, target, scale in CASES:
-        tensors = make(name, target, seed=1)
-        assert_unflattens_into(CPU, maker(source)(total(tensors)), tensors, scale)
-
-
-@pytest.mark.parametrize("name", OF_MIXED_DTYPES)
-def test_mixed_dtypes(name):
-    check_mixed_dtypes(CPU, name)
-
-
-@pytest.mark.parametrize("scale", ANY_SCALES)
-def test_any_scale(scale):
-    for source, target in PAIRS:
-        assert_flattens(CPU, make("mixed", source), scale, target)
-
-
+@pytest.mark.parametrize("device", LEVELS[1:], indirect=True)  # ATen's sum depends on threads
 @pytest.mark.parametrize("name", ["odd_rows", "many_tiny", "step_and_row", "one_large"])
 def test_the_number_of_threads_does_not_matter(name):
     pairs = [(torch.float32, target) for target in DTYPES] + [(torch.float64, torch.float32)]
@@ -109,9 +52,6 @@ def test_the_number_of_threads_does_not_matter(name):
         assert_same_bits(found[0][0], expected_flatten(tensors, 1 / 3, target), name)
 
 
-# ---- flatten -------------------------------------------------------------------------------------
-
-
 def test_flatten_out_of_any_shape():
     tensors = make("mixed", torch.float32)
     count = total(tensors)
@@ -120,42 +60,13 @@ def test_flatten_out_of_any_shape():
     assert_same_bits(out.reshape(-1), expected_flatten(tensors, 1.0, torch.float32))
 
 
-def test_flatten_of_memory_that_no_element_is_aligned_to():
-    memory = bytearray(4 * 5000 + 1)
-    source = torch.frombuffer(memory, dtype=torch.float32, offset=1)
+def test_flatten_of_memory_that_no_element_is_aligned_to(device):
+    source, other = (device.misaligned(5000, torch.float32) for _ in range(2))
     source.copy_(maker(torch.float32)(5000))
     expected = source.clone()
     assert_same_bits(ops.flatten([source]), expected)
-    other = torch.frombuffer(bytearray(4 * 5000 + 1), dtype=torch.float32, offset=1)
     ops.flatten([source], out=other)
     assert_same_bits(other.clone(), expected)
-
-
-def test_flatten_of_a_lazily_negated_tensor():
-    values = maker(torch.float32)(40, 2)
-    imaginary = torch.view_as_complex(values).conj().imag
-    assert imaginary.is_neg()
-    assert_same_bits(ops.flatten([imaginary]), -values[:, 1])
-
-
-# ---- flatten_stats -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["every_short_length", "transposed", "odd_rows"])
-def test_flatten_stats_counts_what_is_not_finite_in_the_buffer(name):
-    check_nonfinite_count(CPU, name)
-
-
-def test_flatten_stats_sums_before_the_cast_in_float64():
-    check_sums_before_the_cast(CPU)
-
-
-# ---- unflatten -----------------------------------------------------------------------------------
-
-
-def test_unflatten_of_nothing():
-    assert ops.unflatten(torch.empty(0), []) == []
-    ops.unflatten_into(torch.empty(2, 0), [])
 
 
 def test_unflatten_takes_a_buffer_of_any_shape_and_alignment():
@@ -169,8 +80,46 @@ def test_unflatten_takes_a_buffer_of_any_shape_and_alignment():
             assert_same_bits(new, right, offset)
 
 
-def test_unflatten_into_a_lazy_copy_leaves_the_original():
-    original = torch.zeros(100)
-    copy = torch._lazy_clone(original)
-    ops.unflatten_into(torch.ones(100), [copy])
-    assert (copy == 1).all() and (original == 0).all()
+# ---- rounding and special values -----------------------------------------------------------------
+
+
+def test_scaling_comes_before_the_cast():
+    # 1e5 is infinite in float16, a third of it is not; 2e-8 is zero in it, a thousand times is not.
+    scaled = ops.flatten([torch.tensor([1e5])], scale=1 / 3, dtype=torch.float16)
+    assert scaled[0] == torch.tensor(1e5 / 3).half()
+    assert ops.flatten([torch.tensor([2e-8])], scale=1e3, dtype=torch.float16)[0] > 0
+    assert ops.unflatten(torch.tensor([1e5]), [scaled[:1]], scale=0.5)[0] == 5e4
+    # In float32 and not in float16: 3 * 0.1 has other bits there.
+    halves = torch.full((40,), 3.0, dtype=torch.float16)
+    in_float32 = (halves.float() * torch.tensor(0.1)).half()
+    assert_same_bits(ops.flatten([halves], scale=0.1), in_float32)
+    # In float64 where a side is float64.
+    product = ops.flatten([torch.full((40,), 3.0)], scale=0.1, dtype=torch.float64)
+    assert (product == 3.0 * 0.1).all()
+
+
+def test_denormals_are_kept():
+    smallest = torch.full((40,), 2.0**-149)
+    assert_same_bits(ops.flatten([smallest]), smallest)
+    assert_same_bits(ops.flatten([3 * smallest], scale=0.5), 2 * smallest)  # a tie
+    assert_same_bits(ops.flatten([smallest], scale=0.5), torch.zeros(40))
+    assert ops.flatten_stats([smallest], scale=2.0**100).sum_of_squares == 40 * 2.0**-98
+
+
+def test_signs_of_zero_and_nan(device):
+    zeros = torch.tensor([0.0, -0.0] * 20)
+    for dtype in DTYPES:
+        assert_same_bits(ops.flatten([zeros], dtype=dtype), zeros.to(dtype), dtype)
+        assert_same_bits(ops.flatten([zeros], scale=-1.0, dtype=dtype), -zeros.to(dtype), dtype)
+        # All NaNs stay NaNs: quiet or signalling, of either sign, with the payload in the low bits.
+        bits = [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -0x00400000, -0x007FFFFF, -1]
+        nans = torch.tensor(bits * 7, dtype=torch.int32).view(torch.float32)
+        for actual in there_and_back(device, nans, dtype):
+            assert actual.isnan().all()
+
+
+@pytest.mark.parametrize("scale", [float("inf"), 1e39])
+@pytest.mark.parametrize("numel", [1, 3, 17])
+def test_stats_count_no_padding(scale: float, numel: int) -> None:
+    _, sum_of_squares, count = ops.flatten_stats([torch.ones(numel)], scale=scale)
+    assert count.item() == numel and sum_of_squares.item() == float("inf")

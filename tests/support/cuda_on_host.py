@@ -40,8 +40,8 @@ KINDS = {
 }
 #: These include headers of kernels.
 SOURCES = (*(f"{folder}/" for folder in KINDS), "look_back.cpp")
-#: Also the host's own kernels, and the interface for tests. The other files observe these.
-OBSERVED = (*SOURCES, "broken_kernels.cpp", "operators.cpp")
+#: Also the host's own kernels. The other files observe these.
+OBSERVED = (*SOURCES, "broken_kernels.cpp")
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 FLAGS = [
     "-std=c++20",

@@ -18,10 +18,15 @@ COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
 
 class KernelDevice:
-    """The device of tensors for the CUDA kernels: ``cuda``, or ``cpu`` within kernels()."""
+    """The device of tensors for the CUDA kernels: ``cuda``, or ``cpu`` within kernels().
+
+    Attributes:
+        is_slow: whether the kernels are simulated on the host.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_slow = False
 
     def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
         """Within this block, ``torch.ops.commhook`` has the CUDA kernels for this device's tensors.
@@ -85,7 +90,8 @@ DEVICE = KernelDevice("cuda")
 
 @pytest.fixture(params=[ON_GPU, ON_HOST])
 def kernel_device(request: pytest.FixtureRequest) -> Iterator[KernelDevice]:
-    DEVICE.name = "cuda" if request.param == "cuda" else "cpu"
+    DEVICE.is_slow = request.param == "host"
+    DEVICE.name = "cpu" if DEVICE.is_slow else "cuda"
     yield DEVICE
     DEVICE.name = "cuda"
 

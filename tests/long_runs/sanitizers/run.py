@@ -46,6 +46,7 @@ OPERATOR_TESTS = [
 #: CUDA kernels on the host: what they read or write past a tensor.
 KERNEL_TESTS = [
     "tests/cuda/test_cuda_bucket.py::test_mixed_dtypes",
+    "tests/cuda/test_cuda_bucket.py::test_random_tensors",
     "tests/cuda/test_cuda_bucket.py::test_rows_that_end_with_their_memory",
     "tests/cuda/test_cuda_check.py::test_every_alignment",
     "tests/cuda/test_cuda_blocks.py",
