@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 from codec_examples import everything, of_each_codec, rounding_for, same, some_tensors
-from kernel_device import DEVICE, KernelDevice
+from kernel_device import DEVICE, KernelDevice, no_waiting_on_gpu
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
@@ -94,12 +94,9 @@ def test_nothing_waits_and_a_graph_takes_it(codec: Codec) -> None:
     both()
     if error is not None:
         error.zero_()
-    calls_before, before = memory_calls(), torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    calls_before = memory_calls()
+    with no_waiting_on_gpu():
         both()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert memory_calls() == calls_before
     want = out.clone()
     if error is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,30 @@ class KernelDevice:
         if not names:
             pytest.skip("the profiler sees no kernels here")
         return names
+
+
+@contextmanager
+def no_waiting_on_gpu() -> Iterator[None]:
+    """Within this block the host may not wait for a GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def captured(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """What replays a step that is captured in a CUDA graph, and what the step returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        returned = step()
+    return graph.replay, returned
 
 
 #: The device of the running test.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
+from torch_commhook.native.check_ops import check_finite
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
@@ -194,8 +195,19 @@ def split(memory: torch.Tensor) -> list[torch.Tensor]:
 NAN, INF = float("nan"), float("inf")
 
 
-def new_count() -> Tensor:
-    return torch.zeros((), dtype=torch.int64)
+def new_count(device: str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def counted(*tensors: Tensor) -> int:
+    """What ``check_finite`` counts."""
+    count = new_count(tensors[0].device.type)
+    assert check_finite(tensors, count) is None
+    return int(count)
+
+
+def expected_count(tensors: Sequence[Tensor]) -> int:
+    return sum(int((~tensor.isfinite()).sum()) for tensor in tensors)
 
 
 def spoil(tensor: Tensor) -> Tensor:
@@ -203,6 +215,24 @@ def spoil(tensor: Tensor) -> Tensor:
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     storage[::5], storage[1::7], storage[3::11] = NAN, INF, -INF
     return tensor
+
+
+def check_counts(name: str, copy: Callable[[list[Tensor]], list[Tensor]] = list) -> None:
+    """Counts in tensors of a class of shapes, of each dtype and of all of them together."""
+    mixed = []
+    for dtype in DTYPES:
+        tensors = make(name, dtype)
+        assert counted(*copy(tensors)) == expected_count(tensors)
+        mixed += [spoil(tensor) for tensor in tensors]
+        assert counted(*copy(tensors)) == expected_count(tensors)
+    assert counted(*copy(mixed)) == expected_count(mixed)
+
+
+def check_counts_of_16_bits(device: str = "cpu") -> None:
+    """Counts in every 16-bit value."""
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).to(device)
+    assert counted(bits.view(torch.float16)) == 2 * 1024
+    assert counted(bits.view(torch.bfloat16)) == 2 * 128
 
 
 def of(*shape: int, **options: Any) -> Tensor:
