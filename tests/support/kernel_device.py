@@ -19,10 +19,10 @@ COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
 
 class KernelDevice:
-    """The device of tensors for the CUDA kernels: ``cuda``, or ``cpu`` within kernels().
+    """The device of a test's tensors, which may be that of the CUDA kernels.
 
     Attributes:
-        is_slow: whether the kernels are simulated on the host.
+        is_slow: whether CUDA kernels are simulated on the host, within kernels().
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class KernelDevice:
 
         On the host, ``warps`` warps fit on the device at once.
         """
-        return nullcontext() if self.name == "cuda" else cuda_kernels_on_host(warps)
+        return cuda_kernels_on_host(warps) if self.is_slow else nullcontext()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on this device, with the same strides and offsets in storages of the same size."""
