@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import FIRST, error_of, of_each_codec, rounding_of, values
+from chunk_cases import FIRST, error_of, rounding_of, values
+from codec_examples import of_each_codec
 from collective_cases import NO_GROUP
 from rank_pool import RankPool
 from staged_steps import Around

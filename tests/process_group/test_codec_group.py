@@ -10,18 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import (
-    FIRST,
-    SUMS,
-    group_of,
-    int8,
-    issue_sum,
-    most_lost,
-    of_each_codec,
-    options,
-    premul,
-    values,
-)
+from chunk_cases import FIRST, SUMS, group_of, int8, issue_sum, most_lost, options, premul, values
+from codec_examples import of_each_codec
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
