@@ -1,18 +1,20 @@
 """Codecs on CUDA: the bits of the CPU, on a GPU and with the same kernels on the host; streams and
 graphs, and that nothing waits for the device.
 
-Random settings of the codecs of blocks are tried in test_cuda_blocks.py, what topk sends in
-test_cuda_topk.py.
+What topk sends is tried in test_cuda_topk.py.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from codec_examples import everything, of_each_codec, rounding_for, same, some_tensors
+from codec_examples import everything, of_each_codec, rounding_for, some_chunks, some_tensors
 from kernel_device import DEVICE, KernelDevice, no_waiting_on_gpu
+from kernel_runs import FORMS, least_block
+from ops_reference import same_bits
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
@@ -26,12 +28,19 @@ def assert_the_bits_of_the_cpu(
     scale: float,
     error: Tensor | None,
     warps: int = 128,
-) -> None:
-    right = everything(codec, tensors, shards, scale, error)
+    *,
+    rounding: Tensor | None = None,
+    **more: Any,
+) -> list[Tensor]:
+    """Returns what all operators write, the errors last."""
+    right = everything(codec, tensors, shards, scale, error, rounding=rounding, **more)
     with device.kernels(warps):
-        device_error = None if error is None else device.copy([error])[0]
-        got = everything(codec, device.copy(tensors), shards, scale, device_error)
-    assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), (shards, scale)
+        copies = device.copy(tensors)
+        own = [None if each is None else device.copy([each])[0] for each in (error, rounding)]
+        found = everything(codec, copies, shards, scale, own[0], rounding=own[1], **more)
+    got = [tensor.cpu() for tensor in found]
+    assert all(map(same_bits, got, right)), (codec, shards, scale)
+    return got
 
 
 @of_each_codec
@@ -47,6 +56,48 @@ def test_the_bits_of_the_cpu(codec: Codec, kernel_device: KernelDevice) -> None:
             error = error.bfloat16()
         warps = rng.choice([1, 5, 128])
         assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error, warps)
+
+
+def random_case(form: str, seed: int) -> tuple[random.Random, Codec, list[Tensor], dict[str, Any]]:
+    """A codec of blocks with random settings, tensors, and what its operators take with them."""
+    draw = random.Random(f"{form} {seed}")
+    torch.manual_seed(seed)
+    name, settings = FORMS[form]
+    sizes = [32, 64, 128, 256, 256, 512, 544, 1024, 4096]
+    sizes += {8: [8, 72, 200], 16: [16, 48, 208], 32: []}[least_block(form)]
+    more: dict[str, Any] = {"scale": draw.choice([1.0, 0.5, 1 / 3, 1e-3]), "error": None}
+    if name == "blockwise" and draw.random() < 0.5:
+        settings = {**settings, "rounding": "stochastic"}
+        more["rounding"] = torch.tensor([draw.getrandbits(62) - (1 << 61), draw.getrandbits(20)])
+    tensors, more["sizes"] = some_chunks(draw)
+    if draw.random() < 0.5:
+        first = draw.randrange(4)  # at any address that is a multiple of four
+        more["error"] = torch.randn(first + sum(more["sizes"]))[first:]
+    more |= {"shards": draw.choice([1, 1, 2, 3, 7]), "added": draw.randint(1, 4)}
+    return draw, CODECS[name](**settings, block_size=draw.choice(sizes)), tensors, more
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
+def test_blocks_of_any_size(form: str, seeds: range, kernel_device: KernelDevice) -> None:
+    for seed in seeds:
+        draw, codec, tensors, more = random_case(form, seed)
+        warps = draw.choice([1, 5, 128])
+        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, warps=warps, **more)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_numbers(form: str, kernel_device: KernelDevice) -> None:
+    for seed in range(20):
+        draw, codec, tensors, more = random_case(form, seed)
+        for tensor in tensors:
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+            for _ in range(3 if tensor.numel() else 0):
+                place = tuple(draw.randrange(size) for size in tensor.shape)
+                tensor[place] = torch.finfo(tensor.dtype).max * draw.choice([1.0, 0.9999, 0.25])
+        got = assert_the_bits_of_the_cpu(kernel_device, codec, tensors, **{**more, "scale": 1.0})
+        errors = [] if more["error"] is None else got[-3:]
+        assert all(error.isfinite().all() for error in errors), f"seed {seed}"
 
 
 @of_each_codec

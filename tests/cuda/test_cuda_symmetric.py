@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from kernel_device import KernelDevice
+from ops_reference import same_bits
 from symmetric_ranks import (
     BLOCK_CODECS,
     CODEC,
     Case,
     SharedRanks,
-    same,
     test_a_barrier_that_waits_in_vain,  # noqa: F401
     test_a_rank_that_does_not_come,  # noqa: F401
     test_gathered_shards,  # noqa: F401
@@ -71,7 +71,7 @@ def _on_gpus(rank: int, ranks: int, store: str) -> None:
             got = case.of_rank(rank, "cuda", buffers=MessageBuffers())
             assert obstacle_of(dist.group.WORLD) == ""
             right = case.of_rank(rank, "cuda")  # over NCCL, since it gives no buffers
-            assert all(map(same, got, right)), codec
+            assert all(map(same_bits, got, right)), codec
     finally:
         dist.destroy_process_group()
 

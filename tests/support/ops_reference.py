@@ -83,14 +83,25 @@ def expected_unflatten(buffer: Tensor, like: Sequence[Tensor], scale: float) -> 
     ]
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor, context: object = "") -> None:
-    """Compares dtype, shape and bits: -0.0 is not 0.0. All NaNs are equal."""
-    assert actual.dtype == expected.dtype, f"{context}: {actual.dtype} is not {expected.dtype}"
-    assert actual.shape == expected.shape, f"{context}: {actual.shape} is not {expected.shape}"
+def differing_bits(actual: Tensor, expected: Tensor) -> Tensor:
+    """Which elements of tensors of one dtype differ, if all NaNs are equal."""
     bits = _BITS[actual.element_size()]
     wrong = actual.contiguous().view(bits) != expected.contiguous().view(bits)
     if actual.is_floating_point():
         wrong &= ~(actual.isnan() & expected.isnan())
+    return wrong
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    assert actual.dtype == expected.dtype
+    return not differing_bits(actual, expected).any()
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, context: object = "") -> None:
+    """Compares dtype, shape and bits: -0.0 is not 0.0. All NaNs are equal."""
+    assert actual.dtype == expected.dtype, f"{context}: {actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{context}: {actual.shape} is not {expected.shape}"
+    wrong = differing_bits(actual, expected)
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(

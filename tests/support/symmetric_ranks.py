@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_device import KernelDevice
+from ops_reference import same_bits
 from torch import Tensor
 
 from torch_commhook import ProcessGroup
@@ -165,17 +166,9 @@ def warm_up(case: Case, device: str) -> None:
         case.steps = steps
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether the bits are equal, with NaNs in the same places."""
-    assert one.dtype == other.dtype
-    integers = torch.int32 if one.element_size() == 4 else torch.int16
-    nan = one.isnan() & other.isnan()
-    return bool((nan | (one.view(integers) == other.view(integers))).all())
-
-
 def assert_the_bits_of_collectives(case: Case, got: list[list[Tensor]]) -> None:
     for rank, (own, right) in enumerate(zip(got, case.over_collectives(), strict=True)):
-        wrong = [i for i, pair in enumerate(zip(own, right, strict=True)) if not same(*pair)]
+        wrong = [i for i, pair in enumerate(zip(own, right, strict=True)) if not same_bits(*pair)]
         assert not wrong, f"{case.numel} values, rank {rank}"
 
 
