@@ -111,6 +111,8 @@ def message_of(codec: Codec, sizes: list[int]) -> Tensor:
 
 
 ADD_UP = "sizes must add up to 600 elements"
+NUMBERS = "sizes must be numbers of at least 0 that add up to the tensors' 600 values"
+LENGTH = "message must be flat and hold 48 bytes"
 
 
 @pytest.mark.parametrize(
@@ -129,21 +131,8 @@ ADD_UP = "sizes must add up to 600 elements"
             r"sizes must be at least 1 number and at most 2\^20, got 0",
         ),
         ("encode", BLOCKWISE, [600], [300, 300], "message must hold 640 bytes, got 624"),
-        (
-            "encode",
-            TOPK,
-            [300, 299],
-            [300, 299],
-            r"sizes must be numbers of at least 0 that add up to the tensors' 600 values, got "
-            r"\[300, 299\]",
-        ),
-        (
-            "decode",
-            TOPK,
-            [300],
-            [300, 300],
-            r"message must be flat and hold 48 bytes, got sizes \[24\]",
-        ),
+        ("encode", TOPK, [300, 299], [300, 299], rf"{NUMBERS}, got \[300, 299\]"),
+        ("decode", TOPK, [300], [300, 300], rf"{LENGTH}, got sizes \[24\]"),
     ],
 )
 def test_sizes_that_do_not_fit(
@@ -205,26 +194,3 @@ def test_opcheck(codec: BlockCodec, which: str, sizes: list[int]) -> None:
         return
     arguments = ([x], message) if which == "encode" else (message, [x])
     torch.library.opcheck(operator, arguments, {"sizes": sizes, **codec._settings})
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("dynamic", [False, True])
-@of_each_codec
-def test_compiled(codec: Codec, dynamic: bool) -> None:
-    def run(x: Tensor, error: Tensor, rounding: Tensor) -> Tensor:
-        numel = x.numel()
-        sizes = [numel // 3, 0, numel - numel // 3]
-        nbytes = sum(part.nbytes for part in codec.chunks(sizes))
-        message = torch.empty(nbytes, dtype=torch.uint8)
-        lost = error if codec.takes_error else None
-        codec.encode_chunks([x * 2], message, sizes, error=lost, rounding=rounding)
-        out = torch.empty_like(x)
-        codec.decode_chunks(message, [out], sizes, rounding=rounding)
-        return out + 1
-
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
-        torch.manual_seed(0)
-        x, error, rounding = torch.randn(1300), torch.randn(1300) * 0.1, torch.tensor([1, 2])
-        results.append([call(x, error, rounding), error])
-    assert all(map(torch.equal, *results))

@@ -1,29 +1,9 @@
-"""What theory says of codecs and hooks, line by line, and where each line is checked.
+"""What theory says of codecs and hooks, beyond what the codecs' and collectives' own tests show.
 
-Rounding
-    step, bound and mean square of blocks of 8 and 4 bits, both symmetric and between least and
-    largest value: ``test_codec_blockwise.py`` (test_nearest, test_mean_square_on_smooth_data,
-    test_stochastic_rounding_is_unbiased); variance of stochastic rounding: here. No codec has the
-    levels of QSGD, which are parts of a norm; its variance is that of any such rounding, with a
-    block's step for a level.
-    unit roundoffs: ``test_codec_fp8.py`` (test_bounds, test_rounding_is_pytorchs), for 16 bits:
-    here. Scaled before the cast: ``test_hooks.py``
-    (test_sixteen_bits_scale_before_they_cast). Saturation of fp8: ``test_codec_fp8.py``
-    (test_blocks_of_any_range).
-    zeros, and what is not finite: ``test_codecs.py`` (test_zeros_are_exact,
-    test_what_is_not_finite_does_not_become_a_number), and whole hooks:
-    ``test_hooks_properties.py``.
-Sparse and sign
-    top-k: ``test_codec_topk.py`` (test_the_bound). Sign: ``test_codec_sign.py``
-    (test_magnitude_and_error, test_error_on_a_gaussian). Majority vote, which is what the second
-    encoding of a sum of signs is: here.
-Error feedback
-    what a rank remembers of its own message: ``test_codecs.py`` (test_the_error_is_what_is_lost),
-    ``test_compressed_all_reduce.py``. The path of SGD, memory that stays bounded, quadratics and
-    stuck signs: here, and longer with ``make error-feedback``.
-Bytes on the wire
-    ``test_compressed_all_reduce.py`` (test_bytes), ``test_simulate.py``; the figures: here. Of
-    chunks: ``test_compressed_chunks_calls.py`` (test_bytes, test_bytes_are_those_of_the_formulas).
+These show bounds and exact values (test_block_codecs.py, test_codec_topk.py), zeros and what is not
+finite (test_codecs.py), 16 bits and what a rank remembers of its own message
+(test_hooks.py, test_compressed_all_reduce.py), and bytes of sums and of chunks. Error feedback is
+tried for longer by ``make error-feedback``.
 """
 
 from __future__ import annotations
@@ -149,11 +129,8 @@ def _follows_sgd(
     if end > begin:
         held[begin:end] = run.memory["shard_error"].double()
     error = run.memory["error"].double()
-    return {
-        "x": x, "observed": observed, "error": error, "held": held, "largest": largest, **{
-            f"squares of {name}": square for name, square in squares.items()
-        },
-    }  # fmt: skip
+    found = {"x": x, "observed": observed, "error": error, "held": held, "largest": largest}
+    return {**found, **{f"squares of {name}": square for name, square in squares.items()}}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

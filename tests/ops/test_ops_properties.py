@@ -17,7 +17,6 @@ from ops_reference import (
     expected_flatten,
     expected_sum_of_squares,
     expected_unflatten,
-    threads,
 )
 
 import torch_commhook.native.bucket_ops as ops
@@ -165,28 +164,3 @@ def test_unflatten_undoes_flatten(inputs):
     for result, tensor in zip(ops.unflatten(buffer, tensors), tensors, strict=True):
         assert_same_bits(result, tensor)
     assert_same_bits(ops.flatten(ops.unflatten(buffer, tensors)), buffer)
-
-
-# From 64 Ki elements on the work is split over threads, so these lists are longer.
-sizes = st.lists(
-    st.one_of(st.integers(0, 70), st.integers(30_000, 100_000)), min_size=1, max_size=6
-).filter(lambda sizes: sum(sizes) > 2 * (1 << 16))
-
-
-@settings(repeatable, max_examples=15)
-@given(sizes, scales, dtypes, st.integers(0, 1 << 30), st.integers(2, 4), st.booleans())
-def test_nothing_depends_on_the_number_of_threads(sizes, scale, dtype, seed, count, strided):
-    generator = torch.Generator().manual_seed(seed)
-    step = 2 if strided else 1
-    tensors = [torch.randn(size * step, generator=generator)[::step] for size in sizes]
-    buffer = ops.flatten(tensors, scale=scale, dtype=dtype)
-    stats = ops.flatten_stats(tensors, scale=scale, dtype=dtype)
-    back = ops.unflatten(buffer, tensors, scale=0.5)
-    with threads(count):
-        assert_same_bits(ops.flatten(tensors, scale=scale, dtype=dtype), buffer)
-        again = ops.flatten_stats(tensors, scale=scale, dtype=dtype)
-        back_again = ops.unflatten(buffer, tensors, scale=0.5)
-    if ops.cpu_capability() == "reference":  # ATen's sum may depend on it
-        again = again._replace(sum_of_squares=stats.sum_of_squares)
-    for one, other in zip([*stats, *back], [*again, *back_again], strict=True):
-        assert_same_bits(other, one)
