@@ -191,16 +191,9 @@ def _pairs(rank: int) -> list[Any]:
     return [total.tolist(), again is pair, pair.rank(), dist.get_process_group_ranks(pair)]
 
 
-def _wanted_of_pairs() -> list[list[Any]]:
-    return [
-        [[1.0 + rank // 2 * 4] * 3, True, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1]]
-        for rank in range(4)
-    ]
-
-
 def test_groups_over_some_ranks(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_pairs) == _wanted_of_pairs()
-
-
-def test_groups_over_some_simulated_ranks() -> None:
-    assert run_ranks(_pairs, 4) == _wanted_of_pairs()
+    for found in (four_ranks.run(_pairs), run_ranks(_pairs, 4)):
+        assert found == [
+            [[1.0 + rank // 2 * 4] * 3, True, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1]]
+            for rank in range(4)
+        ]

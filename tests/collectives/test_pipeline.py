@@ -120,18 +120,26 @@ def of_steps(letters: list[str], step: str) -> bool:
     return steps == step * (len(steps) // len(step)) and len(steps) >= 2 * len(step)
 
 
+def issued_with_the_bits_of_no_overlap(
+    log: Log, road: str, make: Callable[[], Any], bias: bool = False
+) -> Log:
+    """What ranks issue in training, whose parameters do not depend on the overlap of stages."""
+    got = run_ranks(_train, 2, road, make, bias)
+    issued = dict(log)
+    log.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Hook, "lets_stages_wait", False)
+        want = run_ranks(_train, 2, road, make, bias)
+    assert all(all(map(torch.equal, *each)) for each in zip(got, want, strict=True))
+    return issued
+
+
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: str) -> None:
     """With the bits that they have where nothing overlaps."""
-    got = run_ranks(lambda rank: _train(rank, road, MAKERS[name]), 2)
-    overlapping = dict(log)
-    log.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks.Hook, "lets_stages_wait", False)
-        want = run_ranks(lambda rank: _train(rank, road, MAKERS[name]), 2)
+    overlapping = issued_with_the_bits_of_no_overlap(log, road, MAKERS[name])
     for rank in range(2):
-        assert all(map(torch.equal, got[rank], want[rank]))
         assert of_steps(overlapping[rank], "112122"), overlapping[rank]
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
 
@@ -143,16 +151,11 @@ def _parts() -> Any:
 @pytest.mark.parametrize("road", ROADS)
 def test_the_parts_of_a_policy_follow_each_other(log: Log, road: str) -> None:
     """Also across the buckets, each of which has a weight and a bias."""
-    got = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
+    issued = issued_with_the_bits_of_no_overlap(log, road, _parts, bias=True)
     first = "" if road in ("module", "unused") else "112122"  # DDP's one bucket has three parts
     step = "1" + "12" * (2 * BUCKETS - 1) + "2"
     steps = step * (2 if first else 3)
-    assert all("".join(letters) == first + steps for letters in log.values()), log
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks.Hook, "lets_stages_wait", False)
-        want = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
-    for rank in range(2):
-        assert all(map(torch.equal, got[rank], want[rank]))
+    assert all("".join(issued[rank]) == first + steps for rank in range(2)), issued
 
 
 class TwoKinds(nn.Module):
@@ -200,7 +203,7 @@ def test_a_rank_that_has_joined_keeps_the_order(log: Log, road: str) -> None:
 @pytest.mark.parametrize("road", ["module", "ddp"])
 def test_a_subclass_is_not_taken_for_one_that_does_not_wait(log: Log, road: str) -> None:
     codec = hooks.blockwise(8, 64).codec
-    run_ranks(lambda rank: _train(rank, road, lambda: WithoutOverlap(codec)), 2)
+    run_ranks(_train, 2, road, lambda: WithoutOverlap(codec))
     assert all(of_steps(log[rank], "12" * BUCKETS) for rank in range(2))
 
 
@@ -249,7 +252,7 @@ def _fails(rank: int, road: str, stage: str, call: int) -> tuple[list[str], list
 @pytest.mark.parametrize("stage", ["encode", "reduce"])
 def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) -> None:
     """On all ranks: none of them issues a stage behind it, or waits for one that never comes."""
-    for said, _, waiting in run_ranks(lambda rank: _fails(rank, road, stage, 2), 2):
+    for said, _, waiting in run_ranks(_fails, 2, road, stage, 2):
         assert said == ["good", "good", "boo"]
         assert waiting == 0
     issued = "1" if stage == "encode" else "1121"
@@ -262,9 +265,7 @@ def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) ->
 def test_a_note_names_the_bucket_before_where_its_stage_failed(road: str) -> None:
     """Not where the last bucket's own stage did."""
     for call, found in [(2, ["in the second stage of the previous bucket"]), (3, [])]:
-        for said, notes, waiting in run_ranks(
-            lambda rank, n=call: _fails(rank, road, "reduce", n), 2
-        ):
+        for said, notes, waiting in run_ranks(_fails, 2, road, "reduce", call):
             assert (said[-1], notes, waiting) == ("boo", found, 0)
 
 

@@ -376,7 +376,7 @@ void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int 
   std::memcpy(taken, &source->given[number], bytes);
 }
 
-// ---- the interface for tests ---------------------------------------------------------------------
+// ---- the interface for tests -------------------------------------------------------------------
 
 namespace {
 
