@@ -7,7 +7,6 @@ the memory out before they use it, and use collectives where a trial fails.
 from __future__ import annotations
 
 import gc
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -376,15 +375,6 @@ def test_an_error_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- groups whose ranks try it out ---------------------------------------------------------------
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def assert_right_sums(rank: int, group: Any, buffers: MessageBuffers, codec: Codec = CODEC) -> None:
     right = summed(rank, None, group, codec)
     assert torch.equal(summed(rank, buffers, group, codec), right)
@@ -445,9 +435,7 @@ def _trial_fails(
 ) -> str | None:
     """Fall back from a trial that fails; with the second codec if the first is known."""
     group = dist.new_group()
-    records = Records()
-    symmetric._log.addHandler(records)
-    try:
+    with mock.patch.object(symmetric._log, "handle") as handled:
         with with_files(rank, folder) as files:
             buffers, others = MessageBuffers(), MessageBuffers()
             if is_known:
@@ -466,11 +454,10 @@ def _trial_fails(
             assert len(files.alive) == is_known  # the memory that has proven right stays
             assert (buffers in symmetric._memories) == is_known
         obstacle = symmetric.obstacle_of(group)
-        assert len(records.texts) == (rank == 0), records.texts
-        assert rank != 0 or records.texts[0].endswith(f"a test of that memory failed on {obstacle}")
-    finally:
-        symmetric._log.removeHandler(records)
-        dist.destroy_process_group(group)
+    texts = [call.args[0].getMessage() for call in handled.call_args_list]
+    assert len(texts) == (rank == 0), texts
+    assert rank != 0 or texts[0].endswith(f"a test of that memory failed on {obstacle}")
+    dist.destroy_process_group(group)
     return obstacle
 
 

@@ -157,14 +157,23 @@ def hooked(x: Tensor) -> Tensor:
 
 @backends
 def test_calls_in_compiled_code(calls: Calls, backend: str) -> None:
-    function = torch.compile(forward, backend=backend, fullgraph=True)
-    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):
-        for _ in range(2):
-            calls.hooks.clear()
-            y = function(x)
-            assert calls.hooks == ["first", "first", "last"]
-            if x.requires_grad:
-                assert calls.of(y.sum().backward) == 0
+    count = new_count()
+
+    def run(x: Tensor) -> Tensor:
+        y = forward(x)
+        check_finite([y, x], count)
+        check_finite([y, x], count)
+        return y.nan_to_num().sum()
+
+    function = torch.compile(run, backend=backend, fullgraph=True)
+    for step in range(1, 5):
+        calls.hooks.clear()
+        loss = function(torch.tensor([1.0, NAN, INF], requires_grad=step > 2))
+        assert calls.hooks == ["first", "first", "last"]
+        assert int(count) == 8 * step
+        if step > 2:
+            assert calls.of(loss.backward) == 0
+        assert int(count) == 8 * step
 
 
 @since("2.13")
@@ -296,25 +305,6 @@ def test_a_mismatch_comes_out_of_backward(mode: str) -> None:
 
 
 # ---- check_finite: each call counts once ---------------------------------------------------------
-
-
-@backends
-def test_counts_in_compiled_code(backend: str) -> None:
-    def function(x: Tensor, count: Tensor) -> Tensor:
-        y = x * 2
-        check_finite([y, x], count)
-        check_finite([y, x], count)
-        return y.nan_to_num().sum()
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    count = new_count()
-    for step in range(1, 4):
-        x = torch.tensor([1.0, NAN, INF], requires_grad=step > 1)
-        loss = compiled(x, count)
-        assert int(count) == 8 * step
-        if step > 1:
-            loss.backward()
-        assert int(count) == 8 * step
 
 
 @backends
