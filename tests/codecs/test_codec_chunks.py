@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from codec_examples import (
-    EXAMPLES,
-    encode_chunks,
-    of_each_codec,
-    rounding_for,
-    same,
-    some_chunks,
-)
+from codec_examples import EXAMPLES, encode_chunks, of_each_codec, rounding_for
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
@@ -78,25 +69,6 @@ def test_chunks_where_shards_end_are_shards(codec: BlockCodec, numel: int) -> No
     message = torch.empty(codec.nbytes(numel, 3), dtype=torch.uint8)
     codec.encode([x], message, shards=3, rounding=rounding)
     assert torch.equal(encode_chunks(codec, [x], sizes), message)
-
-
-@of_each_codec
-def test_tensors_of_any_form(codec: Codec) -> None:
-    """Chunks end anywhere in tensors of any dtypes and strides."""
-    rng = random.Random(repr(codec))
-    torch.manual_seed(0)
-    for _ in range(20):
-        tensors, sizes = some_chunks(rng)
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        message = encode_chunks(codec, tensors, sizes)
-        assert torch.equal(message, encode_chunks(codec, [flat], sizes))
-        right = torch.empty_like(flat)
-        codec.decode_chunks(message, [right], sizes, rounding=rounding_for(codec))
-        out = [torch.full_like(tensor, 7.0) for tensor in tensors]
-        codec.decode_chunks(message, out, sizes, rounding=rounding_for(codec))
-        pieces = right.split([tensor.numel() for tensor in tensors])
-        for got, piece in zip(out, pieces, strict=True):
-            assert same(got, piece.view(got.shape).to(got.dtype))
 
 
 # ---- errors --------------------------------------------------------------------------------------

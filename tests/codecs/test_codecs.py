@@ -14,6 +14,7 @@ from codec_examples import (
     EXAMPLES,
     LARGEST,
     encode,
+    encode_chunks,
     everything,
     of_each_codec,
     restore,
@@ -99,27 +100,35 @@ def test_each_shard_is_a_message(codec: Codec) -> None:
 
 @of_each_codec
 def test_tensors_of_any_form(codec: Codec) -> None:
-    """As one flat tensor of their values."""
-    tensors = [
-        torch.randn(7, 50),
-        torch.randn(50, 7).t(),
-        torch.randn(()),
-        torch.randn(0),
-        torch.randn(100, dtype=torch.float64),
-        torch.randn(33).bfloat16(),
-        torch.randn(33).half(),
-        torch.randn(40)[::2],
-    ]
-    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-    message, rounding = encode(codec, tensors), rounding_for(codec)
-    assert torch.equal(message, encode(codec, [flat]))
-    right = torch.empty_like(flat)
-    codec.decode(message, [right], rounding=rounding)
-    out = [torch.full_like(tensor, 7.0) for tensor in tensors]
-    codec.decode(message, out, rounding=rounding)
-    pieces = right.split([tensor.numel() for tensor in tensors])
-    for got, piece in zip(out, pieces, strict=True):
-        assert torch.equal(got, piece.view(got.shape).to(got.dtype))
+    """As one flat tensor of their values, with the same errors; chunks end anywhere in them."""
+    rng = random.Random(repr(codec))
+    torch.manual_seed(0)
+    rounding = torch.tensor([1, 0])
+    dtypes = [None, *(codec.error_dtypes if codec.takes_error else [])]
+    for number in range(40):
+        tensors, sizes = some_chunks(rng)
+        tensors += [torch.randn(()), torch.randn(40)[::2]]
+        sizes.append(21)
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        dtype, scale = dtypes[number % len(dtypes)], rng.choice([1.0, 0.25, 1 / 3])
+        noise = torch.randn(flat.numel()) * 0.01
+        found = []
+        for given in (tensors, [flat]):
+            errors = [None if dtype is None else noise.to(dtype, copy=True) for _ in range(2)]
+            options = {"scale": scale, "rounding": rounding}
+            message = encode(codec, given, error=errors[0], **options)
+            chunks = encode_chunks(codec, given, sizes, error=errors[1], **options)
+            out, of_chunks = ([torch.full_like(tensor, 7) for tensor in given] for _ in range(2))
+            codec.decode(message, out, rounding=rounding)
+            codec.decode_chunks(chunks, of_chunks, sizes, rounding=rounding)
+            found.append((out, of_chunks, [message, chunks, *errors]))
+        *own, written = found[0]
+        *right, all_right = found[1]
+        assert all(a is b is None or same(a, b) for a, b in zip(written, all_right, strict=True))
+        for got, (values,) in zip(own, right, strict=True):
+            pieces = values.split([tensor.numel() for tensor in tensors])
+            for tensor, piece in zip(got, pieces, strict=True):
+                assert same(tensor, piece.view(tensor.shape).to(tensor.dtype))
 
 
 @pytest.mark.parametrize("codec", [*WITH_ERROR, *STOCHASTIC], ids=repr)

@@ -29,6 +29,17 @@ def message(source: int, destination: int, length: int, number: int = 0) -> Tens
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
 
+def messages(rank: int, length: int, number: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of a rank to both ranks, and the memory for those to this rank."""
+    inputs = [message(rank, to, length, number) for to in range(2)]
+    return inputs, [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+
+
+def have_come(rank: int, outputs: list[Tensor], number: int = 0) -> bool:
+    every = enumerate(outputs)
+    return all(torch.equal(got, message(to, rank, len(got), number)) for to, got in every)
+
+
 #: Whether there is a second group, whether the stage is the second one, how many more pairs of
 #: connections there are, and whether messages are expected before they are sent.
 Way = tuple[bool, bool, int, bool]
@@ -84,20 +95,17 @@ def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -
 def _in_another_order(rank: int) -> bool:
     first = dist.new_group()
     stages = [first, second_group(first)]
-    length, waiting = 300_000, {}
+    waiting = {}
     for number in range(4):
         # The stages of one rank are not in step with the other's; those of each stage are.
         for stage in (0, 1) if rank == 0 else (1, 0):
             seed = 2 * number + stage
-            inputs = [message(rank, to, length, seed) for to in range(2)]
-            outputs = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+            inputs, outputs = messages(rank, 300_000, seed)
             result = torch.tensor(seed)
             waiting[seed] = exchange(inputs, outputs, result, stages[stage]), outputs
     right = []
     for seed, (future, outputs) in waiting.items():
-        right.append(int(future.wait()) == seed)
-        for source, got in enumerate(outputs):
-            right.append(torch.equal(got, message(source, rank, length, seed)))
+        right += [int(future.wait()) == seed, have_come(rank, outputs, seed)]
     dist.barrier()
     dist.destroy_process_group(first)
     return all(right)
@@ -209,9 +217,8 @@ def _from_a_thread_of_gloo(rank: int) -> bool:
         first = dist.new_group()
         second = second_group(first)
         exchanges_of(second)
-        length, waiting = 200_000, torch.futures.Future()
-        inputs = [message(rank, to, length, number) for to in range(2)]
-        outputs = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+        waiting = torch.futures.Future()
+        inputs, outputs = messages(rank, 200_000, number)
 
         def issue(done: object, args: tuple = (inputs, outputs, second, waiting)) -> None:
             inputs, outputs, second, waiting = args
@@ -220,10 +227,7 @@ def _from_a_thread_of_gloo(rank: int) -> bool:
         work = first.allreduce([torch.ones(1)], dist.AllreduceOptions())
         work.get_future().add_done_callback(issue)
         waiting.wait().wait()
-        right = right and all(
-            torch.equal(got, message(source, rank, length, number))
-            for source, got in enumerate(outputs)
-        )
+        right = right and have_come(rank, outputs, number)
         del work, issue, second
         dist.barrier()
         dist.destroy_process_group(first)
@@ -249,11 +253,7 @@ def test_what_is_refused(one_rank: None) -> None:
     for groups in ((None, group), (group, None)):
         with pytest.raises(ValueError, match="a process group must be given, got None"):
             _C.Exchanges(*groups, False)
-    for inputs, outputs in (
-        ([], []),
-        ([byte], [byte.view(1, 1)]),
-        ([torch.zeros(1)], [byte]),
-    ):
+    for inputs, outputs in (([], []), ([byte], [byte.view(1, 1)]), ([torch.zeros(1)], [byte])):
         with pytest.raises(ValueError, match="hold a flat uint8 tensor on the CPU for each rank"):
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
 
@@ -269,8 +269,7 @@ def _one_leaves_first(rank: int) -> list[bool]:
     for _ in range(20):
         group = dist.new_group()
         exchanges = _C.Exchanges(group, group, False)
-        inputs = [message(rank, to, 100) for to in range(2)]
-        outputs = [torch.zeros(100, dtype=torch.uint8) for _ in range(2)]
+        inputs, outputs = messages(rank, 100)
         place = exchanges.reserve()
         exchanges.expect(outputs, place)  # so that messages need no answer
         dist.barrier()
