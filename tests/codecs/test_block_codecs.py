@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from codec_examples import LARGEST, encode, restore
-from ops_reference import LEVELS, cpu_level
+from ops_reference import LEVELS, cache_bytes, cpu_level, not_beyond_a_large_cache, split, threads
 from torch import Tensor
 
-from torch_commhook.codecs import CODECS
+from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.blockwise import blockwise
 
 fp8, sign = CODECS["fp8"], CODECS["sign"]
@@ -428,3 +428,49 @@ def test_magnitudes_whose_sum_is_beyond_float32(block_size: int, level: str) -> 
     x[block_size:].mul_(torch.randn(block_size * 4).sign())
     with cpu_level(level):
         check_magnitudes(x, block_size)
+
+
+# ---- messages that are written past the caches ---------------------------------------------------
+
+STREAMED = [
+    *(c for name in ("blockwise", "sign", "fp8") for c in CODECS[name].examples()),
+    CODECS["blockwise"](bits=4, block_size=128),  # type: ignore[call-arg]
+    # of which the parameters take more bytes than the codes
+    CODECS["blockwise"](bits=4, block_size=8, symmetric=False),  # type: ignore[call-arg]
+]
+
+
+@not_beyond_a_large_cache
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("codec", STREAMED, ids=str)
+def test_same_bits_at_any_offset(codec: Codec, shards: int) -> None:
+    numel = cache_bytes() // 4 + 12_345
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    values[5], values[numel // 2] = float("nan"), float("inf")
+    values[5000:20_000] = 0.0
+    rounding = torch.tensor([1, 2]) if codec.is_random else None
+    nbytes = codec.nbytes(numel, shards)
+    expected: tuple[Tensor, Tensor] | None = None
+    for level in LEVELS:
+        for offset, count in ((0, 2), (5, 1)):
+            memory = torch.full((nbytes + 64,), 7, dtype=torch.uint8)
+            message = memory[4 * offset : 4 * offset + nbytes]
+            out = torch.full((numel + 7,), 7.0)
+            with cpu_level(level), threads(count):
+                codec.encode(
+                    split(values), message, shards=shards, scale=1 / shards, rounding=rounding
+                )
+                codec.decode(
+                    message, split(out[offset : offset + numel]), shards=shards, rounding=rounding
+                )
+            assert (memory[: 4 * offset] == 7).all()
+            assert (memory[4 * offset + nbytes :] == 7).all()
+            assert (out[:offset] == 7).all()
+            assert (out[offset + numel :] == 7).all()
+            bits = out[offset : offset + numel].view(torch.int32)
+            if expected is None:
+                expected = message.clone(), bits.clone()
+            assert torch.equal(message, expected[0]), (level, offset)
+            assert torch.equal(bits, expected[1]), (level, offset)
+            if level == "reference":
+                break  # slow, and streams nothing
