@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives import compressed_all_reduce
+from torch_commhook.collectives import (
+    compressed_all_gather,
+    compressed_all_reduce,
+    compressed_reduce_scatter,
+)
 from torch_commhook.testing import run_ranks
 
 TOPK_OF_ALL = CODECS["topk"](1.0)
@@ -115,7 +120,7 @@ def _outcome(future: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
+def _fails_alone(rank: int, call: Callable[..., Any], codec: Codec, method: str) -> list[str]:
     """Called directly, where nobody tells the others."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     failure = Failure()
@@ -124,24 +129,33 @@ def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
     for number in range(4):
         if rank == number == 1:
             failure.arm(method)
-        happened.append(_outcome(compressed_all_reduce(X, around, group=group)))
+        happened.append(_outcome(call(X, around, group=group)))
     dist.destroy_process_group(group)
     return happened
 
 
 @pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
+@pytest.mark.parametrize(
+    ("call", "codec", "method"),
+    [
+        *((compressed_all_reduce, *each) for each in AFTER_ENCODING),
+        (compressed_reduce_scatter, TOPK_OF_ALL, "decode_sum"),
+        (compressed_all_gather, TOPK_OF_ALL, "decode"),
+    ],
+)
 def test_a_codec_that_raises_outside_of_a_model(
-    two_ranks: RankPool, codec: Codec, method: str, long: bool
+    two_ranks: RankPool, call: Callable[..., Any], codec: Codec, method: str, long: bool
 ) -> None:
-    first, second = two_ranks.run(as_long, long, _fails_alone, codec, method)
+    """Its error keeps its type, also on a thread of the backend."""
+    first, second = two_ranks.run(as_long, long, _fails_alone, call, codec, method)
+    right = "600.0" if call is compressed_reduce_scatter else "1200.0"
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3
         assert all(each.startswith("RuntimeError: ") for each in first[1:])
     else:  # what others need of this rank, it has sent
-        assert first == ["1200.0"] * 4
-        assert second == ["1200.0", "OwnError: boo", "1200.0", "1200.0"]
+        assert first == [right] * 4
+        assert second == [right, "OwnError: boo", right, right]
 
 
 @pytest.mark.parametrize("method", ["encode", "reduce", "decode"])

@@ -318,26 +318,6 @@ def test_a_rank_that_fails(two_ranks: RankPool, method: str) -> None:
         assert found == [[[3.0] * 3] * 5, ("OwnError", "PeerError")[rank], [[3.0] * 3] * 5]
 
 
-def _decoding_fails(rank: int, call_name: str) -> list[str]:
-    """What is raised on a thread of the backend keeps its type, and the group goes on."""
-    call = {"sum": compressed_reduce_scatter, "gather": compressed_all_gather}[call_name]
-    hook = Flaky()
-    hook.fails_in = "decode_sum" if call_name == "sum" else "decode"
-    found = []
-    try:
-        call(torch.ones(600), hook.codec).wait()
-    except Exception as error:
-        found.append(type(error).__name__)
-    hook.fails_in = None
-    found.append(str(float(call(torch.ones(600), hook.codec).wait()[0])))
-    return found
-
-
-@pytest.mark.parametrize(("call_name", "value"), [("sum", "2.0"), ("gather", "1.0")])
-def test_a_codec_that_fails_to_decode(two_ranks: RankPool, call_name: str, value: str) -> None:
-    assert two_ranks.run(_decoding_fails, call_name) == [["OwnError", value]] * 2
-
-
 # ---- compiled ------------------------------------------------------------------------------------
 
 

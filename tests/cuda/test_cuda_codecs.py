@@ -162,48 +162,29 @@ def test_nothing_waits_and_a_graph_takes_it(codec: Codec) -> None:
 
 def test_foreign_memory_that_is_not_aligned_is_refused(kernel_device: KernelDevice) -> None:
     """The card would fail at it, and then do nothing more for the program."""
-    ops = torch.ops.commhook
     device = kernel_device.name
-    values = torch.ones(64, device=device)
-    format_ = {"bits": 8, "block_size": 64, "symmetric": True}
-
-    def message(size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-
-    error = kernel_device.misaligned(64, torch.float32)
+    values, memory = torch.ones(64, device=device), torch.zeros(400, dtype=torch.uint8).to(device)
+    row, rows, sparse = memory[:80], memory[80:240].view(2, 80), memory[240:256]
+    shards, both = [memory[:80], memory[80:160]], memory[160:320]
     numbers = kernel_device.misaligned(2, torch.int64)
-    failed = numbers[:1]
-    rounding = torch.zeros(2, dtype=torch.int64, device=device)
-    row, rows, sparse = message(80), message(160).view(2, 80), message(16)
-    shards = [message(80), message(80)]
-    for name, call in {
-        "blockwise_encode: error": lambda: ops.blockwise_encode(
-            [values], row, **format_, error=error
-        ),
-        "blockwise_encode: rounding": lambda: ops.blockwise_encode(
-            [values], row, **format_, rounding=numbers
-        ),
-        "blockwise_reduce: error": lambda: ops.blockwise_reduce(
-            rows, row, 64, **format_, error=error
-        ),
-        "blockwise_reduce_shards: failed": lambda: ops.blockwise_reduce_shards(
-            shards, row, 64, **format_, failed=failed
-        ),
-        "symmetric_gather: failed": lambda: ops.symmetric_gather(
-            shards, rows.view(-1), failed=failed
-        ),
-        "topk_encode: error": lambda: ops.topk_encode([values], sparse, error=error),
-        "topk_encode: rounding": lambda: ops.topk_encode([values], sparse, rounding=numbers),
-        "randomk_encode: error": lambda: ops.randomk_encode(
-            [values], sparse, rounding, error=error
-        ),
-        "randomk_encode: rounding": lambda: ops.randomk_encode([values], sparse, numbers),
-        "randomk_decode: rounding": lambda: ops.randomk_decode(sparse, [values], numbers),
-    }.items():
-        with kernel_device.kernels(), pytest.raises(ValueError, match=f"^{name} must begin at an"):
-            call()
-    assert not any(tensor.any() for tensor in (row, rows, sparse))
-    assert (values == 1).all()
+    foreign = {"error": kernel_device.misaligned(64, torch.float32), "rounding": numbers}
+    foreign["failed"] = numbers[:1]
+    good = {"rounding": torch.zeros(2, dtype=torch.int64, device=device)}
+    blocks = {"bits": 8, "block_size": 64, "symmetric": True}
+    for name, given, options, arguments in (
+        ("blockwise_encode", ([values], row), blocks, ("error", "rounding")),
+        ("blockwise_reduce", (rows, row, 64), blocks, ("error",)),
+        ("blockwise_reduce_shards", (shards, both[80:], 64), blocks, ("failed",)),
+        ("symmetric_gather", (shards, both), {}, ("failed",)),
+        ("topk_encode", ([values], sparse), {}, ("error", "rounding")),
+        ("randomk_encode", ([values], sparse), good, ("error", "rounding")),
+        ("randomk_decode", (sparse, [values]), good, ("rounding",)),
+    ):
+        for argument in arguments:
+            wrong, message = {argument: foreign[argument]}, f"^{name}: {argument} must begin at an"
+            with kernel_device.kernels(), pytest.raises(ValueError, match=message):
+                getattr(torch.ops.commhook, name)(*given, **{**options, **wrong})
+    assert not memory.any() and (values == 1).all()
 
 
 @pytest.mark.usefixtures("cuda_kernels")

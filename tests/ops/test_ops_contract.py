@@ -1,6 +1,6 @@
 """What the bucket operators owe to the rest of PyTorch: opcheck, fakes, versions, inference mode.
 
-Their derivatives stand in test_ops_autograd.py, compilation in test_ops_compile.py.
+Their derivatives and compilation stand in test_ops_autograd.py.
 """
 
 from __future__ import annotations
