@@ -137,19 +137,17 @@ def test_what_a_barrier_refuses(make: Any, error: Any, message: str, is_fake: bo
 
 
 def test_memory_that_a_barrier_refuses() -> None:
-    whole = torch.zeros(8, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"controls\[1\] must share no memory with controls\[0\]"):
-        symmetric_barrier([whole[:4], whole[2:6]], 0, timeout=0.01)
-    with pytest.raises(ValueError, match=r"controls\[0\] must be flat and hold 4"):
-        symmetric_barrier([whole[::2], controls()[0]], 0, timeout=0.01)
-    gone = controls()
+    whole, gone, other = zeros(8, dtype=torch.int64), controls(), controls()[0]
     gone[1].untyped_storage().resize_(8)
-    with pytest.raises(ValueError, match=r"controls\[1\] must have a storage"):
-        symmetric_barrier(gone, 0, timeout=0.01)
-    misaligned = torch.zeros(40, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="must begin at an address that is a multiple of 8"):
-        strange = torch.frombuffer(misaligned.numpy(), dtype=torch.int64, offset=4, count=4)
-        symmetric_barrier([strange, controls()[0]], 0, timeout=0.01)
+    strange = torch.frombuffer(zeros(40).numpy(), dtype=torch.int64, offset=4, count=4)
+    for given, message in (
+        ([whole[:4], whole[2:6]], r"controls\[1\] must share no memory with controls\[0\]"),
+        ([whole[::2], other], r"controls\[0\] must be flat and hold 4"),
+        (gone, r"controls\[1\] must have a storage"),
+        ([strange, other], "must begin at an address that is a multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            symmetric_barrier(given, 0, timeout=0.01)
     for timeout in (0.0, -1.0, float("nan"), 1e10):
         with pytest.raises(ValueError, match="timeout must be above 0"):
             symmetric_barrier(controls(), 0, timeout=timeout)
