@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, Around, X, as_long, backward, gloo_groups, gradients_of, model
+from staged_steps import (
+    BLOCKWISE,
+    Around,
+    Failure,
+    OwnError,
+    X,
+    as_long,
+    backward,
+    gloo_groups,
+    gradients_of,
+    model,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -27,27 +38,6 @@ from torch_commhook.testing import run_ranks
 TOPK_OF_ALL = CODECS["topk"](1.0)
 #: Codecs, and what of them runs once messages have come.
 AFTER_ENCODING = [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")]
-
-
-class OwnError(Exception):
-    pass
-
-
-class Failure:
-    """Raises in one call of one of a codec's methods, when it is told to."""
-
-    def __init__(self) -> None:
-        self.method, self.calls, self.error = "", 0, OwnError
-
-    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
-        self.method, self.calls, self.error = method, calls, error
-
-    def __call__(self, method: str) -> None:
-        if method == self.method:
-            self.calls -= 1
-            if self.calls < 0:
-                self.method = ""
-                raise self.error("boo")
 
 
 def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:

@@ -1,10 +1,9 @@
 """What theory says of codecs and hooks, beyond what the codecs' and collectives' own tests show.
 
 These show bounds and exact values (test_block_codecs.py, test_codec_topk.py), zeros and what is not
-finite (test_codecs.py), 16 bits and what a rank remembers of its own message
-(test_hooks.py, test_compressed_all_reduce.py), and bytes of sums and of chunks. test_balance.py shows that error
-feedback loses nothing in a model. Error feedback is
-tried for longer by ``make error-feedback``.
+finite (test_codecs.py), what a rank remembers of its own message (test_compressed_all_reduce.py),
+and bytes of sums and of chunks. test_balance.py shows that error feedback loses nothing in a model;
+``make error-feedback`` tries the claims here for longer.
 """
 
 from __future__ import annotations

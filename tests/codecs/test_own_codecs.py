@@ -116,7 +116,7 @@ EXAMPLES = ROOT / "examples"
 #: how many there are. Tests by properties draw from the table: no codec is in their names.
 TRIED = {
     "codecs/test_codecs.py": ("truncated and not inductor", 32),
-    "codecs/test_codec_chunks.py": ("truncated", 8),
+    "codecs/test_codec_operators.py": ("truncated", 8),
     "collectives/test_compressed_chunks.py": ("truncated and not gloo", 14),
     "collectives/test_compressed_all_reduce.py": ("truncated and not gloo", 9),
     "hooks/test_hooks_properties.py": ("", 8),

@@ -32,7 +32,7 @@ from chunk_cases import (
 from codec_examples import of_each_codec
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
-from staged_steps import Around
+from staged_steps import Around, Failure
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach
@@ -271,20 +271,12 @@ def test_chunks_are_cut_as_torch_cuts() -> None:
 # ---- a rank that fails ---------------------------------------------------------------------------
 
 
-class OwnError(Exception):
-    """What a codec raises in a test."""
-
-
 class Flaky:
     """Averages by a reduce-scatter and an all-gather through a codec that fails when told to."""
 
     def __init__(self) -> None:
-        self.fails_in: str | None = None
-        self.codec = Around(CODECS["topk"](1.0), self._before)
-
-    def _before(self, method: str) -> None:
-        if method == self.fails_in:
-            raise OwnError(method)
+        self.failure = Failure()
+        self.codec = Around(CODECS["topk"](1.0), self.failure)
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group, buffer = bucket.process_group(), bucket.buffer()
@@ -301,7 +293,8 @@ def _fails(rank: int, method: str) -> list[Any]:
     found: list[Any] = []
     for step in range(3):
         model.zero_grad()
-        hook.fails_in = method if rank == 0 and step == 1 else None
+        if rank == 0 and step == 1:
+            hook.failure.arm(method)
         try:
             model(torch.full((2, 3), rank + 1.0)).sum().backward()
             found.append(model.weight.grad.tolist())

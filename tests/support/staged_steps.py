@@ -86,3 +86,24 @@ class Around(Codec):
 
     def __repr__(self) -> str:
         return f"Around({self.inner})"
+
+
+class OwnError(Exception):
+    pass
+
+
+class Failure:
+    """Raises in one call of one of a codec's methods, when it is told to."""
+
+    def __init__(self) -> None:
+        self.method, self.calls, self.error = "", 0, OwnError
+
+    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
+        self.method, self.calls, self.error = method, calls, error
+
+    def __call__(self, method: str) -> None:
+        if method == self.method:
+            self.calls -= 1
+            if self.calls < 0:
+                self.method = ""
+                raise self.error("boo")
