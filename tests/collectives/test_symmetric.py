@@ -113,6 +113,10 @@ def controls(ranks: int = 2, **options: Any) -> list[Tensor]:
     return [torch.zeros(control_words(ranks), dtype=torch.int64, **options) for _ in range(ranks)]
 
 
+def unlike() -> list[Tensor]:
+    return [controls(2)[0], controls(3)[0]]
+
+
 def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -124,9 +128,8 @@ BARRIER_ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: (controls(), 2), ValueError, "rank must be at least 0 and below 2"),
     (lambda: (controls(), -1), ValueError, "rank must be at least 0 and below 2"),
     (lambda: ([controls()[0], torch.zeros(4)], 0), TypeError, r"controls\[1\] must be .* int64"),
-    (lambda: ([controls()[0], LONG], 0), ValueError, r"controls\[1\] must be flat and hold 4 numb"),
+    (lambda: (unlike(), 0), ValueError, r"controls\[1\] must be flat and hold 4 numbers"),
 ]
-LONG = zeros(5, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("make", "error", "message"), BARRIER_ERRORS)
