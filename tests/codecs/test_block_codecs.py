@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -341,22 +340,14 @@ FLOATS = {
 
 
 @pytest.mark.parametrize("format", FLOATS)
-def test_every_8_bit_float_is_restored(format: str) -> None:
-    dtype, largest, _, _ = FLOATS[format]
-    x = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    x = x[x.isfinite()]
-    assert x.max() == largest
-    assert torch.equal(restore(fp8(format), x), x)
-
-
-@pytest.mark.parametrize("format", FLOATS)
 def test_rounding_is_pytorchs(format: str) -> None:
-    """Halves between two floats included."""
+    """Every float of 8 bits comes back; halves between two of them are rounded as others are."""
     dtype, largest, _, _ = FLOATS[format]
     exact = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     exact = exact[exact.isfinite()].sort().values
+    assert exact.max() == largest
     between = (exact[1:] + exact[:-1]) / 2
-    x = torch.cat([between, torch.randn(2000) * 10, torch.randn(2000) * 0.01]).clamp(-448, 448)
+    x = torch.cat([exact, between, torch.randn(2000) * 10, torch.randn(2000) * 0.01])
     x = torch.cat([x, torch.zeros(-len(x) % 255)]).view(-1, 255)
     x = torch.cat([x, torch.full((len(x), 1), largest)], 1).flatten()  # steps are 1
     assert torch.equal(restore(fp8(format), x), x.to(dtype).float())
@@ -412,12 +403,6 @@ def test_magnitude_and_error(block_size: int) -> None:
     square = blocks.square().sum(1)
     expected = 1 - blocks.abs().sum(1).square() / (block_size * square)
     torch.testing.assert_close((blocks - got).square().sum(1) / square, expected)
-
-
-def test_error_on_a_gaussian() -> None:
-    x = torch.randn(1 << 20)
-    error = (restore(sign(4096), x) - x).square().sum() / x.square().sum()
-    assert error.item() == pytest.approx(1 - 2 / math.pi, rel=0.01)
 
 
 @pytest.mark.parametrize("level", LEVELS)

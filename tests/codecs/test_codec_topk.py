@@ -1,4 +1,7 @@
-"""topk and randomk: exact values against NumPy, bounds, statistics, errors."""
+"""topk and randomk: exact values against NumPy, statistics, errors.
+
+What topk loses is at most ``(1 - k / d) |x|^2``, since it sends the largest values exactly.
+"""
 
 from __future__ import annotations
 
@@ -134,25 +137,6 @@ def test_threads_do_not_matter(name: str) -> None:
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             assert torch.equal(one.view(torch.int32), another.view(torch.int32))
-
-
-# ---- bounds --------------------------------------------------------------------------------------
-
-
-def lost(x: Tensor, density: float) -> tuple[float, float]:
-    """The square of what is lost, as a part of the square of all, and its bound 1 - k / d."""
-    codec = topk(density)
-    square = (x - restore(codec, x)).double().square().sum() / x.double().square().sum()
-    return square.item(), 1 - codec.entries(len(x)) / len(x)
-
-
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
-def test_the_bound(density: float) -> None:
-    for x in (torch.randn(50_000), torch.rand(777), torch.randn(3000).exp()):
-        square, bound = lost(x, density)
-        assert square < bound
-    square, bound = lost(torch.randn(10_000).sign() * 3, density)
-    assert square == pytest.approx(bound, rel=1e-12)
 
 
 def test_how_many_are_sent() -> None:
@@ -299,7 +283,11 @@ def test_steps_and_seeds_differ() -> None:
 @pytest.mark.parametrize("density", [1e-9, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("name", sparse_codecs.INPUTS)
 def test_values_and_error(name: str, density: float) -> None:
-    """All of a message is NaN where any value is not finite."""
+    """All of a message is NaN where any value is not finite.
+
+    Each value is as likely as any other: what is lost is ``(1 - k / d) |x|^2`` on average. What is
+    not biased is scaled by d / k, and ``(d / k - 1) |x|^2``.
+    """
     codec, rounding = randomk(density), torch.tensor([7, 5])
     for numel in (1, 500):
         x, count = sparse_codecs.INPUTS[name](numel), codec.entries(numel)
@@ -319,36 +307,12 @@ def test_values_and_error(name: str, density: float) -> None:
         codec.decode(message.view(torch.uint8), [out], rounding=rounding)
         restored = torch.zeros(numel).index_copy(0, indices, right)
         np.testing.assert_array_equal(out.numpy(), restored.numpy())
-
-
-@pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
-def test_what_is_lost_on_average(density: float) -> None:
-    """``(1 - k / d) |x|^2``, and ``(d / k - 1) |x|^2`` of what is not biased."""
-
-    def rounding(step: int) -> Tensor:
-        return torch.tensor([11, step])
-
-    x, draws = torch.randn(1000), 3000
-    square = x.double().square().sum()
-    codec = randomk(density)
-    lost = torch.stack(
-        [
-            (x - restore(codec, x, rounding=rounding(step))).double().square().sum()
-            for step in range(draws)
-        ]
-    )
-    expected = (1 - codec.entries(1000) / 1000) * square
-    assert abs(lost.mean() - expected) < 5 * lost.std() / draws**0.5
-    codec = randomk(density, unbiased=True)
-    total, lost = torch.zeros(1000, dtype=torch.float64), torch.zeros(draws, dtype=torch.float64)
-    for step in range(draws):
-        got = restore(codec, x, rounding=rounding(step + draws)).double()
-        total += got
-        lost[step] = (x - got).square().sum()
-    expected = (1000 / codec.entries(1000) - 1) * square
-    assert abs(lost.mean() - expected) < 5 * lost.std() / draws**0.5 + 1e-9 * expected
-    deviation = x.double().abs() * ((1000 / codec.entries(1000) - 1) / draws) ** 0.5
-    assert ((total / draws - x).abs() <= 6 * deviation).all()
+        unbiased = random_values([x], count, rounding, scale=0.25, unbiased=True)
+        right = x * 0.25 * (numel / count)
+        if right.isfinite().all():
+            torch.testing.assert_close(unbiased, right[indices], rtol=1e-6, atol=2.0**-148)
+        else:
+            assert unbiased.isnan().all()
 
 
 def test_messages_add_up() -> None:
