@@ -112,15 +112,6 @@ def test_rows_that_end_with_their_memory(source, target, device):
             assert_same_bits(out.cpu(), expected, f"{count} elements at {first}")
 
 
-def test_interleaved_destinations(device):
-    memory = torch.zeros(12, device=device.name)
-    ops.unflatten_into(torch.arange(12.0, device=device.name), [memory[::2], memory[1::2]])
-    assert memory.tolist() == [i // 2 + 6 * (i % 2) for i in range(12)]
-    gap = torch.zeros(9, device=device.name)
-    ops.unflatten_into(torch.arange(1.0, 6.0, device=device.name), [gap[::4], gap[1:3]])
-    assert gap.tolist() == [1, 4, 5, 0, 2, 0, 0, 0, 3]
-
-
 def test_more_than_2_31_elements(device):
     count = (1 << 31) + 12345
     if device.is_slow or torch.cuda.mem_get_info()[0] < 8 * count:
