@@ -285,7 +285,7 @@ def test_values_and_error(name: str, density: float) -> None:
         restored = torch.zeros(numel).index_copy(0, indices, right)
         np.testing.assert_array_equal(out.numpy(), restored.numpy())
         unbiased = random_values([x], count, rounding, scale=0.25, unbiased=True)
-        right = x * 0.25 * (numel / count)
+        right = (x.double() * 0.25 * numel / count).float()
         if right.isfinite().all():
             torch.testing.assert_close(unbiased, right[indices], rtol=1e-6, atol=2.0**-148)
         else:

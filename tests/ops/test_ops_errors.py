@@ -85,7 +85,7 @@ def refused():
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
-@pytest.mark.parametrize(("op", "error", "message", "given"), refused())
+@pytest.mark.parametrize(("op", "error", "message", "given"), list(refused()))
 def test_refused(op, error, message, given, is_fake):
     """By the kernels, and by the fakes with the same exception."""
     with FakeTensorMode() if is_fake else nullcontext() as mode:
