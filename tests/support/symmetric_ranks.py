@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come(device: KernelDevice) -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3), device.name)
 
     def fails(rank: int, others: str, **options: Any) -> None:
-        """The first sum is NaN, and a shard that nobody came for keeps its error; the next raises."""
+        """The first sum is NaN; a shard that nobody came for keeps its error. The next raises."""
         begin, end = shard_range(CODEC, 1000, rank=rank, world_size=3)
         shard_error = torch.full((end - begin,), 0.25, device=device.name)
         x, out = (torch.ones(1000, device=device.name) for _ in range(2))
