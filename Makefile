@@ -241,21 +241,25 @@ gpu:
 gpu-carry:
 	$(PYTHON) -m benchmarks.gpu.carried
 
-# A copy of the tree. It keeps its build, and unchanged files keep their times, so that only changed
-# files are compiled.
-COPY_TREE = mkdir -p $(1) && find $(1) -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} + && \
-  git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t $(1)
+# A copy of the tree, without files that the tree no longer has. It keeps its build, and files that are
+# the same keep their times, so that only changed files are compiled.
+SORT = LC_ALL=C sort -z
+COPY_TREE = mkdir -p $(1)/build && git ls-files -z --cached --others --exclude-standard | $(SORT) > $(1)/build/tree && \
+  (cd $(1) && find . -path ./build -prune -o -type f ! -name '*.so' -printf '%P\0' | $(SORT) | \
+    LC_ALL=C comm -z -23 - build/tree | xargs -0 rm -f) && \
+  xargs -0 sh -c 'for each; do cmp -s "$$each" "$$0/$$each" || cp --parents "$$each" "$$0" || exit 255; done' $(1) < $(1)/build/tree
 
 TORCHES = torch_commhook/cli/doctor/tested_torches.json
 # Of the tree that is copied. Results that another torch has stored leave it as it was.
 COMMIT = $(shell git rev-parse --short=8 HEAD)$(shell git diff --quiet HEAD -- . ':!$(TORCHES)' || echo -dirty)
 
-# Another torch needs an environment of its own, and its own build in place.
+# Another torch needs an environment of its own, and its own build in place, which stays beside it.
 TORCH_VENV = $(TORCH_VENVS)/torch-$(TORCH)
+TORCH_TREE = $(TORCH_VENVS)/tree-$(TORCH)
 test-torch:
-	$(call COPY_TREE,build/test-torch-$(TORCH))
+	$(call COPY_TREE,$(TORCH_TREE))
 	mkdir -p $(TORCH_VENVS) && rm -f $(TORCH_VENV)/built
-	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C build/test-torch-$(TORCH) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
+	COMMHOOK_CUDA=$${COMMHOOK_CUDA:-0} $(MAKE) -C $(TORCH_TREE) test TORCH=$(TORCH) VENV=$(abspath $(TORCH_VENV)) \
 	  ARGS="$(or $(ARGS),--store-torch=$(CURDIR)/$(TORCHES) --commit=$(COMMIT))"
 
 # A sanitizer needs its own build in place too.

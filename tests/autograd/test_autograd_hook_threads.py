@@ -1,14 +1,17 @@
-"""Autograd hooks in several threads: run, registered, removed and counted at the same time.
+"""Autograd hooks in several threads, and those that come and go: in a hook, with tensors, at exit.
 
-On a tensor that had a hook before: the engine reads its own lists of hooks without a lock, so that
-the first registration of a kind must not fall into a backward, with PyTorch's hooks as with ours.
+Threads run, register, remove and count at the same time, on a tensor that had a hook before. The
+engine reads its own lists of hooks without a lock: the first registration of a kind must not fall
+into a backward, with PyTorch's hooks as with ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import leaf
+from autograd_apis import both, leaf
 from gloo_threads import in_threads
 from layered_net import BUCKET_CAP_MB, Net, batch
 from torch import Tensor
@@ -303,3 +306,91 @@ def test_backward_passes_of_one_model_at_the_same_time() -> None:
         own(batch(0)).sum().backward()
         for got, want in zip(model.parameters(), own.parameters(), strict=True):
             torch.testing.assert_close(got.grad, 3 * want.grad)
+
+
+# ---- coming and going ----------------------------------------------------------------------------
+
+
+def test_handles() -> None:
+    x = leaf()
+    with autograd.register_hook(x, lambda grad: grad * 2) as handle:
+        x.sum().backward()
+        assert handle.is_registered
+    assert not handle.is_registered
+    x.sum().backward()
+    handle.remove()
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_a_hook_that_deletes_its_tensor() -> None:
+    held = [leaf()]
+    held.append(held[0] * 1)
+    loss = held[1].sum()
+    autograd.register_hook(held[1], lambda grad: held.clear())
+    autograd.register_post_accumulate_grad_hook(held[0], lambda parameter: held.clear())
+    loss.backward()
+    assert held == []
+
+
+def test_a_handle_dropped_and_a_hook_replaced_in_mid_backward() -> None:
+    x = leaf()
+    calls: list[str] = []
+    y = x * 1
+    z = y * 1
+
+    def replaces(grad: Tensor) -> Tensor:
+        calls.append("z")
+        state.pop("handle").remove()
+        state["handle"] = autograd.register_hook(y, lambda grad: calls.append("new"))
+        return grad * 2
+
+    state = {"handle": autograd.register_hook(y, lambda grad: calls.append("old"))}
+    autograd.register_hook(z, replaces)
+    z.sum().backward()
+    assert calls == ["z", "new"]
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_the_interpreter_ends_with_hooks_alive() -> None:
+    code = """
+import torch
+from torch_commhook import autograd
+x = torch.ones(2, requires_grad=True)
+y = x * 1
+class Hook:
+    def __call__(self, *values): pass
+    def __del__(self): pass
+handles = [
+    autograd.register_hook(x, Hook()), autograd.register_hook(y, Hook()),
+    autograd.register_prehook(y.grad_fn, Hook()), autograd.register_posthook(y.grad_fn, Hook()),
+    autograd.register_post_accumulate_grad_hook(x, Hook()),
+]
+y.sum().backward(retain_graph=True)
+import builtins
+builtins.kept = (x, y)
+print("ends")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "ends"), result.stderr
+
+
+@both
+def test_memory_stays_flat(api: Any) -> None:
+    """Registering, calling and removing leaves nothing behind."""
+    x = leaf()
+    loss = (x * 1).sum()
+
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            handle = api.hook(x, lambda grad: grad * 1)
+            torch.autograd.grad(loss, x, retain_graph=True)
+            handle.remove()
+
+    cycle(200)
+    gc.collect()
+    before = len(gc.get_objects())
+    cycle(500)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50

@@ -1,4 +1,4 @@
-"""Hooks that ask the engine, are beside others of its hooks, or run in several threads.
+"""Hooks that ask the engine, run beside its others, in several threads, or run a backward.
 
 ``autograd_suite.json`` tells which of PyTorch's tests is expressed by which of these.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, both_in_modes, leaf, note
+from autograd_apis import backward, both, both_in_modes, function, leaf, note
 from gloo_threads import in_threads
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 # ---- what the engine tells -----------------------------------------------------------------------
 
@@ -45,14 +45,10 @@ def test_order_that_the_engine_foretells(api: Any) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         out.backward()
     assert foretold[0][:3] == ran == [out.grad_fn, b.grad_fn, a.grad_fn]
+    again = x * 2
+    api.hook(again, lambda grad: torch._C._current_graph_task_execution_order() and None)
     with pytest.raises(RuntimeError, match="multithreading disabled"):
-        (x.sin() * 1 + _with_hook_that_asks(api, x)).backward()
-
-
-def _with_hook_that_asks(api: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    api.hook(y, lambda grad: torch._C._current_graph_task_execution_order() and None)
-    return y
+        (x.sin() * 1 + again).backward()
 
 
 @both
@@ -89,21 +85,12 @@ def test_a_callback_queued_by_a_hook(api: Any) -> None:
 
 @both
 def test_order_where_a_function_gives_none(api: Any) -> None:
-    class Product(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return grad * ctx.saved_tensors[0], None
-
+    product = function(lambda ctx, x, weight: x * weight, lambda ctx, grad: (grad, None))
     order: list[str] = []
     x, weight = leaf() * 1, leaf()
     api.prehook(x.grad_fn, note(order, "x"))
     api.hook(weight, note(order, "weight"))
-    Product.apply(x, weight).sum().backward()
+    product.apply(x, weight).sum().backward()
     assert order == ["weight", "x"]
 
 
@@ -184,3 +171,166 @@ def test_an_error_in_one_thread_alone(api: Any) -> None:
 
     raised = in_threads([functools.partial(run, number == 1) for number in range(3)])
     assert [type(error) for error in raised] == [KeyError]
+
+
+# ---- backward in a hook --------------------------------------------------------------------------
+
+
+def penalty(grad: Tensor) -> Tensor:
+    """Twice the gradient, added up by a backward of its own."""
+    with torch.enable_grad():
+        given = grad.detach().requires_grad_()
+        (2 * given + 5).sum().backward()
+    return given.grad + grad
+
+
+@both
+@pytest.mark.parametrize("on", ["leaf", "inner tensor"])
+def test_backward_in_a_hook_that_takes_itself_off(api: Any, on: str) -> None:
+    x = leaf()
+    y = x * x
+    handle: list[Any] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        handle.pop().remove()
+        return penalty(grad)
+
+    handle.append(api.hook(x if on == "leaf" else y, hook))
+    y.sum().backward(retain_graph=True)
+    expected = 2 * x + 2 if on == "leaf" else 6 * x
+    assert torch.equal(x.grad, expected)
+    x.grad = None
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
+@both
+def test_backward_in_a_hook_on_the_leaf_that_it_is_on(api: Any) -> None:
+    """The inner backward runs the hook too, and accumulates first."""
+    depth: list[str] = []
+    x = leaf(3.0)
+
+    def hook(grad: Tensor) -> Tensor:
+        if depth:
+            depth.append("inner")
+            return grad
+        depth.append("outer")
+        with torch.enable_grad():
+            (x * 10).sum().backward()
+        return grad * 100
+
+    api.hook(x, hook)
+    (x * 2).sum().backward()
+    assert depth == ["outer", "inner"]
+    assert x.grad.item() == 210
+
+
+@both
+@pytest.mark.parametrize("kind", ["prehook", "posthook", "post_accumulate"])
+def test_backward_of_another_graph_in_other_kinds(api: Any, kind: str) -> None:
+    other = leaf(1.0)
+
+    def hook(*values: object) -> None:
+        with torch.enable_grad():
+            (other * 3).sum().backward()
+
+    x = leaf()
+    y = x * 2
+    getattr(api, kind)(x if kind == "post_accumulate" else y.grad_fn, hook)
+    y.sum().backward()
+    assert other.grad.item() == 3
+    assert x.grad.tolist() == [2, 2]
+
+
+# ---- double backward -----------------------------------------------------------------------------
+
+
+@both
+def test_what_hooks_compute_is_differentiated(api: Any) -> None:
+    x = leaf()
+    y = x**3
+    api.hook(y, lambda grad: grad * x)
+    api.prehook(y.grad_fn, lambda grads: (grads[0] * 2,))
+    api.posthook(y.grad_fn, lambda inputs, outputs: (inputs[0] + x,))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.allclose(grad, 6 * x**3 + x)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert torch.allclose(second, 18 * x**2 + 1)
+
+
+@both
+def test_hooks_run_for_the_graph_that_they_are_on(api: Any) -> None:
+    calls: list[str] = []
+    x = leaf()
+    y = x**3
+    api.hook(y, note(calls, "y"))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert calls == ["y"]
+    api.hook(grad, note(calls, "grad"))
+    torch.autograd.grad(grad.sum(), x)
+    assert calls == ["y", "grad"]
+
+
+@both
+def test_batched_gradients(api: Any) -> None:
+    shapes: list[torch.Size] = []
+    x = leaf()
+    y = x.clone()
+
+    def hook(grad: Tensor) -> Tensor:
+        shapes.append(grad.shape)
+        return grad * 2
+
+    api.hook(y, hook)
+    api.prehook(y.grad_fn, lambda grads: (grads[0] + 1,))
+    given = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    (grads,) = torch.autograd.grad(y, x, given, is_grads_batched=True)
+    assert torch.equal(grads, given * 2 + 1)
+    assert shapes == [torch.Size([2])]
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_parameter_used_in_a_checkpoint_and_outside(api: Any, reentrant: bool) -> None:
+    calls: list[str] = []
+    weight = leaf()
+    api.hook(weight, note(calls, "weight"))
+    inner = weight * leaf()
+    out = checkpoint(lambda x: weight * x, inner, use_reentrant=reentrant)
+    out.sum().backward()
+    # A reentrant checkpoint runs a backward of its own.
+    assert calls == ["weight"] * (2 if reentrant else 1)
+
+
+@both
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_hooks_on_what_a_checkpoint_computed_first(api: Any, early_stop: bool) -> None:
+    calls: list[str] = []
+    with set_checkpoint_early_stop(early_stop):
+        out = checkpoint(lambda x: x.sin().cos().sin(), leaf(1.0), use_reentrant=False)
+    inner = out.grad_fn.next_functions[0][0]
+    api.posthook(inner, note(calls, "post"))
+    api.prehook(inner, note(calls, "pre"))
+    out.backward()
+    assert calls == ["pre", "post"]
+
+
+@both
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_backward_through_a_checkpoint_in_a_hook_on_it(api: Any, early_stop: bool) -> None:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = x.sin().cos()
+        return inner, inner.sin()
+
+    x = leaf(1.0)
+    with set_checkpoint_early_stop(early_stop):
+        inner, out = checkpoint(forward, x, use_reentrant=False)
+    api.posthook(out.grad_fn, lambda inputs, outputs: inner.backward(retain_graph=True))
+    out.backward(retain_graph=True)
+    plain = leaf(1.0)
+    inner, out = forward(plain)
+    (inner + out).backward()
+    assert torch.allclose(x.grad, plain.grad)

@@ -11,24 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import backward, both, both_in_modes, leaf, note
+from autograd_apis import backward, both, both_in_modes, function, leaf, note
 from torch import Tensor
-from torch.autograd import Function, gradcheck
+from torch.autograd import gradcheck
 from torch.autograd.gradcheck import GradcheckError
 
-
-class Both(Function):
-    """Two outputs, whose gradients count twice and three times."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x * 3
-
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-        return first * 2 + second * 3
-
-
+#: Two outputs, whose gradients count twice and three times.
+Both = function(lambda ctx, x: (x * 2, x * 3), lambda ctx, first, second: first * 2 + second * 3)
 TWO_OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "in python": Both.apply,
     "in c++": functools.partial(torch.var_mean, dim=0),

@@ -8,23 +8,38 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from repository import ROOT
 from torch_releases import since
-from train_processes import finding, finished, report
+from train_processes import error_of, finding, finished, report
 
 import torch_commhook
-from torch_commhook.cli.doctor import CHECKS, build, host
+from torch_commhook.cli.doctor import CHECKS, build, host, ranks
 from torch_commhook.cli.doctor import hooks as doctor_hooks
 from torch_commhook.cli.doctor.cuda import architectures, serves
+from torch_commhook.cli.doctor.group import by_device
+from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
 from torch_commhook.cli.place import Place
+
+Find = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def find(capsys: pytest.CaptureFixture[str]) -> Find:
+    """Gives the finding with a name that checks of doctor report."""
+    return lambda checks, name, *options, code=0: finding(
+        report(capsys, checks, *options, code=code), name
+    )
 
 
 def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +78,7 @@ def test_a_finding_that_is_not_ok_has_one_sentence_of_advice(
 
 @pytest.mark.parametrize("options", [["--only", "nothing"], ["--timeout", "0"], ["more"]])
 def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *options])
-    assert "commhook doctor: error: " in capsys.readouterr().err
+    assert error_of("doctor", options, capsys)
 
 
 def test_a_check_that_fails_leaves_the_others(
@@ -80,11 +93,9 @@ def test_a_check_that_fails_leaves_the_others(
     assert finding(found, "native libraries")["level"] == "ok"
 
 
-def test_wrong_gradients_are_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_gradients_are_told(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_hooks, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
-    found = finding(report(capsys, "hooks", code=1), "allreduce")
+    found = find("hooks", "allreduce", code=1)
     assert found["level"] == "error" and "should give 1.5" in found["value"]
 
 
@@ -129,6 +140,7 @@ def _for_another_torch() -> bytes:
     return _library().replace(mark, other)
 
 
+#: Libraries, their contents, and what is said: the value as a pattern, and the advice.
 BROKEN = {
     "another torch": (
         "_ops",
@@ -174,17 +186,36 @@ def test_no_other_package_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found.advice is not None and found.advice.startswith(advice)
 
 
+def test_hooks_on_two_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their connections are other than those of ranks that are threads, and have failed alone."""
+    found = report(capsys, "ranks")
+    name = "two processes on this host, allreduce over Gloo"
+    assert finding(found, name)["value"] == "works"
+    monkeypatch.setattr(ranks, "averaged", Mock(side_effect=RuntimeError("not connected\nstack")))
+    alone = Meeting(dist.HashStore(), 0, 1, 10.0)
+    failed = [each for each in ranks._all_ranks(alone, 10.0) if each.level == "error"]
+    assert [each.value for each in failed] == ["RuntimeError: not connected"]
+    assert not dist.is_initialized()
+
+
 def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
     _copy_of_the_package(tmp_path, "_", None)
     output = _doctor_of(tmp_path)
     assert "ok       two processes on this host, all-reduce over Gloo: works" in output
+    assert "allreduce over Gloo" not in output.replace("all-reduce", "")  # it has no library
     assert output.splitlines()[-1].startswith("doctor: 1 error, ")
 
 
 @pytest.mark.parametrize(
     ("version", "value", "level"),
     [
-        ("2.13.0+cpu", "12 passed on torch 2.13.0, with Python 3.11.7", "ok"),
+        (
+            "2.13.0+cu130",
+            "12 passed at commit 1a2b on torch 2.13.0, its build cpu, with Python 3.11.7",
+            "ok",
+        ),
         ("2.13.1", "never run on 2.13.1; passed on torch 2.13.0", "ok"),
         ("2.16.0+cu140", "never run on 2.16.0; passed on torch 2.11.0, 2.13.0", "warning"),
     ],
@@ -193,15 +224,15 @@ def test_the_torch_that_the_tests_ran_on(
     version: str,
     value: str,
     level: str,
-    capsys: pytest.CaptureFixture[str],
+    find: Find,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = {"passed": 12, "python": "3.11.7"}
+    run = {"passed": 12, "python": "3.11.7", "build": "cpu", "code": "1a2b"}
     (tmp_path / "tested.json").write_text(json.dumps({"2.11.0": run, "2.13.0": run}))
     monkeypatch.setattr(build, "TESTED", tmp_path / "tested.json")
     monkeypatch.setattr(torch, "__version__", version)
-    found = finding(report(capsys, "versions"), "tests on this torch")
+    found = find("versions", "tests on this torch")
     assert (found["value"], found["level"]) == (value, level)
     assert ("make test-torch TORCH=2.16.0" in found["advice"]) == (level == "warning")
 
@@ -218,58 +249,58 @@ def test_torch_that_does_not_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_built", "level", "advice"),
-    [(True, "warning", "torch.compile"), (False, "error", "the build needs it")],
+    ("compiler", "is_built", "value", "level", "advice"),
+    [
+        (None, True, "none on the PATH", "warning", "torch.compile"),
+        (None, False, "none on the PATH", "error", "the build needs it"),
+        (
+            "no-such-compiler",
+            True,
+            "CXX names no-such-compiler, which is missing",
+            "warning",
+            "Set CXX to an installed compiler, or unset it: ",
+        ),
+        (f"{sys.executable} -O2", True, sys.executable, "ok", ""),
+    ],
 )
-def test_no_compiler(
+def test_the_compiler(
+    compiler: str | None,
     is_built: bool,
+    value: str,
     level: str,
     advice: str,
+    find: Find,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    if compiler is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", compiler)
     if not is_built:
         monkeypatch.setattr(build, "library_error", lambda: ImportError("not built"))
-    found = finding(report(capsys, "build", code=0 if is_built else 1), "C++ compiler")
-    assert (found["value"], found["level"]) == ("none on the PATH", level)
-    assert advice in found["advice"]
-
-
-def test_a_compiler_that_is_not_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = finding(report(capsys, "build"), "C++ compiler")
-    assert found["value"] == "CXX names no-such-compiler, which is missing"
-    assert found["advice"].startswith("Set CXX to an installed compiler, or unset it: ")
-    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
-    assert finding(report(capsys, "build"), "C++ compiler")["value"] == sys.executable
+    found = find("build", "C++ compiler", code=0 if is_built else 1)
+    assert (found["value"], found["level"]) == (value, level)
+    assert advice in found["advice"] and bool(advice) == bool(found["advice"])
 
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 
-def test_a_cuda_build_without_kernels(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if torch.ops.commhook.has_cuda_kernels():
-        pytest.skip("this build has CUDA kernels")
+@pytest.mark.skipif(torch.ops.commhook.has_cuda_kernels(), reason="this build has CUDA kernels")
+def test_a_cuda_build_without_kernels(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = finding(report(capsys, "gpus"), "CUDA kernels")
+    found = find("gpus", "CUDA kernels")
     assert found["level"] == "warning"
     assert "none in the build, though torch is a build for CUDA 13.0" in found["value"]
-    assert found["advice"] == (
-        "Install nvcc of CUDA 13.0, then run: COMMHOOK_CUDA=1 python setup.py develop"
-    )
+    advice = "Install nvcc of CUDA 13.0, then run: COMMHOOK_CUDA=1 python setup.py develop"
+    assert found["advice"] == advice
 
 
-def test_a_build_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.version.cuda is not None:
-        pytest.skip("this torch is a CUDA build")
-    found = finding(report(capsys, "gpus"), "CUDA kernels")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+def test_a_build_for_the_cpu(find: Find) -> None:
+    found = find("gpus", "CUDA kernels")
     assert found["level"] == "ok"
     assert found["value"] == f"none, since torch {torch.__version__} is not a CUDA build"
 
@@ -342,28 +373,21 @@ def _file_system(free: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("free", "level"), [(8 << 20, "error"), (64 << 20, "warning"), (2 << 30, "ok")]
 )
-def test_shared_memory(
-    free: int,
-    level: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_memory(free: int, level: str, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: _file_system(free))
-    found = finding(report(capsys, "host", code=int(level == "error")), "shared memory")
+    found = find("host", "shared memory", code=int(level == "error"))
     assert found["level"] == level
     assert (level == "ok") == (not found["advice"])
 
 
-def test_no_huge_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_huge_pages(find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
     monkeypatch.setattr(host, "_HUGE_PAGES", setting)
-    found = finding(report(capsys, "host"), "huge pages")
+    found = find("host", "huge pages")
     assert (found["value"], found["level"]) == ("never", "warning")
     setting.write_text("always [madvise] never\n")
-    assert finding(report(capsys, "host"), "huge pages")["level"] == "ok"
+    assert find("host", "huge pages")["level"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -397,13 +421,9 @@ def test_the_quota_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert host.usable_cores() == 0.5
 
 
-def test_few_open_files(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
-    found = finding(report(capsys, "host"), "open files")
+def test_few_open_files(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (128, 4096))
+    found = find("host", "open files")
     assert (found["value"], found["level"]) == ("128 (at most 4096)", "warning")
     assert found["advice"].startswith("Run ulimit -n 1024 before training")
 
@@ -412,13 +432,12 @@ def test_few_open_files(
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices", "level", "said"),
+    ("backend", "devices", "said"),
     [
-        ("gloo", "cpu cuda", "ok", ["gloo"]),
+        ("gloo", "cpu cuda", ["gloo"]),
         (
             "cpu:gloo,cuda:nccl",
-            "cuda",
-            "warning",
+            "",
             [
                 "cpu tensors travel over gloo, cuda tensors travel over nccl",
                 "nccl cannot take back a collective",
@@ -427,38 +446,55 @@ def test_few_open_files(
         ),
         (
             "cpu:mpi,cuda:nccl",
-            "cpu",
-            "warning",
+            "",
             ["ranks cannot agree over mpi", "init_process_group('cpu:gloo,cuda:nccl')"],
         ),
+        ("cpu:fake,xpu:xccl", "", ["ranks cannot agree over fake", "('cpu:gloo,xpu:xccl')"]),
         # torch says for which devices a backend is; older releases do not know some of these.
         *(
-            (
-                name,
-                "cuda",
-                "warning",
-                [f"{name}: cuda tensors travel over {name}; ranks agree", f"{name} cannot take"],
-            )
-            for name in ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
+            (n, "cuda", [f"{n}: cuda tensors travel over {n}; ranks agree", f"{n} cannot take"])
+            for n in ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
         ),
-        ("xccl", "xpu", "warning", ["xccl cannot take back a collective"]),
+        ("xccl", "xpu", ["xccl cannot take back a collective"]),
     ],
 )
 def test_a_group_of_a_backend(
     backend: str,
     devices: str,
-    level: str,
     said: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if backend != "gloo":
         monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    if ":" not in backend:
+    if devices:
+        monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, backend])
         monkeypatch.setitem(dist.Backend.backend_capability, backend, devices.split())
     (group,) = report(capsys, "group", "--backend", backend)["findings"]
-    assert group["level"] == level
+    assert group["level"] == ("ok" if backend == "gloo" else "warning")
     assert [each for each in said if each not in f"{group['value']} {group['advice']}"] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("", "'': the configuration names no backend"),
+        ("cpu:a:b:c", "'cpu:a:b:c': Invalid device:backend pairing: cpu:a:b:c."),
+        ("cpu:gloo,cuda", "Invalid device:backend pairing: cuda."),
+        ("cpu:gloo,cpu:nccl", "Duplicate device type cpu in backend string"),
+    ],
+)
+def test_a_group_that_torch_refuses(
+    backend: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (group,) = report(capsys, "group", "--backend", backend, code=1)["findings"]
+    assert said in group["value"]
+    assert group["advice"].startswith("Name a backend, or one for each kind of device")
+
+
+def test_the_default_group_has_the_accelerators_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    assert by_device("undefined") == {"cuda": "nccl"}
 
 
 @since("2.14")
@@ -489,12 +525,9 @@ def test_a_default_group_of_two_backends(
     assert group["name"] == "the default group" and group["level"] == "warning"
     assert "cuda tensors travel over fake" in group["value"]
     assert "fake cannot take back a collective" in group["value"]
+    assert report(capsys, "group")["findings"] == []  # there is none any more
 
 
 def test_a_backend_that_torch_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     (group,) = report(capsys, "group", "--backend", "cpu:gloo,cuda:none_such", code=1)["findings"]
     assert "this torch has no none_such" in group["value"]
-
-
-def test_no_group_is_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(capsys, "group")["findings"] == []

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from torch_commhook import hooks
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -46,19 +47,6 @@ def sending(name: str) -> Measured:
     return Measured(name, nbytes, seconds, issued=issued)
 
 
-def chosen(rate: float, delay: float, compute: float, max_error: float) -> str:
-    """Of ten buckets, which are full one after another in the last two thirds of a step."""
-    ready = [compute * (1 + 2 * (i + 1) / 10) / 3 for i in range(10)]
-    link = MeasuredLink(rate, delay)
-    found = [
-        Candidate(
-            name, FIGURES[name][2], predict(sending(name), link, buckets=[1] * 10, ready=ready)
-        )
-        for name in NAMES
-    ]
-    return NAMES[choose(found, max_error, link).number]
-
-
 @pytest.mark.parametrize(
     ("rate", "delay", "compute", "max_error", "want"),
     [
@@ -76,7 +64,16 @@ def chosen(rate: float, delay: float, compute: float, max_error: float) -> str:
 def test_each_regime(
     rate: float, delay: float, compute: float, max_error: float, want: str
 ) -> None:
-    assert chosen(rate, delay, compute, max_error) == want
+    """Of ten buckets, which are full one after another in the last two thirds of a step."""
+    ready = [compute * (1 + 2 * (i + 1) / 10) / 3 for i in range(10)]
+    link = MeasuredLink(rate, delay)
+    found = [
+        Candidate(
+            name, FIGURES[name][2], predict(sending(name), link, buckets=[1] * 10, ready=ready)
+        )
+        for name in NAMES
+    ]
+    assert NAMES[choose(found, max_error, link).number] == want
 
 
 def test_a_hook_that_gains_little_is_not_taken() -> None:
@@ -115,19 +112,18 @@ def test_without_predictions_nothing_is_chosen() -> None:
 def test_reasons() -> None:
     link = MeasuredLink(99.6e6, 0.0102)
     found = [Candidate("allreduce()", 0.0, 3.95), Candidate("blockwise()", 0.0081, 0.612)]
-    assert choose(found, 0.05, link).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms, a step is predicted to take 612 ms, and 3.95 s with "
-        "allreduce(); the error is 0.0081 of at most 0.05"
+    start = "over a link of 99.6 Mbit/s and 10 ms, a step"
+    end = (
+        "is predicted to take 612 ms, and 3.95 s with allreduce(); "
+        "the error is 0.0081 of at most 0.05"
     )
+    assert choose(found, 0.05, link).reason == f"{start} {end}"
     assert choose(found, 0.05, link, has_computing=False).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms, a step, without the model's unknown computing time, "
-        "is predicted to take 612 ms, and 3.95 s with allreduce(); the error is 0.0081 of at most "
-        "0.05"
+        f"{start}, without the model's unknown computing time, {end}"
     )
     found = [Candidate("allreduce()", 0.0, 0.30), Candidate("blockwise()", 0.0081, 0.29)]
     assert choose(found, 0.05, link).reason == (
-        "over a link of 99.6 Mbit/s and 10 ms, a step is predicted to take 300 ms, and 290 ms with "
-        "blockwise(), the fastest other hook"
+        f"{start} is predicted to take 300 ms, and 290 ms with blockwise(), the fastest other hook"
     )
     assert format_link(MeasuredLink(2.5e9, 0.0)) == "2.5 Gbit/s and 0 ms"
 
@@ -135,28 +131,25 @@ def test_reasons() -> None:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _error_of_sign(rank: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_an_error_is_the_distance_from_the_mean_over_its_length(rank: int) -> None:
     gradients = [torch.tensor([1.0, 3.0, -3.0, 1.0]), torch.tensor([1.0, 3.0, -3.0, 3.0])][rank]
     mean = torch.tensor([1.0, 3.0, -3.0, 2.0])
-    found = relative_error(hooks.sign(), [[gradients]], [mean], dist.group.WORLD)
-    exact = relative_error(hooks.allreduce(), [[gradients]], [mean], dist.group.WORLD)
-    return found, exact
-
-
-def test_an_error_is_the_distance_from_the_mean_over_its_length() -> None:
     # Each rank sends its mean magnitude, 2 and 2.5; their mean has one magnitude, 2.25.
     want = math.sqrt((1.25**2 + 0.75**2 * 2 + 0.25**2) / (1 + 9 + 9 + 4))
-    for found, exact in run_ranks(_error_of_sign, 2):
-        assert found == pytest.approx(want, rel=1e-6)
-        assert exact == pytest.approx(0.0, abs=1e-7)
+    found, exact = (
+        relative_error(hook, [[gradients]], [mean], dist.group.WORLD)
+        for hook in (hooks.sign(), hooks.allreduce())
+    )
+    assert found == pytest.approx(want, rel=1e-6)
+    assert exact == pytest.approx(0.0, abs=1e-7)
 
 
-def test_a_hook_that_cannot_average_the_gradients_has_no_error() -> None:
-    def error(rank: int) -> float:
-        values = torch.ones(4, dtype=torch.complex64)
-        return relative_error(hooks.blockwise(), [[values]], [values], dist.group.WORLD)
-
-    assert run_ranks(error, 2) == [math.inf, math.inf]
+@on_ranks(2)
+def test_a_hook_that_cannot_average_the_gradients_has_no_error(rank: int) -> None:
+    values = torch.ones(4, dtype=torch.complex64)
+    error = relative_error(hooks.blockwise(), [[values]], [values], dist.group.WORLD)
+    assert error == math.inf
 
 
 # ---- the log -------------------------------------------------------------------------------------

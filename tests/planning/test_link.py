@@ -1,16 +1,19 @@
-"""Measured links: rates from made-up times, and links of a throttled group."""
+"""Measured links, of made-up times and of a throttled group; the file that ``bench`` writes."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_processes, on_ranks
 
 from torch_commhook import MeasuredLink, measure_link
+from torch_commhook.planning import LinkFile
 from torch_commhook.planning.link import (
     Flow,
     LinkFigures,
@@ -21,6 +24,7 @@ from torch_commhook.planning.link import (
     pairs_of,
     steady_rate,
 )
+from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
 from torch_commhook.planning.wire import Wire
 from torch_commhook.process_group import ThrottledProcessGroup
 from torch_commhook.testing import run_ranks
@@ -196,12 +200,10 @@ def test_what_is_no_link(rate: Any, delay: float, message: str) -> None:
         MeasuredLink(rate, delay)
 
 
-def test_one_rank_has_no_link() -> None:
-    def alone(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"^measure_link: group must have two or more ranks"):
-            measure_link()
-
-    run_ranks(alone, 1)
+@on_ranks(1)
+def test_one_rank_has_no_link(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"^measure_link: group must have two or more ranks"):
+        measure_link()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
@@ -218,35 +220,120 @@ def test_all_ranks_get_the_same_link() -> None:
 # ---- real ranks ----------------------------------------------------------------------------------
 
 
-def _throttled(rank: int, rate: float, delay: float) -> tuple[MeasuredLink, int]:
+@pytest.mark.real_time
+@on_processes
+@pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
+def test_a_throttled_link(rank: int, rate: float, delay: float) -> None:
     group = ThrottledProcessGroup(dist.group.WORLD, bandwidth=rate, latency=delay)
     figures = measure_figures(Wire(group), 1.0)
-    return figures.link, figures.connections
-
-
-@pytest.mark.real_time
-@pytest.mark.parametrize(("rate", "delay"), [(20e6, 0.0), (20e6, 0.025)])
-def test_a_throttled_link(two_ranks: RankPool, rate: float, delay: float) -> None:
-    (link, connections), other = two_ranks.run(_throttled, rate, delay)
-    assert other == (link, connections)
-    assert connections == 1
+    link = figures.link
+    assert of_all_ranks((link, figures.connections)) == [(link, 1)] * 2
     # A busy machine makes a link slower, and never faster: the group does not count headers.
     assert rate / PAYLOAD * 0.5 < link.bits_per_second < rate / PAYLOAD * 1.1
     assert delay <= link.delay_seconds < delay + 0.02
 
 
-def _with_more_connections(rank: int) -> tuple[list[int], int]:
-    from torch_commhook.planning import link
-
-    link._FAR_SECONDS = 0.0
-    try:
+@on_processes
+def test_more_connections_are_tried_and_go_again(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.planning.link._FAR_SECONDS", 0.0)
         found = measure_figures(Wire(), 0.2)
-    finally:
-        link._FAR_SECONDS = 5e-3
     total = torch.ones(4)
     dist.all_reduce(total)  # the group is as it was
-    return list(found.rates), int(total[0])
+    assert (list(found.rates), int(total[0])) == ([1, 4], 2)
 
 
-def test_more_connections_are_tried_and_go_again(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_with_more_connections) == [([1, 4], 2)] * 2
+# ---- the file of bench ---------------------------------------------------------------------------
+
+FULL = LinkFile(
+    ranks=2,
+    backend="gloo",
+    device="cpu",
+    link=MeasuredLink(200e6, 0.025),
+    messages=[Message(1024, 0.05), Message(1 << 26, 2.7)],
+    collectives=[CollectiveTime("all_reduce", 1 << 20, 0.1)],
+    codecs=[CodecSpeed("fp8()", 3.9, 1e9, 2e9, 1.5, 0.9)],
+    hooks=[HookTime("allreduce()", 1.5, 1e8, 1.0), HookTime("mine.py:hook", 1.5, None, 1.0)],
+    machine={"torch": "2.13", "threads": 1},
+)
+
+
+@pytest.mark.parametrize("found", [FULL, LinkFile(1, "gloo", "cpu")])
+def test_what_is_written_is_read(tmp_path: Path, found: LinkFile) -> None:
+    path = tmp_path / "link.json"
+    found.write(path)
+    assert LinkFile.read(path) == found
+    assert LinkFile.read(str(path)) == found
+
+
+def test_the_file_says_what_it_is(tmp_path: Path) -> None:
+    FULL.write(tmp_path / "link.json")
+    document = json.loads((tmp_path / "link.json").read_text())
+    assert document["format"] == "commhook bench 1"
+    assert document["link"] == {"bits_per_second": 200e6, "delay_seconds": 0.025}
+    assert document["messages"][0] == {"bytes": 1024, "seconds": 0.05}
+
+
+def changed(**values: Any) -> str:
+    return json.dumps({**json.loads(FULL.text()), **values})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("{", "it is not valid JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("[]", "it must be an object, got []"),
+        ("{}", 'its format must be "commhook bench 1", got null'),
+        (changed(format="commhook bench 2"), 'its format must be "commhook bench 1", got "commh'),
+        (changed(ranks="2"), 'its ranks must be a whole number, got "2"'),
+        (changed(ranks=0), "its ranks must be a whole number, got 0"),
+        (changed(ranks=True), "its ranks must be a whole number, got true"),
+        (changed(backend=1), "its backend must be a string, got 1"),
+        (changed(link=3), "its link must be an object, got 3"),
+        (changed(link={}), "its link.bits_per_second must be a number, got nothing"),
+        (
+            changed(link={"bits_per_second": 0, "delay_seconds": 0}),
+            "its link is not valid (MeasuredLink: bits_per_second must be positive and finite, got "
+            "0.0)",
+        ),
+        (
+            changed(link={"bits_per_second": float("nan"), "delay_seconds": 0}),
+            "its link.bits_per_second must be a number, got NaN",
+        ),
+        (
+            changed(link={"bits_per_second": 10**400, "delay_seconds": 0}),
+            "its link.bits_per_second must be a number, got 1000",
+        ),
+        (
+            changed(link={"bits_per_second": 1, "delay_seconds": -1}),
+            "its link.delay_seconds must be a number, got -1",
+        ),
+        (changed(messages={}), "its messages must be a list, got {}"),
+        (changed(messages=[1]), "its messages[0] must be an object, got 1"),
+        (changed(messages=[{"bytes": 1.5, "seconds": 1}]), "its messages[0].bytes must be a whole"),
+        (changed(hooks=[{"hook": "a"}]), "its hooks[0].seconds must be a number, got nothing"),
+        (changed(machine=[]), "its machine must be an object, got []"),
+    ],
+)
+def test_what_is_no_file_of_bench(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as raised:
+        LinkFile.read(path)
+    assert str(raised.value).startswith(f"{path} is not a file of commhook bench --out: {reason}")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "link.png"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match=r"is not a file of commhook bench --out: it is not text$"):
+        LinkFile.read(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"link.json: No such file or directory$"):
+        LinkFile.read(tmp_path / "link.json")
+    with pytest.raises(ValueError, match=r": Is a directory$"):
+        LinkFile.read(tmp_path)

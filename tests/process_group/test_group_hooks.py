@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from group_calls import group_with
 from group_doubles import DoneWork, completed, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -63,6 +64,16 @@ class Log:
 
     def counts(self) -> tuple[int, int, int]:
         return len(self.pre), len(self.post), len(self.completed)
+
+
+@pytest.fixture
+def group() -> Alone:
+    return Alone(0, 1)
+
+
+@pytest.fixture
+def log(group: Alone) -> Log:
+    return Log(group)
 
 
 @pytest.fixture
@@ -184,9 +195,9 @@ def test_errors_of_hooks_come_out() -> None:
     assert log.counts() == (2, 1, 1)
 
 
-def test_errors_after_completion_are_reported(unraisable: list[Any]) -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_errors_after_completion_are_reported(
+    unraisable: list[Any], group: Alone, log: Log
+) -> None:
 
     def fail(args: Any) -> None:
         raise KeyError("mine")
@@ -197,9 +208,7 @@ def test_errors_after_completion_are_reported(unraisable: list[Any]) -> None:
     assert log.counts() == (1, 1, 1)  # the others are told all the same
 
 
-def test_a_method_that_fails() -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_a_method_that_fails(group: Alone, log: Log) -> None:
     with pytest.raises(ValueError, match="no gathering"):
         group.all_gather_single(torch.ones(2), torch.ones(2))
     assert log.counts() == (1, 0, 1)
@@ -208,13 +217,9 @@ def test_a_method_that_fails() -> None:
 
 
 def test_a_future_that_fails() -> None:
-    class Own(ProcessGroup):
-        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-            future: torch.futures.Future = torch.futures.Future()
-            future.set_exception(OSError("cable"))
-            return future
-
-    group = Own(0, 1)
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(OSError("cable"))
+    group = group_with("allreduce", lambda self, *arguments: future)
     log = Log(group)
     group.allreduce([torch.ones(1)])
     assert isinstance(log.completed[0].error, OSError)
@@ -222,7 +227,7 @@ def test_a_future_that_fails() -> None:
 
 def test_a_future_completes_later() -> None:
     future: torch.futures.Future = torch.futures.Future()
-    group = type("Own", (ProcessGroup,), {"allreduce": lambda self, *arguments: future})(0, 1)
+    group = group_with("allreduce", lambda self, *arguments: future)
     log = Log(group)
     work = group.allreduce([torch.ones(1)])
     assert log.counts() == (1, 1, 0) and not work.is_completed()
@@ -233,18 +238,14 @@ def test_a_future_completes_later() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_work_with_nothing_but_wait(device: str) -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_work_with_nothing_but_wait(device: str, group: Alone, log: Log) -> None:
     work = group.broadcast([torch.ones(1, device=device)])
     assert not work.is_completed()
     assert work.wait() and work.is_completed()
     wait_until(lambda: log.completed)
 
 
-def test_work_without_a_future_tells_when_it_is_waited_for() -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_work_without_a_future_tells_when_it_is_waited_for(group: Alone, log: Log) -> None:
     work = group.broadcast([torch.ones(1)])
     assert log.counts() == (1, 1, 0)
     assert work.wait() and work.wait()
@@ -268,11 +269,7 @@ def test_work_on_an_accelerator_is_asked(fails: bool) -> None:
         def is_success(self) -> bool:
             return not fails
 
-    class Own(ProcessGroup):
-        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-            return Late()
-
-    group = Own(0, 1)
+    group = group_with("allreduce", lambda self, *arguments: Late())
     log = Log(group)
     group.allreduce([torch.ones(1, device="meta")])
     time.sleep(0.01)
@@ -283,9 +280,7 @@ def test_work_on_an_accelerator_is_asked(fails: bool) -> None:
     assert (log.completed[0].error is not None) == fails
 
 
-def test_what_returns_no_work() -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_what_returns_no_work(group: Alone, log: Log) -> None:
     group.monitored_barrier()
     assert log.counts() == (1, 1, 1) and log.post[0].work is None
     assert log.pre[0].name == HookOpName.BARRIER
@@ -293,9 +288,7 @@ def test_what_returns_no_work() -> None:
     assert log.pre[1].root == 3 and log.pre[1].output_tensors == []
 
 
-def test_no_operation_has_no_hooks() -> None:
-    group = Alone(0, 1)
-    log = Log(group)
+def test_no_operation_has_no_hooks(group: Alone, log: Log) -> None:
     assert (group.rank(), group.size(), group.name()) == (0, 1, "custom")
     assert log.counts() == (0, 0, 0)
 
@@ -333,8 +326,7 @@ def test_pytorchs_older_interface() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pre", "post", "completion", "abort"])
-def test_bad_registrations(kind: str) -> None:
-    group = Alone(0, 1)
+def test_bad_registrations(kind: str, group: Alone) -> None:
     add = getattr(group, f"register_{kind}_hook")
     with pytest.raises(TypeError, match=f"register_{kind}_hook: hook_id must be an int, got str"):
         add("1", print)
@@ -388,10 +380,8 @@ def test_methods_of_a_mixin() -> None:
 
 
 def test_methods_that_are_no_functions_have_hooks_from_cpp() -> None:
-    class Own(ProcessGroup):
-        allreduce = functools.partialmethod(lambda self, tensors, opts: completed(tensors))
-
-    group = Own(0, 1)
+    method = functools.partialmethod(lambda self, tensors, opts: completed(tensors))
+    group = group_with("allreduce", method)
     log = Log(group)
     assert WAYS["from C++"](group, torch.ones(1)).wait()
     assert log.counts() == (1, 1, 1)

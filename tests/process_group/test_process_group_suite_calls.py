@@ -6,6 +6,7 @@ and options. C++ gives the method lists and options, whoever has called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -74,52 +75,26 @@ Canonical = type("Canonical", (Noting,), {name: noted(name) for name in NOTED})
 X, Y, Z = torch.ones(2), torch.zeros(2), torch.full((2,), 3.0)
 
 
-def given(*arguments: Any, **keywords: Any) -> Callable[[Any, Any], Any]:
-    """Calls a method of a group with these arguments."""
-    return lambda method, group: method(group, *arguments, **keywords)
-
-
-#: By a short form: how the method is called, its lists, and parts of its options.
-SHORT: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...], dict[str, Any]]] = {
-    "allreduce(tensor, op)": (given(X, op=MAX), ([X],), {"reduceOp": MAX, "timeout": UNSET}),
-    "allreduce(tensor, op, timeout)": (
-        given(X, MIN, SECONDS),
-        ([X],),
-        {"reduceOp": MIN, "timeout": SECONDS},
-    ),
-    "allreduce(tensors, op)": (given([X], MAX), ([X],), {"reduceOp": MAX}),
-    "allreduce(tensors)": (given([X]), ([X],), {"reduceOp": SUM, "timeout": UNSET}),
-    "broadcast(tensor, root, timeout)": (
-        given(X, 1, SECONDS),
-        ([X],),
-        {"rootRank": 1, "timeout": SECONDS},
-    ),
-    "reduce(tensor, root, op)": (
-        given(X, root=1, op=MAX),
-        ([X],),
-        {"rootRank": 1, "reduceOp": MAX},
-    ),
-    "allgather(tensors, tensor, timeout)": (
-        given([Y, Z], X, timeout=SECONDS),
-        ([[Y, Z]], [X]),
-        {"timeout": SECONDS},
-    ),
-    "gather(tensors, tensor, root)": (given([Y, Z], X, 0), ([[Y, Z]], [X]), {"rootRank": 0}),
-    "gather([], tensor, root)": (given([], X, root=1), ([], [X]), {"rootRank": 1}),
-    "scatter(tensor, tensors, root)": (given(X, [Y, Z], 0), ([X], [[Y, Z]]), {"rootRank": 0}),
-    "scatter(tensor, [], root)": (given(X, [], root=1), ([X], []), {"rootRank": 1}),
-    "reduce_scatter(tensor, tensors, op)": (
-        given(X, [Y, Z], op=MAX),
-        ([X], [[Y, Z]]),
-        {"reduceOp": MAX},
-    ),
-    "all_to_all_single(output, input, splits, splits, timeout)": (
-        given(Y, X, [1, 1], [1, 1], SECONDS),
+#: By a short form: the lists that the method gets, and parts of its options.
+SHORT: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "allreduce(X, op=MAX)": (([X],), {"reduceOp": MAX, "timeout": UNSET}),
+    "allreduce(X, MIN, SECONDS)": (([X],), {"reduceOp": MIN, "timeout": SECONDS}),
+    "allreduce([X], MAX)": (([X],), {"reduceOp": MAX}),
+    "allreduce([X])": (([X],), {"reduceOp": SUM, "timeout": UNSET}),
+    "broadcast(X, 1, SECONDS)": (([X],), {"rootRank": 1, "timeout": SECONDS}),
+    "reduce(X, root=1, op=MAX)": (([X],), {"rootRank": 1, "reduceOp": MAX}),
+    "allgather([Y, Z], X, timeout=SECONDS)": (([[Y, Z]], [X]), {"timeout": SECONDS}),
+    "gather([Y, Z], X, 0)": (([[Y, Z]], [X]), {"rootRank": 0}),
+    "gather([], X, root=1)": (([], [X]), {"rootRank": 1}),
+    "scatter(X, [Y, Z], 0)": (([X], [[Y, Z]]), {"rootRank": 0}),
+    "scatter(X, [], root=1)": (([X], []), {"rootRank": 1}),
+    "reduce_scatter(X, [Y, Z], op=MAX)": (([X], [[Y, Z]]), {"reduceOp": MAX}),
+    "all_to_all_single(Y, X, [1, 1], [1, 1], SECONDS)": (
         (Y, X, [1, 1], [1, 1]),
         {"timeout": SECONDS},
     ),
-    "barrier(timeout)": (given(timeout=SECONDS), (), {"timeout": SECONDS}),
-    "barrier()": (given(), (), {"timeout": UNSET}),
+    "barrier(timeout=SECONDS)": ((), {"timeout": SECONDS}),
+    "barrier()": ((), {"timeout": UNSET}),
 }
 
 
@@ -137,9 +112,10 @@ def same(got: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("form", SHORT)
 def test_a_short_form(form: str) -> None:
-    call, lists, options = SHORT[form]
-    group = Canonical(None, 0, 2)
-    assert call(getattr(base, method_of(form)), group).wait()
+    lists, options = SHORT[form]
+    group, name = Canonical(None, 0, 2), form.partition("(")[0]
+    method = functools.partial(getattr(base, method_of(form)), group)
+    assert eval(form, {**globals(), name: method}).wait()
     *got, opts = group.only_call(method_of(form))
     assert same(got, lists)
     assert {part: getattr(opts, part) for part in options} == options
@@ -165,40 +141,28 @@ def test_lists_and_options_are_passed_on() -> None:
     assert isinstance(got, dist.BarrierOptions)
 
 
-#: What functions of torch.distributed call: the method, and parts of its options.
-CALLERS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
-    "all_reduce": (lambda: dist.all_reduce(X, op=MAX), "allreduce", {"reduceOp": MAX}),
-    "broadcast": (lambda: dist.broadcast(X, src=1), "broadcast", {"rootRank": 1}),
-    "reduce": (lambda: dist.reduce(X, dst=1), "reduce", {"rootRank": 1}),
-    "all_gather": (lambda: dist.all_gather([Y, Z], X), "allgather", {}),
-    "gather": (lambda: dist.gather(X, [Y, Z], dst=0), "gather", {"rootRank": 0}),
-    "scatter": (lambda: dist.scatter(X, [Y, Z], src=0), "scatter", {"rootRank": 0}),
-    "reduce_scatter": (lambda: dist.reduce_scatter(X, [Y, Z]), "reduce_scatter", {}),
-    "all_to_all_single": (lambda: dist.all_to_all_single(Y, X), ALL_TO_ALL, {}),
-    "barrier": (lambda: dist.barrier(), "barrier", {}),
-    "functional all_reduce": (
-        lambda: functional.all_reduce(X, "max", dist.group.WORLD).tolist(),
-        "allreduce",
-        {"reduceOp": MAX},
-    ),
-    "functional broadcast": (
-        lambda: functional.broadcast(X, 1, dist.group.WORLD).tolist(),
-        "broadcast",
-        {"rootRank": 1},
-    ),
-    "functional all_to_all_single": (
-        lambda: functional.all_to_all_single(X, [1, 1], [1, 1], dist.group.WORLD).tolist(),
-        ALL_TO_ALL,
-        {},
-    ),
+#: What calls call: the method, and parts of its options.
+CALLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dist.all_reduce(X, op=MAX)": ("allreduce", {"reduceOp": MAX}),
+    "dist.broadcast(X, src=1)": ("broadcast", {"rootRank": 1}),
+    "dist.reduce(X, dst=1)": ("reduce", {"rootRank": 1}),
+    "dist.all_gather([Y, Z], X)": ("allgather", {}),
+    "dist.gather(X, [Y, Z], dst=0)": ("gather", {"rootRank": 0}),
+    "dist.scatter(X, [Y, Z], src=0)": ("scatter", {"rootRank": 0}),
+    "dist.reduce_scatter(X, [Y, Z])": ("reduce_scatter", {}),
+    "dist.all_to_all_single(Y, X)": (ALL_TO_ALL, {}),
+    "dist.barrier()": ("barrier", {}),
+    "functional.all_reduce(X, 'max', group).tolist()": ("allreduce", {"reduceOp": MAX}),
+    "functional.broadcast(X, 1, group).tolist()": ("broadcast", {"rootRank": 1}),
+    "functional.all_to_all_single(X, [1, 1], [1, 1], group).tolist()": (ALL_TO_ALL, {}),
 }
 
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_functions_of_torch_distributed(caller: str) -> None:
-    call, name, options = CALLERS[caller]
+    name, options = CALLERS[caller]
     with default_group(Canonical) as group:
-        call()
+        eval(caller, {**globals(), "group": group})
         *lists, opts = group.only_call(name)
         assert {part: getattr(opts, part) for part in options} == options
         if name == ALL_TO_ALL and caller.startswith("functional"):

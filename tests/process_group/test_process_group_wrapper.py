@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from group_doubles import completed, wait_until
-from layered_net import Net, differing, train
-from rank_pool import RankPool
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
+from layered_net import differing
+from on_ranks import on_processes
+from torch.distributed.device_mesh import DeviceMesh
+from trained_models import KINDS, trained
 
-from torch_commhook import ProcessGroup, attach, hooks
+from torch_commhook import ProcessGroup
 from torch_commhook.process_group import WrapperProcessGroup, register
 
 
@@ -59,97 +56,37 @@ def _wrapped(name: str) -> Noting:
     return group
 
 
-def _models(rank: int, kind: str) -> tuple[list[int], bool]:
-    group = _wrapped(kind)
-    found = []
-    for each in (dist.group.WORLD, group):
-        torch.manual_seed(0)
-        model: nn.Module = Net()
-        if kind == "module":
-            attach(model, hooks.allreduce(), process_group=each)
-        else:
-            model = DDP(model, process_group=each, bucket_cap_mb=0.004)
-            if kind == "hooked":
-                attach(model, hooks.cast(torch.bfloat16))
-        found.append(train(model, rank))
-    return differing(*found), ("work", "allreduce") in group.events
+#: What kinds of models call.
+USED = {"fully_shard": {"all_gather_single", "reduce_scatter_single"}, "dtensor": set()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hooked", "module"])
-def test_models_train_on_it(two_ranks: RankPool, kind: str) -> None:
-    for different, used in two_ranks.run(_models, kind):
-        assert (different, used) == ([], True)
+@on_processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_train_on_it(rank: int, kind: str) -> None:
+    group = _wrapped("training")
+    assert differing(trained(rank, kind), trained(rank, kind, group)) == []
+    operations = {operation for event, operation in group.events if event == "work"}
+    assert operations and USED.get(kind, {"allreduce"}) <= operations
 
 
-def _sharded(rank: int) -> tuple[list[int], set[str]]:
-    group = _wrapped("sharded")
-    meshes = [init_device_mesh("cpu", (2,)), DeviceMesh.from_group(group, "cpu")]
-    found = []
-    for mesh in meshes:
-        torch.manual_seed(0)
-        model = Net()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        gradients = train(model, rank)
-        found.append([gradient.full_tensor() for gradient in gradients])
-    return differing(*found), {operation for _, operation in group.events}
-
-
-def test_fully_shard(two_ranks: RankPool) -> None:
-    for different, operations in two_ranks.run(_sharded):
-        assert different == []
-        assert {"all_gather_single", "reduce_scatter_single"} <= operations
-
-
-def _tensors(rank: int) -> tuple[list[float], list[float], set[str]]:
-    group = _wrapped("tensors")
-    x = torch.arange(16.0).view(4, 4)
-    found = []
-    for mesh in (init_device_mesh("cpu", (2,)), DeviceMesh.from_group(group, "cpu")):
-        rows = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-        columns = distribute_tensor(x + 1, mesh, [Shard(1)])
-        product = (rows @ columns).redistribute(mesh, [Replicate()])
-        product.square().sum().backward()
-        found.append([*product.to_local().flatten().tolist(), *rows.grad.full_tensor().flatten()])
-    return *found, {operation for _, operation in group.events}
-
-
-def test_dtensor(two_ranks: RankPool) -> None:
-    for expected, got, operations in two_ranks.run(_tensors):
-        assert got == expected
-        assert operations
-
-
-def _mesh(rank: int) -> tuple[list[float], list[float]]:
-    group = _wrapped("mesh")
-    mesh = DeviceMesh.from_group(group, "cpu")
-    got = functional.all_reduce(_x(rank), "sum", mesh)
-    expected = functional.all_reduce(_x(rank), "sum", dist.group.WORLD)
+@on_processes
+def test_a_device_mesh(rank: int) -> None:
+    mesh = DeviceMesh.from_group(_wrapped("mesh"), "cpu")
+    got, expected = (
+        functional.all_reduce(_x(rank), "sum", on).tolist() for on in (mesh, dist.group.WORLD)
+    )
+    assert got == expected
     assert (mesh.size(), mesh.get_local_rank()) == (2, rank)
-    return got.tolist(), expected.tolist()
 
 
-def test_a_device_mesh(two_ranks: RankPool) -> None:
-    for got, expected in two_ranks.run(_mesh):
-        assert got == expected
-
-
-def _seams(rank: int) -> list[tuple[str, str]]:
+@on_processes
+def test_seams(rank: int) -> None:
     group = _wrapped("seams")
     group.allreduce([_x(rank)], dist.AllreduceOptions()).wait()
     group.broadcast(_x(rank), 0).wait()  # PyTorch's short forms
-    return group.events
-
-
-def test_seams(two_ranks: RankPool) -> None:
-    expected = [
-        (event, operation)
-        for operation in ("allreduce", "broadcast")
-        for event in ("arguments", "enter", "leave", "work")
-    ]
-    for events in two_ranks.run(_seams):
-        assert events == expected
+    events = ("arguments", "enter", "leave", "work")
+    operations = ("allreduce", "broadcast")
+    assert group.events == [(event, each) for each in operations for event in events]
 
 
 class Retrying(WrapperProcessGroup):

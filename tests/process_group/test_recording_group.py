@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from group_doubles import Later
 from layered_net import Net, batch
-from rank_pool import RankPool
+from on_ranks import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
@@ -35,14 +35,9 @@ def test_records() -> None:
         group.broadcast([torch.ones(3, dtype=torch.float64)])
     barrier = group.barrier()
     first, second, third = group.records
-    assert (first.operation, first.op_id, first.nbytes, first.dtype) == (
-        "allreduce",
-        0,
-        80,
-        torch.float32,
-    )
-    assert first.bytes_sent == 120 and first.sizes == ((10, 2),)
-    assert first.end is None and first.duration is None
+    assert (first.operation, first.op_id, first.dtype) == ("allreduce", 0, torch.float32)
+    assert (first.nbytes, first.bytes_sent) == (80, 120)
+    assert first.sizes == ((10, 2),) and first.end is None and first.duration is None
     assert isinstance(second.error, OSError) and second.end is not None
     assert third.end is None
     barrier.wait()  # it has no Future
@@ -134,37 +129,28 @@ def _past_the_library(group: Any) -> Any:
     return hook
 
 
-def _stats(rank: int) -> list[Any]:
+@on_processes
+@pytest.mark.parametrize("on_ddp", [True, False])
+def test_stats_of_hooks_come_from_it(rank: int, on_ddp: bool) -> None:
+    """Counted once where the library counts too, and where only the group can."""
     recording = RecordingProcessGroup(dist.group.WORLD)
     register(recording, "recorded")
-    results: list[Any] = []
-    try:
-        for hook in (hooks.allreduce(), hooks.cast(), _past_the_library(recording)):
-            for on_ddp in (True, False):
-                torch.manual_seed(0)
-                net: Any = Net()
-                if on_ddp:
-                    net = DDP(net, process_group=recording)
-                handle = attach(net, hook, process_group=None if on_ddp else recording)
-                recording.clear()
-                net(batch(rank)).sum().backward()
-                results.append(
-                    (handle.stats().bytes_sent_last_step, recording.total.bytes_sent > 0)
-                )
-                handle.remove()
-    finally:
-        dist.destroy_process_group(recording)
-    return results
-
-
-def test_stats_of_hooks_come_from_it(two_ranks: RankPool) -> None:
-    """Counted once where the library counts too, and where only the group can."""
-    results = two_ranks.run(_stats)
-    assert results[0] == results[1]
-    nbytes = sum(parameter.numel() * 4 for parameter in Net().parameters())
-    full, half = nbytes, nbytes // 2
-    assert [sent for sent, _ in results[0]] == [full, full, half, half, full, full]
-    assert all(seen for _, seen in results[0])
+    full = sum(parameter.numel() * 4 for parameter in Net().parameters())
+    for hook, expected in (
+        (hooks.allreduce(), full),
+        (hooks.cast(), full // 2),
+        (_past_the_library(recording), full),
+    ):
+        torch.manual_seed(0)
+        net: Any = Net()
+        if on_ddp:
+            net = DDP(net, process_group=recording)
+        handle = attach(net, hook, process_group=None if on_ddp else recording)
+        recording.clear()
+        net(batch(rank)).sum().backward()
+        assert handle.stats().bytes_sent_last_step == expected
+        assert recording.total.bytes_sent > 0
+        handle.remove()
 
 
 def test_around_a_namespace_is_refused() -> None:

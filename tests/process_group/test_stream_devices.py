@@ -1,11 +1,17 @@
-"""Hooks on a device with streams, over a group whose collectives run on one, as NCCL's do."""
+"""Hooks on a device with streams, over a group whose collectives run on one, as NCCL's do.
+
+A result that nobody waits for is NaN. In some tests the library runs its stages on streams of its
+own, as on CUDA.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+import types
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +34,18 @@ from stream_groups import (
     parameters_of_steps,
 )
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from torch_commhook import GradBucket, attach, hooks, load_cpp_hooks
+from torch_commhook import GradBucket, HookHandle, attach, hooks, load_cpp_hooks
+from torch_commhook.codecs import CODECS
+from torch_commhook.collectives import streams
 
 Paths = tuple[str, str]
+EAGER = {model: Mode(model, "eager") for model in ("module", "ddp")}
+by_model = pytest.mark.parametrize("model", EAGER)
 
 
 def _cpp_hooks() -> str:
@@ -45,22 +57,53 @@ def paths() -> Paths:
     return library("stream_device"), _cpp_hooks()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def _pool(size: int) -> Iterator[RankPool]:
     """Processes of their own: a device stays in one."""
-    pool = RankPool(2)
+    pool = RankPool(size)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[RankPool]:
+    """Four processes."""
+    yield from _pool(4)
+
+
+def _compare(
+    ranks: RankPool,
+    train: Callable[..., list[Tensor]],
+    *arguments: Any,
+    same_bits: bool = True,
+    backend: str = MIXED,
+) -> None:
+    """The same as on the CPU, where results are there when Futures are complete."""
+    want = ranks.run(train, *arguments, None)
+    got = ranks.run(train, *arguments, backend)
+    assert all(tensor.isfinite().all() for on_cpu in want for tensor in on_cpu)
+    assert_same(want, got, same_bits)
+
+
+def _device(backend: str | None) -> str:
+    return "cpu" if backend is None else DEVICE
+
+
+def _group(members: list[int], backend: str | None) -> Any:
+    return dist.new_group(members, backend=backend or "gloo")
 
 
 def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) -> list[Tensor]:
     torch._dynamo.reset()
     load_cpp_hooks(paths[1])
     stream_groups.load(paths[0])  # also over Gloo: before the process's first backward
-    device = "cpu" if backend is None else DEVICE
-    group = dist.new_group(backend=backend or "gloo")
-    alone = [dist.new_group([each], backend=backend or "gloo") for each in range(2)][rank]
-    return _steps(rank, mode, module(), hook_of(name, group, alone), group, device)
+    group = _group([0, 1], backend)
+    alone = [_group([each], backend) for each in range(2)][rank]
+    return _steps(rank, mode, module(), hook_of(name, group, alone), group, _device(backend))
 
 
 def _steps(
@@ -72,53 +115,11 @@ def _steps(
     return found
 
 
-CASES = [(name, Mode(model, "eager")) for name in NAMES for model in ("module", "ddp")]
-
-
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=str)
-def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, mode: Mode) -> None:
-    """The same bits as on the CPU, where results are there when Futures are complete."""
-    want = ranks.run(_train, paths, name, mode, None)
-    got = ranks.run(_train, paths, name, mode, MIXED)
-    assert_same(want, got, same_bits=name != "powersgd")  # whose products are ATen's on a device
-
-
-@functools.cache
-def _mesh(backend: str | None) -> DeviceMesh:
-    """Of both ranks; one in a process, since DTensor remembers what it has planned for it."""
-    group = dist.new_group(backend=backend or "gloo")
-    KEPT_GROUPS.add(group.group_name)
-    return DeviceMesh.from_group(group, "cpu" if backend is None else NAME)
-
-
-def _train_sharded(rank: int, paths: Paths, name: str, backend: str | None) -> list[Tensor]:
-    stream_groups.load(paths[0])
-    device = "cpu" if backend is None else DEVICE
-    mesh = _mesh(backend)
-    group = mesh.get_group()
-    model = module().to(device)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    handle = attach(model, hook_of(name, group, group))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for number in range(3):
-        optimizer.zero_grad()
-        model(batch(rank, number).to(device)).square().sum().backward()
-        optimizer.step()
-        found += [parameter.detach().to_local().cpu().clone() for parameter in model.parameters()]
-    handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("name", ["allreduce", "cast", "blockwise", "fp8", "sign"])
-def test_results_of_shards_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str) -> None:
-    """Of fully_shard, as on the CPU."""
-    want = ranks.run(_train_sharded, paths, name, None)
-    got = ranks.run(_train_sharded, paths, name, MIXED)
-    assert_same(want, got)
+@by_model
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, model: str) -> None:
+    """But for powersgd, whose products are ATen's on a device."""
+    _compare(ranks, _train, paths, name, EAGER[model], same_bits=name != "powersgd")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,7 @@ def test_results_of_shards_are_those_over_gloo(ranks: RankPool, paths: Paths, na
 )
 def test_a_group_that_knows_no_streams(ranks: RankPool, paths: Paths, name: str) -> None:
     """Such as Gloo's, whose Futures are complete before the copies to a device."""
-    mode = Mode("module", "eager")
-    want = ranks.run(_train, paths, name, mode, None)
-    got = ranks.run(_train, paths, name, mode, STAGED)
-    assert_same(want, got)
+    _compare(ranks, _train, paths, name, EAGER["module"], backend=STAGED)
 
 
 # ---- on one device, without other processes ------------------------------------------------------
@@ -154,21 +152,21 @@ def _train_with_echo(
 ECHO_NAMES = [name for name in NAMES if name not in ("adaptive", "hierarchical")]
 
 
-@pytest.mark.parametrize("model", ["module", "ddp"])
+@by_model
 @pytest.mark.parametrize("name", ECHO_NAMES)
 def test_results_are_waited_for(ranks: RankPool, paths: Paths, name: str, model: str) -> None:
     """The same bits as where the host waits in each collective."""
-    arguments = paths, DEVICE, name, Mode(model, "eager")
+    arguments = paths, DEVICE, name, EAGER[model]
     want = ranks.run(_train_with_echo, *arguments, False)
     assert_same(want[:1], ranks.run(_train_with_echo, *arguments, True)[:1])
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("model", ["module", "ddp"])
+@by_model
 @pytest.mark.parametrize("name", ECHO_NAMES)
 def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -> None:
     """The same, behind a kernel that sleeps."""
-    arguments = ("", _cpp_hooks()), "cuda:0", name, Mode(model, "eager")
+    arguments = ("", _cpp_hooks()), "cuda:0", name, EAGER[model]
     want = _train_with_echo(0, *arguments, False)
     assert_same([want], [_train_with_echo(0, *arguments, True)])
 
@@ -176,8 +174,8 @@ def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -
 # ---- overlap -------------------------------------------------------------------------------------
 
 
-def _goes_on(rank: int, paths: Paths, hook: Any) -> tuple[int, bool, Tensor]:
-    """Messages on a wire that is held, whether the current stream goes on, and the result."""
+def _goes_on(rank: int, paths: Paths, hook: Any, messages: int) -> None:
+    """While the wire is held."""
     library = stream_groups.load(paths[0])
     group = dist.new_group(backend=MIXED)
     model = nn.Linear(16, 8).to(DEVICE)
@@ -207,8 +205,8 @@ def _goes_on(rank: int, paths: Paths, hook: Any) -> tuple[int, bool, Tensor]:
             model(torch.full((1, 16), rank + 1.0).to(DEVICE)).sum().backward()
     finally:
         library.release()
-    assert model.weight.grad is not None
-    return *passed[0], model.weight.grad.cpu()
+    assert passed[0] == (messages, True)
+    assert torch.equal(model.weight.grad.cpu(), torch.full((8, 16), 1.5))
 
 
 @pytest.mark.parametrize(
@@ -225,10 +223,7 @@ def test_the_stream_of_the_gradients_goes_on(
     ranks: RankPool, paths: Paths, hook: Any, messages: int
 ) -> None:
     """All messages of a bucket are issued, and the backward waits for none, before its end."""
-    for issued, went_on, gradient in ranks.run(_goes_on, paths, hook):
-        assert issued == messages
-        assert went_on
-        assert torch.equal(gradient, torch.full((8, 16), 1.5))
+    ranks.run(_goes_on, paths, hook, messages)
 
 
 # ---- after a step that failed --------------------------------------------------------------------
@@ -249,10 +244,10 @@ class FailsAtSecondBucket(hooks.allreduce):
         return super().average(bucket)
 
 
-def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> tuple[list[str], bool]:
+def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> None:
     library = stream_groups.load(paths[0])
     group = dist.new_group(backend=backend)
-    mode = Mode(model, "eager")
+    mode = EAGER[model]
     hook = FailsAtSecondBucket()
     net, handle = attached(mode, nn.Sequential(module(), nn.BatchNorm1d(4)).to(DEVICE), hook, group)
     said = []
@@ -271,7 +266,7 @@ def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> tuple
                 sizes = list(hook.sizes)
             elif number == 2:
                 issued = library.issued()
-    is_quiet = library.issued() == issued
+    assert library.issued() == issued
     handle.remove()
     # What rank 0 has left there, a collective of rank 1 meets.
     met = rank == 0
@@ -280,20 +275,228 @@ def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> tuple
         dist.all_reduce(own_tensor, group=group)
         met = bool(own_tensor.any())
     torch.accelerator.synchronize(DEVICE)
-    return said, is_quiet and met
+    assert met
+    assert said[:2] == ["good", "good"]
+    assert said[2].startswith("OwnError: boo" if rank == 1 else "PeerError: "), said[2]
+    assert "boo" in said[2]
+    assert said[3].startswith("RuntimeError: "), said[3]
+    assert "Its collectives may still be running" in said[3]
 
 
 @pytest.mark.parametrize("backend", [MIXED, NAME])
-@pytest.mark.parametrize("model", ["module", "ddp"])
+@by_model
 def test_no_collective_meets_those_of_a_step_that_failed(
     ranks: RankPool, paths: Paths, backend: str, model: str
 ) -> None:
     """All ranks raise in that step, and refuse the next one, before they send anything."""
-    found = ranks.run(_fails_on_rank_1, paths, backend, model, timeout=60)
-    for rank, (said, is_safe) in enumerate(found):
-        assert said[:2] == ["good", "good"]
-        assert said[2].startswith("OwnError: boo" if rank == 1 else "PeerError: "), said[2]
-        assert "boo" in said[2]
-        assert said[3].startswith("RuntimeError: "), said[3]
-        assert "Its collectives may still be running" in said[3]
-        assert is_safe
+    ranks.run(_fails_on_rank_1, paths, backend, model, timeout=60)
+
+
+# ---- streams of the library's own ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
+    """Have the library's own streams on the device. Gives what holds up the current stream."""
+    if backend is None:
+        yield lambda: None
+        return
+    library = stream_groups.load(path)
+    cuda = types.SimpleNamespace(
+        Stream=lambda *_, **__: torch.Stream(DEVICE),
+        current_device=lambda: 0,
+        current_stream=lambda *_: torch.accelerator.current_stream(DEVICE),
+        is_current_stream_capturing=lambda: False,
+        stream=lambda stream: stream,
+    )
+    as_torch = types.SimpleNamespace(cuda=cuda)
+    with unittest.mock.patch.multiple(streams, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
+        yield lambda: library.sleep(2 * stream_groups.DELAY_SECONDS)
+
+
+def _parameters(model: nn.Module) -> list[Tensor]:
+    """Copies of this rank's, on the host."""
+    own = [parameter.detach() for parameter in model.parameters()]
+    return [(p.to_local() if isinstance(p, DTensor) else p).cpu().clone() for p in own]
+
+
+def _ended(handle: HookHandle, model: nn.Module, found: list[Tensor]) -> list[Tensor]:
+    """Adds the parameters after the last synchronization."""
+    handle.synchronize()
+    found += _parameters(model)
+    handle.remove()
+    return found
+
+
+def _feedback() -> Any:
+    return hooks.error_feedback(hooks.blockwise(8, 64))
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "cast": hooks.cast,
+    "feedback": _feedback,
+    "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
+    "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
+    "policy": lambda: hooks.policy([("numel > 2500", hooks.cast())], _feedback()),
+    "clip": lambda: hooks.clip(0.1, _feedback()),
+    "local allreduce": lambda: hooks.local_sgd(2),
+    "local compressed": lambda: hooks.local_sgd(2, hook=_feedback()),
+    "local error_reset": lambda: hooks.local_sgd(2, hook=_feedback(), error_reset=True),
+    "local clip": lambda: hooks.local_sgd(2, hook=hooks.clip(0.01, hooks.cast())),
+    "local fragments": lambda: hooks.local_sgd(2, hook=_feedback(), fragments=2),
+    "streaming": lambda: hooks.local_sgd(4, hook=_feedback(), fragments=2, delay=1, mix=0.5),
+}
+
+
+def _train_pairs(rank: int, path: str, name: str, model: str, backend: str | None) -> list[Tensor]:
+    """Two pairs of ranks."""
+    stream_groups.load(path)  # on the CPU too: before the process's first backward
+    group = [_group([0, 1], backend), _group([2, 3], backend)][rank // 2]
+    mode = EAGER[model]
+    found = []
+    with _late(path, backend) as hold_up:
+        hook = HOOKS[name]()
+        net, handle = attached(mode, module().to(_device(backend)), hook, group)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with mode.step_function(net) as step:
+            for number in range(5):
+                if number == 2:  # as a load does it, just after local steps have come together
+                    with torch.no_grad():
+                        next(net.parameters()).mul_(0.5)
+                optimizer.zero_grad()
+                hold_up()
+                step(batch(rank, number).to(_device(backend)))
+                hold_up()
+                optimizer.step()
+                found += _parameters(net)
+        return _ended(handle, net, found)
+
+
+@by_model
+@pytest.mark.parametrize("name", HOOKS)
+def test_stages_on_streams_of_their_own(
+    pairs: RankPool, paths: Paths, name: str, model: str
+) -> None:
+    _compare(pairs, _train_pairs, paths[0], name, model, same_bits=name != "powersgd")
+
+
+# ---- shards --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _mesh(backend: str | None, is_replicated: bool) -> DeviceMesh:
+    """Two replicas of two shards, or four shards.
+
+    One in a process, since DTensor remembers what it has planned for it.
+    """
+    lines = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]] if is_replicated else [[[0, 1, 2, 3]]]
+    axes = []
+    for along in lines:
+        groups = [_group(members, backend) for members in along]
+        axes += [
+            each for members, each in zip(along, groups, strict=True) if dist.get_rank() in members
+        ]
+    KEPT_GROUPS.update(group.group_name for group in axes)
+    device = "cpu" if backend is None else NAME
+    if not is_replicated:
+        return DeviceMesh.from_group(axes[0], device)
+    return DeviceMesh.from_group(
+        axes, device, mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicas", "shards")
+    )
+
+
+SHARDED: dict[str, Callable[[nn.Module], HookHandle]] = {
+    "allreduce": lambda model: attach(model, hooks.allreduce()),
+    "cast": lambda model: attach(model, hooks.cast()),
+    "feedback": lambda model: attach(model, _feedback()),
+    "topk": lambda model: attach(model, hooks.topk(0.1)),
+    "shard_hook": lambda model: attach(model, hooks.cast(), shard_hook=_feedback()),
+    "weights": lambda model: attach(model, hooks.cast(), weights=CODECS["blockwise"](8)),
+    "local_sgd": lambda model: attach(model, hooks.local_sgd(2, hook=_feedback())),
+    "streaming": lambda model: attach(
+        model, hooks.local_sgd(2, hook=_feedback(), delay=1, mix=0.5)
+    ),
+}
+
+
+def _train_sharded(
+    rank: int, path: str, name: str, is_replicated: bool, backend: str | None
+) -> list[Tensor]:
+    """Replicas use streams of the library's own; shards alone do not."""
+    stream_groups.load(path)
+    mesh = _mesh(backend, is_replicated)
+    model = module().to(_device(backend))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = []
+    with _late(path, backend if is_replicated else None) as hold_up:
+        if is_replicated:
+            handle = SHARDED[name](model)
+        else:
+            handle = attach(model, hook_of(name, mesh.get_group(), mesh.get_group()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(rank, number).to(_device(backend))).square().sum()
+            hold_up()
+            loss.backward()
+            hold_up()
+            optimizer.step()
+            found += _parameters(model)
+        return _ended(handle, model, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_replicated"),
+    [
+        *((name, True) for name in SHARDED),
+        *((name, False) for name in ("allreduce", "cast", "blockwise", "fp8", "sign")),
+    ],
+)
+def test_results_of_shards(pairs: RankPool, paths: Paths, name: str, is_replicated: bool) -> None:
+    _compare(pairs, _train_sharded, paths[0], name, is_replicated)
+
+
+# ---- compiled autograd ---------------------------------------------------------------------------
+
+#: With all-reduces alone, one and two: the group does not have the gathers of compiled code.
+COMPILED: dict[str, Callable[[], Any]] = {
+    "clip": lambda: hooks.clip(0.1, hooks.cast()),
+    "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
+}
+
+
+def _train_compiled(rank: int, path: str, name: str, backend: str | None) -> list[Tensor]:
+    torch._dynamo.reset()
+    stream_groups.load(path)
+    group = _group([0, 1], backend)
+    mode = Mode("module", "context", fullgraph=True, backend="aot_eager")
+    return _steps(rank, mode, module(), COMPILED[name](), group, _device(backend))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_backward(ranks: RankPool, paths: Paths, name: str) -> None:
+    _compare(ranks, _train_compiled, paths[0], name, same_bits=name != "powersgd")
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def _groups_of_second_stages(rank: int, path: str, backend: str | None) -> list[str]:
+    """Those that there are after a step."""
+    stream_groups.load(path)
+    group = _group([0, 1], backend)
+    model = nn.Linear(16, 8).to(_device(backend))
+    handle = attach(model, hooks.blockwise(8), process_group=group)
+    model(torch.ones(1, 16).to(_device(backend))).sum().backward()
+    found = [each.group_desc for each in distributed_c10d._world.pg_names]
+    handle.remove()
+    return [each for each in found if each.endswith("second stages")]
+
+
+def test_only_the_cpu_has_a_group_of_second_stages(ranks: RankPool, paths: Paths) -> None:
+    """On other devices both stages share one communicator."""
+    assert all(len(found) == 1 for found in ranks.run(_groups_of_second_stages, paths[0], None))
+    assert ranks.run(_groups_of_second_stages, paths[0], MIXED) == [[]] * 2

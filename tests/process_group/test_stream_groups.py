@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import unittest.mock
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from mode_cases import Mode, batch, module
+from mode_cases import Mode, OwnError, batch, module
+from on_ranks import on_processes
 from rank_pool import RankPool
 from stream_groups import (
     NAMES,
@@ -23,7 +25,7 @@ from stream_groups import (
 )
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, _ProcessGroupWrapper
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity, profile
@@ -55,17 +57,19 @@ def _train(
     return found
 
 
+EAGER = Mode("module", "eager")
 CASES = [
     (name, Mode(model, "eager"), {})
     for name in NAMES
     if name != "adaptive"
     for model in ("module", "ddp")
 ]
-CASES += [("cpp allreduce", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
-CASES += [("blockwise", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
+CASES += [
+    (name, EAGER, {"gradient_as_bucket_view": True}) for name in ("cpp allreduce", "blockwise")
+]
 # Several buckets, whose second stages wait for each other's first ones.
 CASES += [
-    (name, Mode("module", "eager"), {"bucket_cap_mb": 0.01})
+    (name, EAGER, {"bucket_cap_mb": 0.01})
     for name in ("blockwise", "fp8", "error_feedback", "powersgd", "policy", "clip")
 ]
 CASES += [
@@ -87,10 +91,6 @@ def test_results_are_waited_for(
 # ---- after a step that failed --------------------------------------------------------------------
 
 
-class OwnError(Exception):
-    pass
-
-
 class Fails:
     """As a posthook: raises when it is told to."""
 
@@ -106,7 +106,12 @@ class Fails:
 OVER = ["the model's group", "the hook's group", "a device's backend"]
 
 
-def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str]:
+@on_processes
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("model", ["module", "ddp"])
+def test_no_step_after_one_that_failed(rank: int, paths: Paths, model: str, over: str) -> None:
+    """Its collectives may still be under way, where those of the next step would meet them."""
+    mode = Mode(model, "eager")
     torch._dynamo.reset()
     streams = stream_group(paths[0])
     hook = hooks.blockwise(8)
@@ -122,15 +127,15 @@ def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str
     on_a_device = StepGroup.group_for
     said = []
     with on_device if over == "a device's backend" else nullcontext():
-        model, handle = attached(mode, module(), hook, group)
+        net, handle = attached(mode, module(), hook, group)
         fails = Fails()
         handle.register_posthook(fails)
-        with mode.step_function(model) as step:
+        with mode.step_function(net) as step:
             for number in range(4):
                 if over == "the model's group" and rank == 0 and number > 1:
                     break  # where nobody tells it, it would wait for rank 1
                 fails.now = number == rank == 1
-                model.zero_grad()
+                net.zero_grad()
                 try:
                     step(batch(rank, number))
                     said.append("good")
@@ -141,25 +146,14 @@ def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str
         handle.remove()
         if over != "the hook's group" and len(said) == 4:
             with pytest.raises(RuntimeError, match="collectives may still be running"):
-                attach(model, hook, process_group=None if mode.model == "ddp" else group)
-    return said
-
-
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("model", ["module", "ddp"])
-def test_no_step_after_one_that_failed(
-    two_ranks: RankPool, paths: Paths, model: str, over: str
-) -> None:
-    """Its collectives may still be under way, where those of the next step would meet them."""
-    other, own = two_ranks.run(_fails_on_rank_1, paths, Mode(model, "eager"), over, timeout=30)
+                attach(net, hook, process_group=None if mode.model == "ddp" else group)
     final = "Its collectives may still be running"
-    assert own[:2] == ["good", "OwnError"]
-    assert all(said.startswith("RuntimeError: ") and final in said for said in own[2:])
-    if over != "the model's group":
-        assert other[0] == "good"
-        assert other[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in other[1]
-        assert all(said.startswith("RuntimeError: ") and final in said for said in other[2:])
-    assert len(own) == 4
+    assert all(each.startswith("RuntimeError: ") and final in each for each in said[2:])
+    assert said[0] == "good"
+    if rank == 1:
+        assert said[1] == "OwnError" and len(said) == 4
+    elif over != "the model's group":
+        assert said[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in said[1]
 
 
 # ---- a compiled backward that is cut in two ------------------------------------------------------
@@ -224,25 +218,20 @@ def _broadcast(rank: int, backend: Any, group: dist.ProcessGroup) -> tuple[list[
     return [each.tolist() for each in tensors], len(copies)
 
 
-def _is_asked_what_it_can(rank: int, path: str, name: str) -> None:
-    world: Any = distributed_c10d._world
+@on_processes
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_a_compiled_backend_of_any_name(rank: int, paths: Paths, name: str) -> None:
+    """Memory of GPUs may be shared; each rank of a broadcast copies only once."""
     cuda = torch.device("cuda", 0)
-    backend = stream_backend(path, dist.group.WORLD._get_backend(torch.device("cpu")), name)
+    gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = stream_backend(paths[0], gloo, name)
     assert backend.name() == name
     group = dist.ProcessGroup(dist.HashStore(), rank, 2)
     group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, backend)
-    world.pg_map[group] = ("custom", dist.HashStore())
-    try:
+    known = {group: ("custom", dist.HashStore())}
+    with unittest.mock.patch.dict(distributed_c10d._world.pg_map, known):
         assert symmetric._may_share(CODECS["blockwise"](), cuda, group)
-    finally:
-        del world.pg_map[group]
     assert _broadcast(rank, backend, group) == ([[0] * 3, [2] * 2], 1)
-
-
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
-def test_a_compiled_backend_of_any_name(two_ranks: RankPool, paths: Paths, name: str) -> None:
-    """Memory of GPUs may be shared; each rank of a broadcast copies only once."""
-    two_ranks.run(_is_asked_what_it_can, paths[0], name)
 
 
 def test_a_backend_that_sends_nothing() -> None:
@@ -253,6 +242,16 @@ def test_a_backend_that_sends_nothing() -> None:
     assert _broadcast(1, fake, group) == ([[1] * 3, [3] * 2], 2)
     assert not _C.has_compiled_backend(group, torch.device("cpu"))
     assert not _C.has_compiled_backend(group, torch.device("cuda"))
+
+
+def test_a_backend_inside_pytorchs_wrapper() -> None:
+    """As with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it may be any backend."""
+    make: Any = dist.ProcessGroupGloo
+    gloo = make(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    for backend, is_compiled in ((gloo, True), (_ProcessGroupWrapper(gloo, gloo), False)):
+        group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        assert _C.has_compiled_backend(group, torch.device("cpu")) == is_compiled
 
 
 @since("2.14")

@@ -1,12 +1,18 @@
-"""ThrottledProcessGroup: works complete when the link would have carried them, and not before."""
+"""ThrottledProcessGroup: works complete when the link would have carried them, and not before.
+
+Round trips of Gloo's messages are those that were measured over links of 100 ms between namespaces.
+"""
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +21,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_doubles import DoneWork, completed, wait_until
+from mode_cases import backward_step, equal, small_model
+from on_ranks import on_processes
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, throttled
-from torch_commhook.process_group.gloo_messages import Traffic, link_bytes
-from torch_commhook.process_group.operations import describe
-from torch_commhook.process_group.slow_link import GlooGroup
+import torch_commhook
+from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, register, throttled
+from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
+    EXPECTED,
+    Messages,
+    Traffic,
+    has_a_thread,
+    link_bytes,
+    merged,
+    messages_of,
+    traffic_of,
+)
+from torch_commhook.process_group.operations import COLLECTIVES, describe
+from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
 
 MEGABYTE = torch.zeros(250_000)  # 8 Mbit
 
@@ -189,3 +212,331 @@ def test_bytes_on_the_link(size: int) -> None:
 def test_bad_arguments(options: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"ThrottledProcessGroup: {error}"):
         ThrottledProcessGroup(Parent(), **options)
+
+
+# ---- hooks over it -------------------------------------------------------------------------------
+
+
+class _Noting(throttled._ClockedLink):
+    """Notes what is issued, and on which group."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12, 1e-5, 0.0)
+        self.issued: list[tuple[GlooGroup, Traffic]] = []
+
+    def issue(
+        self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
+    ) -> None:
+        self.issued.append((group, traffic))
+        super().issue(group, when, traffic, done)
+
+
+def _throttled(parent: Any) -> tuple[ThrottledProcessGroup, _Noting]:
+    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    return group, link
+
+
+@on_processes
+@pytest.mark.parametrize(
+    ("text", "has_seconds"),
+    [
+        ("allreduce()", False),
+        ("topk(0.1)", False),
+        ("blockwise()", True),
+        ("error_feedback(blockwise(bits=4))", True),
+        ("powersgd(rank=1)", True),
+    ],
+)
+def test_stages_have_groups_of_their_own_on_one_link(
+    rank: int, text: str, has_seconds: bool
+) -> None:
+    """Ranks exchange messages as over Gloo, which has a thread for none of them."""
+    parent = dist.new_group()
+    group, link = _throttled(parent)
+    found = []
+    for process_group in (group, parent):
+        model = small_model(process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook(text))
+        for _ in range(3):
+            begun = len(link.issued)
+            gradients = backward_step(model, rank)
+        found.append(gradients)
+        if process_group is group:
+            issued = [
+                (traffic.operation, where is not group._model)
+                for where, traffic in link.issued[begun:]
+            ]
+            second = second_group(group)
+            assert second is not None and second._link is link
+            assert group._model.threads == 2  # as PyTorch's groups have
+        handle.remove()
+    assert equal(*found)
+    assert issued.pop() == (EXPECTED, False)  # last the ranks agree
+    firsts = [each for each in issued if each == (EXCHANGE, False)]
+    assert len(firsts) > 1
+    seconds = [each for each in issued if each == (EXPECTED, True)]
+    assert len(seconds) == (len(firsts) if has_seconds else 0)
+    assert len(issued) == len(firsts) + len(seconds)
+
+
+@on_processes
+def test_large_messages_are_exchanged(rank: int) -> None:
+    parent = dist.new_group()
+    group, link = _throttled(parent)
+    gradients = []
+    for process_group in (group, parent):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(600, 600, bias=False)
+        model = DDP(layer, process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook("blockwise()"))
+        model(torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        gradients.append(layer.weight.grad)
+        handle.remove()
+    assert torch.equal(*gradients)
+    operations = [traffic.operation for _, traffic in link.issued[-3:]]
+    assert operations == [EXCHANGE, EXPECTED, EXPECTED]
+
+
+@on_processes
+def test_an_uneven_exchange_takes_its_longer_direction(rank: int) -> None:
+    """Rank 0 sends 10 bytes and gets 1000."""
+    group, link = _throttled(dist.new_group())
+    sizes = (10, 1000) if rank == 0 else (1000, 10)
+    sent, received = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
+    kept = torch.zeros(5, dtype=torch.uint8)
+    inputs, outputs = [sent, sent], [received, received]
+    inputs[rank] = outputs[rank] = kept
+    exchange(inputs, outputs, received, group).wait()
+    ((_, traffic),) = link.issued
+    assert (traffic.ranks, traffic.nbytes, traffic.carried) == (2, 5 + sizes[0], 1000)
+
+
+@on_processes
+def test_the_second_group_does_not_hold_the_first(rank: int) -> None:
+    gc.collect()
+    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
+    register(group, "dropped")
+    second_group(group)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None
+
+
+# ---- messages of Gloo's collectives, in simulated time -------------------------------------------
+
+
+SMALL = 8192.0
+#: A round trip in half-seconds, so that times are counts of round trips.
+HALF = 0.5
+
+
+def call(operation: str, ranks: int, nbytes: float = SMALL, is_root: bool = True) -> Traffic:
+    return Traffic(operation, ranks, nbytes, nbytes * (ranks - 1) / ranks, is_root)
+
+
+def latencies(parts: Sequence[Messages]) -> float:
+    """How often a collective of small messages waits for the latency: twice in a round trip."""
+    return sum(
+        math.ceil(each.count / each.at_once) * each.latencies * (1 + each.is_requested)
+        for each in parts
+    )
+
+
+def elapsed(
+    chains: Sequence[Sequence[Traffic]],
+    *,
+    threads: int = 2,
+    bandwidth: float = math.inf,
+    latency: float = HALF,
+) -> float:
+    """Seconds until all chains are through; in each, calls follow one another."""
+    link = SlowLink(bandwidth, latency)
+    first, second = (GlooGroup(link, threads) for _ in range(2))
+    ends: list[float] = []
+
+    def go_on(when: float, chain: Sequence[Traffic], group: GlooGroup) -> None:
+        if not chain:
+            ends.append(when)
+            return
+        issue = group.issue if has_a_thread(chain[0]) else group.send
+        issue(when, messages_of(chain[0]), lambda end: go_on(end, chain[1:], second))
+
+    for chain in chains:
+        go_on(0.0, chain, first)
+    link.finish()
+    assert len(ends) == len(chains)
+    return max(ends)
+
+
+@pytest.mark.parametrize(
+    ("operation", "round_trips"),
+    [
+        ("allreduce", {2: 2, 3: 4, 4: 6, 8: 14}),
+        ("allreduce_coalesced", {2: 2, 4: 6}),
+        ("reduce_scatter_single", {2: 2, 4: 6}),
+        ("reduce", {2: 2, 4: 4}),
+        ("all_gather_single", {2: 1, 3: 2, 4: 3, 8: 7}),
+        ("allgather", {2: 1, 4: 3}),
+        ("all_to_all_single", {2: 1, 4: 1, 8: 1}),
+        (EXCHANGE, {2: 1, 4: 1}),
+        (EXPECTED, {2: 0.5, 4: 0.5}),
+        ("alltoall", {2: 1, 8: 1}),
+        ("broadcast", {2: 1, 3: 1.5, 4: 1.5, 8: 2}),
+        ("gather", {2: 1, 4: 1}),
+        ("scatter", {2: 1, 4: 1}),
+        ("barrier", {2: 1, 3: 2, 4: 2, 8: 3}),
+        ("monitored_barrier", {2: 1, 4: 3}),
+        ("send", {2: 1, 8: 1}),
+        ("recv", {2: 1, 8: 1}),
+    ],
+)
+def test_round_trips(operation: str, round_trips: dict[int, float]) -> None:
+    for ranks, expected in round_trips.items():
+        assert elapsed([[call(operation, ranks)]]) == expected
+        assert latencies(messages_of(call(operation, ranks))) == 2 * expected
+        assert elapsed([[call(operation, ranks, is_root=False)]]) == expected
+
+
+def test_an_all_reduce_of_a_byte_goes_around_once() -> None:
+    for ranks in (2, 4, 8):
+        assert elapsed([[call("allreduce", ranks, 1.0)]]) == ranks - 1
+
+
+def test_alone_nothing_travels() -> None:
+    for operation in COLLECTIVES:
+        assert messages_of(call(operation, 1)) == []
+
+
+def test_every_collective_has_messages() -> None:
+    unknown = {each for each in COLLECTIVES if not messages_of(call(each, 2))}
+    assert unknown == {"end_coalescing"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ddp", "blockwise", "topk", "powersgd"),
+    [(2, 26, 14, 13, 28), (8, 182, 92, 91, 196)],
+)
+def test_a_step_of_25_buckets(
+    ranks: int, ddp: int, blockwise: int, topk: int, powersgd: int
+) -> None:
+    """Two collectives at a time in a group, and a group for second stages."""
+    of_all, gathered = call("allreduce", ranks), call("all_gather_single", ranks)
+    exchanged = call("all_to_all_single", ranks)
+    assert elapsed([[of_all]] * 25) == ddp
+    assert elapsed([[exchanged, gathered]] * 25) == blockwise
+    assert elapsed([[gathered]] * 25) == topk
+    assert elapsed([[of_all, of_all]] * 25) == powersgd
+
+
+@pytest.mark.parametrize(("threads", "round_trips"), [(1, 50), (2, 26), (8, 8), (25, 2)])
+def test_as_many_collectives_at_once_as_threads(threads: int, round_trips: int) -> None:
+    assert elapsed([[call("allreduce", 2)]] * 25, threads=threads) == round_trips
+
+
+def test_messages_between_two_ranks_take_no_thread() -> None:
+    for operation, round_trips in (("send", 1), (EXCHANGE, 1), (EXPECTED, 0.5)):
+        assert elapsed([[call(operation, 4)]] * 25, threads=1) == round_trips
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "all_gather_single", "all_to_all_single"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_without_latency_only_bytes_count(operation: str, ranks: int) -> None:
+    tensor, out = torch.zeros(3_000_000 * ranks), torch.zeros(1)
+    if operation == "all_gather_single":
+        tensor, out = tensor[:3_000_000], tensor
+    arguments = ([tensor],) if operation == "allreduce" else (out, tensor)
+    described = describe(operation, arguments, {})
+    assert described is not None
+    traffic = traffic_of(described, 0, ranks)
+    expected = 3 * traffic.carried * 8 / 1e9
+    found = elapsed([[traffic]] * 3, bandwidth=1e9, latency=0.0)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_large_messages_hide_round_trips_of_others() -> None:
+    """An all-reduce of 16 MiB on two ranks has two rounds of 8 segments of 1 MiB, two at a time."""
+    large = call("allreduce", 2, 16 * (1 << 20))
+    assert [each.count for each in messages_of(large)] == [8, 8]
+    assert elapsed([[large]]) == 8  # without a rate, a round trip for two segments
+    segment = 0.25
+    rate = (1 << 20) * 8 / segment
+    # 16 segments. Before two each request comes alone, behind those segments that are on their way.
+    alone = elapsed([[large]], bandwidth=rate, latency=0.1)
+    assert alone == pytest.approx(16 * segment + 2 * (2 * 0.1) + 2 * 3 * 0.1)
+    # Of two at a time, each one's requests wait while the other one's segments travel.
+    both = elapsed([[large]] * 2, bandwidth=rate, latency=0.1)
+    assert 32 * segment < both < 32 * segment + 10 * 0.1
+
+
+def test_messages_of_many_ranks_are_merged() -> None:
+    for traffic in (call("allreduce", 1000, 1e9), call("all_to_all_single", 1000, 1e9)):
+        parts = messages_of(traffic)
+        fewer = merged(parts, 10)
+        assert all(each.count == max(10, each.at_once) for each in fewer)
+        assert latencies(fewer) == pytest.approx(latencies(parts))
+        for one, other in zip(parts, fewer, strict=True):
+            assert one.count * one.nbytes == pytest.approx(other.count * other.nbytes)
+        times = []
+        for each in (parts, fewer):
+            link = SlowLink(1e9, 0.05)
+            GlooGroup(link, 2).issue(0.0, each, times.append)
+            link.finish()
+        assert times[1] == pytest.approx(times[0], rel=0.05)
+        assert merged(parts, 10_000) == parts
+
+
+def test_messages_follow_their_requests() -> None:
+    """Three ranks' requests travel beside their messages; those of two ranks behind them."""
+    ends: list[float] = []
+    for shares_connection in (False, True):
+        parts = [Messages(4, 125.0, at_once=2, shares_connection=shares_connection)]
+        link = SlowLink(1000.0, 0.25)  # a message takes a second
+        GlooGroup(link, 1).issue(0.0, parts, ends.append)
+        link.finish()
+    # Messages end at 1.5 and 2.5. The third is asked for at 1.5, and begins at 2.5 at the latest,
+    # but where its request is behind the second, which is on the link until then.
+    assert ends == [0.5 + 4 + 0.0, 0.5 + 4 + 0.25]
+
+
+def test_collectives_of_two_ranks_share_a_connection() -> None:
+    for ranks in (2, 3):
+        for operation in ("allreduce", "reduce", "broadcast", "all_to_all_single", "send"):
+            parts = messages_of(call(operation, ranks))
+            assert {each.shares_connection for each in parts} == {ranks == 2}
+        for operation in (EXCHANGE, EXPECTED):
+            (exchanged,) = messages_of(call(operation, ranks))
+            assert not exchanged.shares_connection
+
+
+def test_a_pause_lets_a_burst_follow() -> None:
+    link = SlowLink(8.0, 0.0, burst=3.0)  # a byte takes a second
+    assert link.carry(10.0, 2.0) == 10.0
+    assert link.carry(10.0, 2.0) == 11.0  # three of four bytes were the burst
+    assert link.carry(12.0, 4.0) == 15.0  # since when one more has come together
+    assert link.carry(100.0, 5.0) == 102.0
+    assert SlowLink(8.0, 0.0).carry(100.0, 5.0) == 105.0
+
+
+def test_a_collective_begins_when_one_has_ended() -> None:
+    link = SlowLink(math.inf, 1.0)
+    group = GlooGroup(link, 1)
+    ends: list[float] = []
+    one = [Messages(1, 0.0)]
+    group.issue(0.0, one, ends.append)
+    group.issue(0.0, one, ends.append)
+    assert link.next_event() == 1.0
+    link.advance(1.0)
+    assert ends == [] and link.now == 1.0
+    link.advance(2.0)
+    assert ends == [2.0]
+    link.advance(3.5)
+    assert (ends, link.now, link.next_event()) == ([2.0], 3.5, 4.0)
+    group.issue(3.5, [], ends.append)
+    link.finish()
+    assert ends == [2.0, 4.0, 4.0]
+    assert link.next_event() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,6 @@ SOURCES = Sources()
 # ---- areas ---------------------------------------------------------------------------------------
 
 
-def test_layers_are_those_of_import_linter() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = text.partition("\nlayers = [\n")[2].partition("]")[0].replace('"', "").split(",")
-    assert {each.strip() for each in listed} - {""} == SOURCES.layers.keys() - {"lib"}
-
-
 def test_a_layer_uses_those_below_it() -> None:
     assert SOURCES.layers["codecs"] == {"codecs", "native"}
     assert {"hooks", "collectives", "codecs"} < SOURCES.layers["attachment"]
@@ -44,33 +39,22 @@ def test_a_layer_uses_those_below_it() -> None:
         ("cuda/sign.cu", {"cuda"}),
         ("docs/hooks.md", {"docs"}),
         ("tests/hooks/test_hooks.py", {"tests/hooks/test_hooks.py", "tests"}),
-        ("tests/cuda/test_cuda_rows.cpp", {"tests/cuda/test_cuda_partition.py"}),
+        ("tests/cuda/test_cuda_places.cpp", {"tests/cuda/test_cuda_partition.py"}),
         ("tests/support/staged_steps.py", {"helper:staged_steps"}),
         ("benchmarks/bench_wan.py", {"helper:bench_wan"}),
         (".gitignore", set()),
+        # What all share, and what is unknown.
+        *((path, {"everything"}) for path in ("setup.py", "Makefile", ".ci/run")),
+        *((f"tests/{path}.py", {"everything"}) for path in ("conftest", "support/rank_pool")),
+        ("torch_commhook/native/runtime.py", {"everything"}),
+        ("torch_commhook/__init__.py", {"everything"}),
+        ("csrc/include/commhook/hook.h", {"everything"}),
+        ("csrc/runtime/bindings/module.cpp", {"everything"}),
+        ("something/new.txt", {"everything"}),
     ],
 )
 def test_areas_of_a_path(path: str, areas: set[str]) -> None:
     assert SOURCES.areas(path) == areas
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "setup.py",
-        "Makefile",
-        ".ci/run",
-        "tests/conftest.py",
-        "tests/support/rank_pool.py",
-        "torch_commhook/native/runtime.py",
-        "torch_commhook/__init__.py",
-        "csrc/include/commhook/hook.h",
-        "csrc/runtime/bindings/module.cpp",
-        "something/new.txt",
-    ],
-)
-def test_what_all_share_and_what_is_unknown_means_everything(path: str) -> None:
-    assert SOURCES.areas(path) == {"everything"}
 
 
 def test_each_folder_of_native_code_is_known_or_shared() -> None:
@@ -141,7 +125,7 @@ def test_helpers_are_followed() -> None:
 
 def test_tables_of_tests_are_checked_where_tests_change() -> None:
     files = chosen(*SOURCES.areas("tests/autograd/test_finite_check.py")).cases.short
-    assert {"autograd/test_finite_check.py", "project/test_suite_tables.py"} <= set(files)
+    assert {"autograd/test_finite_check.py", "project/test_long_runs.py"} <= set(files)
 
 
 def test_documents_call_for_few_tests() -> None:
@@ -161,10 +145,7 @@ def test_everything_leaves_out_nothing_short() -> None:
 
 def test_each_long_case_has_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     long = {f"test_it[{i}]": 100.0 for i in range(50)}
-    known = {
-        "hooks/test_hooks.py": Durations(1.0, long),
-        "codecs/test_codecs.py": Durations(1, long),
-    }
+    known = {f"{folder}/test_{folder}.py": Durations(1.0, long) for folder in ("hooks", "codecs")}
     monkeypatch.setattr(durations, "load", lambda: known)
     run: set[str] = set()
     for number in range(16 * 3):
@@ -180,11 +161,31 @@ def test_files_for_another_torch_exist() -> None:
 
 
 def test_an_unreadable_change_means_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check._changed("no-such-commit") == {"everything"}
+    assert check._changed(SOURCES, "no-such-commit") == {"everything"}
     assert "the change cannot be read" in capsys.readouterr().out
 
 
-def test_it_says_what_runs_and_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_torch_runs_what_has_changed_since_it_passed() -> None:
+    plan = Plan(SOURCES, {"cli"}, 0, "2.15.0", on_torch={"collectives"})
+    assert "attachment/test_modes.py" in plan.on_torch.short
+    assert "attachment/test_modes.py" not in plan.cases.short
+    assert not Plan(SOURCES, {"docs"}, 0, "2.15.0", on_torch={"everything"}).on_torch.short
+
+
+def test_the_torch_that_has_not_passed_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CACHE", tmp_path)
+    for seconds, longest_ago in enumerate(["2.11.0", "2.15.0", "2.11.0"]):
+        assert check._longest_ago() == longest_ago
+        check.passed_on(longest_ago).touch()
+        os.utime(check.passed_on(longest_ago), (seconds, seconds + 1))
+
+
+def test_it_says_what_runs_and_what_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "git", lambda *command: "1" * 40 if "rev-parse" in command else "")
     assert check.main(["--base", "HEAD", "--torch", "", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "runs:\n  make lint: always\n" in text

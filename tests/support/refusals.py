@@ -31,11 +31,21 @@ def refusals(calls: str, names: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def calls_in(expected: str) -> str:
+    """The lines of an expected text that are not indented."""
+    calls = [line for line in expected.splitlines() if line and not line.startswith(" ")]
+    assert calls
+    return "\n".join(calls)
+
+
+def assert_refused(names: dict[str, Any], expected: str) -> None:
+    """Makes the calls of an expected text; the text has each with its error."""
+    assert refusals(calls_in(expected), names) == expected
+
+
 class RefusalCase(expecttest.TestCase):
     """Tests of calls whose errors are texts in the test."""
 
     def assert_refused(self, names: dict[str, Any], expected: str) -> None:
-        """Makes the calls of an expected text: the lines that are not indented."""
-        calls = [line for line in expected.splitlines() if line and not line.startswith(" ")]
-        assert calls
-        self.assertExpectedInline(refusals("\n".join(calls), names), expected, skip=1)
+        """Makes the calls of an expected text."""
+        self.assertExpectedInline(refusals(calls_in(expected), names), expected, skip=1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from on_ranks import on_processes, on_ranks
 from torch.distributed import distributed_c10d
 
 from torch_commhook.testing import DeadlockError, run_ranks
@@ -52,22 +52,17 @@ def test_a_world_of_its_own() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_it_can_be_initialized_again() -> None:
+@on_ranks(2)
+def test_it_can_be_initialized_again(rank: int) -> None:
     """Groups then have the names of others before, and nothing of what was under way in these."""
-
-    def run(rank: int) -> list[float]:
-        found = []
-        for _ in range(3):
-            for _ in range(1 + rank):  # ranks leave their groups at different numbers
-                dist.all_reduce(torch.ones(1), group=dist.new_group([rank]))
-            found.append(_sum(rank)[0])
-            if rank == 0:
-                dist.broadcast(torch.ones(5), 0, async_op=True)  # to which the other never comes
-            dist.destroy_process_group()
-            dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=2)
-        return found
-
-    assert run_ranks(run, 2) == [[1.0, 1.0, 1.0]] * 2
+    for _ in range(3):
+        for _ in range(1 + rank):  # ranks leave their groups at different numbers
+            dist.all_reduce(torch.ones(1), group=dist.new_group([rank]))
+        assert _sum(rank)[0] == 1.0
+        if rank == 0:
+            dist.broadcast(torch.ones(5), 0, async_op=True)  # to which the other never comes
+        dist.destroy_process_group()
+        dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=2)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -88,17 +83,13 @@ def test_beside_a_group_of_the_process() -> None:
             run_ranks(lambda rank: dist.barrier() if rank else None, 2)
 
 
-def _between(rank: int) -> list[float]:
-    found = []
+@on_processes
+def test_between_collectives_of_processes(rank: int) -> None:
     for size in (2, 3):
         x = torch.tensor([1.0 + rank])
         dist.all_reduce(x)
-        found += [x.item(), run_ranks(_sum, size)[0][0]]
-    return found
-
-
-def test_between_collectives_of_processes(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_between) == [[3.0, 1.0, 3.0, 3.0]] * 2
+        assert x.item() == 3.0
+        assert run_ranks(_sum, size)[0][0] == (1.0 if size == 2 else 3.0)
 
 
 def test_other_threads_see_the_process() -> None:
@@ -113,61 +104,52 @@ def test_other_threads_see_the_process() -> None:
     assert seen == [False]
 
 
-def test_two_ranks_that_poll_while_another_asks_for_a_future() -> None:
-    def run(rank: int) -> None:
-        members = ([0, 1], [0, 2], [0, 1])
-        groups = [dist.new_group(ranks) for ranks in members]
-        if rank == 0:
-            dist.all_reduce(torch.ones(1), group=groups[2], async_op=True).get_future()
-            for group in groups[:2]:
-                dist.all_reduce(torch.ones(1), group=group)
-            return
-        work = dist.all_reduce(torch.ones(1), group=groups[rank - 1], async_op=True)
-        while not work.is_completed():
-            pass
-        if rank == 1:
-            dist.all_reduce(torch.ones(1), group=groups[2])
-
-    for seed in range(3):
-        run_ranks(run, 3, seed=seed, timeout=10)
+@on_ranks(3, seeds=3)
+def test_two_ranks_that_poll_while_another_asks_for_a_future(rank: int) -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [0, 1])]
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), group=groups[2], async_op=True).get_future()
+        for group in groups[:2]:
+            dist.all_reduce(torch.ones(1), group=group)
+        return
+    work = dist.all_reduce(torch.ones(1), group=groups[rank - 1], async_op=True)
+    while not work.is_completed():
+        pass
+    if rank == 1:
+        dist.all_reduce(torch.ones(1), group=groups[2])
 
 
 # ---- the store -----------------------------------------------------------------------------------
 
 
-def test_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # groups are made with its help then
+@pytest.fixture
+def init_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are made with the store's help."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
 
-    def run(rank: int) -> list[Any]:
-        group = dist.new_group()
-        store = dist.PrefixStore("own", distributed_c10d._get_default_store())
-        arrived = store.add("arrived", 1)
-        if rank == 2:
-            store.set("key", "value")
-            store.multi_set(["a", "b"], ["1", "2"])
-        got = store.get("key")
-        store.wait(["a", "b"], timedelta(seconds=1))
-        store.append(f"mine{rank}", "x")
-        store.append(f"mine{rank}", "y")
-        found = [
-            got,
-            store.multi_get(["a", "b", f"mine{rank}"]),
-            store.check(["a"]),
-            store.check(["nothing"]),
-            store.compare_set(f"swap{rank}", "", "first"),
-            store.compare_set(f"swap{rank}", "first", "second"),
-            store.compare_set(f"swap{rank}", "first", "third"),
-            store.delete_key(f"swap{rank}"),
-            store.delete_key(f"swap{rank}"),
-            1 <= arrived <= 3,
-            store.num_keys() > 3,
-        ]
-        dist.barrier(group=group)
-        return found
 
-    values = [b"value", [b"1", b"2", b"xy"], True, False, b"first", b"second", b"second"]
-    for seed in range(3):
-        assert run_ranks(run, 3, seed=seed) == [[*values, True, False, True, True]] * 3
+@pytest.mark.usefixtures("init_barrier")
+@on_ranks(3, seeds=3)
+def test_the_store(rank: int) -> None:
+    group = dist.new_group()
+    store = dist.PrefixStore("own", distributed_c10d._get_default_store())
+    arrived = store.add("arrived", 1)
+    if rank == 2:
+        store.set("key", "value")
+        store.multi_set(["a", "b"], ["1", "2"])
+    assert store.get("key") == b"value"
+    store.wait(["a", "b"], timedelta(seconds=1))
+    store.append(f"mine{rank}", "x")
+    store.append(f"mine{rank}", "y")
+    assert store.multi_get(["a", "b", f"mine{rank}"]) == [b"1", b"2", b"xy"]
+    assert store.check(["a"]) and not store.check(["nothing"])
+    swap = f"swap{rank}"
+    assert store.compare_set(swap, "", "first") == b"first"
+    assert store.compare_set(swap, "first", "second") == b"second"
+    assert store.compare_set(swap, "first", "third") == b"second"
+    assert store.delete_key(swap) and not store.delete_key(swap)
+    assert 1 <= arrived <= 3 and store.num_keys() > 3
+    dist.barrier(group=group)
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -222,30 +204,24 @@ def test_callbacks_run_on_the_rank_s_own_thread(seed: int) -> None:
     assert False in done
 
 
-def test_collectives_in_callbacks() -> None:
-    def run(rank: int) -> float:
-        def again(future: Any) -> torch.Tensor:
-            (x,) = future.value()
-            dist.all_reduce(x)
-            return x
+@on_ranks(3, seeds=5)
+def test_collectives_in_callbacks(rank: int) -> None:
+    def again(future: Any) -> torch.Tensor:
+        (x,) = future.value()
+        dist.all_reduce(x)
+        return x
 
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        return work.get_future().then(again).wait().item()
-
-    for seed in range(5):
-        assert run_ranks(run, 3, seed=seed) == [9.0] * 3
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work.get_future().then(again).wait().item() == 9.0
 
 
-def test_polling() -> None:
-    def run(rank: int) -> int:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        polls = 0
-        while not work.is_completed():
-            polls += 1
-        return polls
-
-    for seed in range(5):
-        assert max(run_ranks(run, 4, seed=seed)) < 50
+@on_ranks(4, seeds=5)
+def test_polling(rank: int) -> None:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    polls = 0
+    while not work.is_completed():
+        polls += 1
+    assert polls < 50
 
 
 Plan = tuple[list[list[int]], list[tuple[str, int]]]
@@ -287,21 +263,6 @@ def test_a_program_gives_the_same_in_any_order(number: int) -> None:
     assert found == [found[0]] * 4
 
 
-def _crossed(rank: int, take: Callable[[Any], None]) -> list[float]:
-    """Each rank begins with another group, and takes the Future before it goes to the other."""
-    groups = [dist.new_group(), dist.new_group()]
-    tensors = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
-    order = (0, 1) if rank == 0 else (1, 0)
-    futures = []
-    for i in order:
-        work = dist.all_reduce(tensors[i], group=groups[i], async_op=True)
-        futures.append(work.get_future())
-    for future in futures:
-        take(future)
-    return [x.item() for x in tensors]
-
-
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "take",
     [
@@ -311,22 +272,30 @@ def _crossed(rank: int, take: Callable[[Any], None]) -> list[float]:
     ],
     ids=["wait", "then", "wait_all"],
 )
-def test_futures_of_two_groups_in_other_orders(take: Callable[[Any], None], seed: int) -> None:
-    assert run_ranks(_crossed, 2, take, seed=seed) == [[3.0, 21.0]] * 2
+@on_ranks(2, seeds=4)
+def test_futures_of_two_groups_in_other_orders(rank: int, take: Callable[[Any], None]) -> None:
+    """Each rank begins with another group, and takes the Future before it goes to the other."""
+    groups = [dist.new_group(), dist.new_group()]
+    tensors = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
+    futures = []
+    for i in (0, 1) if rank == 0 else (1, 0):
+        work = dist.all_reduce(tensors[i], group=groups[i], async_op=True)
+        futures.append(work.get_future())
+    for future in futures:
+        take(future)
+    assert [x.item() for x in tensors] == [3.0, 21.0]
 
 
-def test_polling_while_another_rank_asks_for_a_future() -> None:
-    def run(rank: int) -> None:
-        groups = [dist.new_group(), dist.new_group()]
-        first = dist.all_reduce(torch.ones(1), group=groups[rank], async_op=True)
-        if rank == 0:
-            first.get_future()
-        else:
-            while not first.is_completed():
-                pass
-        dist.all_reduce(torch.ones(1), group=groups[1 - rank], async_op=True)
-
-    run_ranks(run, 2)
+@on_ranks(2)
+def test_polling_while_another_rank_asks_for_a_future(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    first = dist.all_reduce(torch.ones(1), group=groups[rank], async_op=True)
+    if rank == 0:
+        first.get_future()
+    else:
+        while not first.is_completed():
+            pass
+    dist.all_reduce(torch.ones(1), group=groups[1 - rank], async_op=True)
 
 
 def test_any_callable() -> None:

@@ -92,6 +92,13 @@ DEADLOCKS: dict[str, tuple[Callable[[int], Any], list[str]]] = {
             "waits for barrier 1 on group '2'; not there: rank 0",
         ],
     ),
+    "a future that is never complete": (
+        lambda rank: None if rank else dist.all_reduce(X.clone(), async_op=True).get_future(),
+        [
+            "waits for allreduce 1 on group '0': float32 [2], sum; not there: rank 1",
+            "has returned",
+        ],
+    ),
     "a key that nobody sets": (
         lambda rank: None if rank else distributed_c10d._get_default_store().get("key"),
         ["waits for default_pg/0//key in the store", "has returned"],
@@ -122,14 +129,6 @@ def test_every_rank_gets_it() -> None:
 
     assert "rank 2 has returned" in _message(run, 3)
     assert sorted(seen) == [0, 0, 1, 1]
-
-
-def test_a_future_that_is_never_complete() -> None:
-    def run(rank: int) -> None:
-        if rank == 0:
-            dist.all_reduce(torch.ones(1), async_op=True).get_future()
-
-    assert "waits for allreduce 1 on group '0'" in _message(run, 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -255,33 +254,28 @@ def test_interrupted() -> None:
     assert run_ranks(_sum, 2)[0][0] == 1.0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_interrupted_while_ranks_start(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        if thread.name == "rank 2":
-            raise KeyboardInterrupt
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(_sum, 4, seed=seed)
-
-
-@pytest.mark.parametrize("there_are", [0, 3])
-def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, there_are: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "there_are", "seed"),
+    [
+        *((KeyboardInterrupt("stop"), 2, seed) for seed in range(4)),
+        (RuntimeError("can't start new thread"), 0, 0),
+        (RuntimeError("can't start new thread"), 3, 0),
+    ],
+)
+def test_a_rank_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, there_are: int, seed: int
+) -> None:
     start, started = threading.Thread.start, []
 
     def some(thread: threading.Thread) -> None:
         if len(started) == there_are:
-            raise RuntimeError("can't start new thread")
+            raise error
         started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", some)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        run_ranks(_sum, 5)
+    with pytest.raises(type(error), match=str(error)):
+        run_ranks(_sum, 5, seed=seed)
     assert len(started) == there_are
 
 
@@ -410,13 +404,7 @@ def test_the_examples_in_the_docs() -> None:
         except DeadlockError as error:
             raised.append(f"DeadlockError: {error}\n")
     assert raised == re.findall(r"```\n(DeadlockError.*?)```", text, re.DOTALL)
-
-
-def test_the_mismatch_in_the_docs() -> None:
-    def run(rank: int) -> None:
-        dist.broadcast(torch.ones(4), 0) if rank else dist.all_reduce(torch.ones(4))
-
-    text = (ROOT / "docs" / "testing.md").read_text()
-    with pytest.raises(MismatchedCollectiveError) as raised:
-        run_ranks(run, 2)
-    assert f"```\nMismatchedCollectiveError: {raised.value}\n```" in text
+    x = torch.ones(4)
+    with pytest.raises(MismatchedCollectiveError) as mismatch:
+        run_ranks(lambda rank: dist.broadcast(x, 0) if rank else dist.all_reduce(x), 2)
+    assert f"```\nMismatchedCollectiveError: {mismatch.value}\n```" in text

@@ -1,4 +1,4 @@
-"""Models that train inside of run_ranks, with the bits that they have on Gloo."""
+"""Models that train inside of run_ranks, with the bits of Gloo, and among many ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch, gradients_of, train
+from on_ranks import on_ranks
 from rank_pool import RankPool
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from trained_models import KINDS, trained
 
 from torch_commhook import attach, hooks
+from torch_commhook.hooks.base import Hook
 from torch_commhook.testing import DeadlockError, run_ranks, scheduler
 
 
@@ -26,85 +25,36 @@ def _net() -> Net:
     return Net()
 
 
-def _ddp(rank: int, backend: str | None = None) -> list[Any]:
-    model: nn.Module = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB if backend is None else None)
-    return train(model if backend is None else torch.compile(model, backend=backend), rank)
+def _lists(rank: int, kind: str) -> list[Any]:
+    return [tensor.tolist() for tensor in trained(rank, kind)]
 
 
-def _ddp_with_a_hook_of_pytorch(rank: int) -> list[Any]:
-    model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return train(model, rank)
-
-
-def _attached(rank: int, hook: hooks.Hook, in_ddp: bool = False) -> list[Any]:
-    options = {"bucket_cap_mb": BUCKET_CAP_MB}
-    model: nn.Module = DDP(_net(), **options) if in_ddp else _net()
-    attach(model, hook, **({} if in_ddp else options))
-    return train(model, rank)
-
-
-def _sharded(rank: int) -> list[Any]:
-    model = _net()
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return [gradient.full_tensor() for gradient in train(model, rank)]
-
-
-def _dtensor(rank: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2,))
-    x = torch.arange(16.0).view(4, 4)
-    rows = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-    columns = distribute_tensor(x + 1, mesh, [Shard(1)])
-    product = (rows @ columns).redistribute(mesh, [Replicate()])
-    product.square().sum().backward()
-    return [product.to_local().detach(), rows.grad.full_tensor()]
-
-
-MODELS: dict[str, Callable[[int], list[Any]]] = {
-    "ddp": _ddp,
-    "ddp with a hook of PyTorch": _ddp_with_a_hook_of_pytorch,
-    "ddp attached": lambda rank: _attached(rank, hooks.cast(torch.bfloat16), in_ddp=True),
-    "module attached": lambda rank: _attached(rank, hooks.allreduce()),
-    "module attached, cast": lambda rank: _attached(rank, hooks.cast(torch.float16)),
-    "fully_shard": _sharded,
-    "dtensor": _dtensor,
-}
-
-
-def _lists(rank: int, name: str) -> list[Any]:
-    return [tensor.tolist() for tensor in MODELS[name](rank)]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_as_on_gloo(two_ranks: RankPool, name: str) -> None:
-    expected = two_ranks.run(_lists, name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_on_gloo(two_ranks: RankPool, kind: str) -> None:
+    expected = two_ranks.run(_lists, kind)
     for seed in range(3):
-        assert run_ranks(_lists, 2, name, seed=seed) == expected
+        assert run_ranks(_lists, 2, kind, seed=seed) == expected
 
 
-def _one_step(rank: int) -> list[Any]:
-    model = DDP(_net())
+@on_ranks(3)
+def test_on_three_ranks(rank: int) -> None:
+    local, model = _net(), DDP(_net())
     model(batch(rank, 0)).square().sum().backward()
-    return gradients_of(model)
+    for each in range(3):  # what all ranks do, here
+        (local(batch(each, 0)).square().sum() / 3).backward()
+    for got, expected in zip(gradients_of(model), gradients_of(local), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
-def test_on_three_ranks() -> None:
-    local = _net()
-    for rank in range(3):  # what all ranks do, here
-        (local(batch(rank, 0)).square().sum() / 3).backward()
-    for got in run_ranks(_one_step, 3):
-        for one, other in zip(got, gradients_of(local), strict=True):
-            torch.testing.assert_close(one, other)
+def _ddp(rank: int, backend: str | None) -> list[Any]:
+    model: nn.Module = DDP(_net())
+    return train(model if backend is None else torch.compile(model, backend=backend), rank)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_ddp(backend: str) -> None:
-    eager = run_ranks(_ddp, 2)
-    compiled = run_ranks(_ddp, 2, backend)
+    eager, compiled = run_ranks(_ddp, 2, None), run_ranks(_ddp, 2, backend)
     for one, other in zip(eager[0], compiled[1], strict=True):
         torch.testing.assert_close(one, other)
 
@@ -141,7 +91,10 @@ def test_a_hook_that_fails_on_one_rank() -> None:
         run_ranks(run, 3)
 
 
-def _hook_in_cpp(rank: int, kind: str) -> list[Any]:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["DDP", "module", "DDP's own"])
+def test_hooks_in_cpp(rank: int, kind: str) -> None:
+    """They take tensors from Futures, and not the Python objects that a group puts there."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     if kind == "DDP's own":
@@ -152,10 +105,63 @@ def _hook_in_cpp(rank: int, kind: str) -> list[Any]:
         net = DDP(model) if kind == "DDP" else model
         attach(net, hooks.cpp("allreduce"))
     net(torch.full((3,), 1.0 + rank)).sum().backward()
-    return model.weight.grad.flatten().tolist()
+    assert model.weight.grad.flatten().tolist() == [1.5] * 6
 
 
-@pytest.mark.parametrize("kind", ["DDP", "module", "DDP's own"])
-def test_hooks_in_cpp(kind: str) -> None:
-    """They take tensors from Futures, and not the Python objects that a group puts there."""
-    assert run_ranks(_hook_in_cpp, 2, kind) == [[1.5] * 6] * 2
+# ---- many ranks ----------------------------------------------------------------------------------
+
+
+LEARNING_RATE = 0.125
+STEPS = 2
+
+#: Makers of hooks, with the largest error of an element of the parameters after both steps.
+HOOKS: dict[str, tuple[Callable[[], Hook], float]] = {
+    "allreduce": (hooks.allreduce, 1e-6),
+    "4 bits": (lambda: hooks.blockwise(bits=4), 0.04),
+}
+
+
+def _model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4)
+
+
+def _batch(rank: int) -> Tensor:
+    return torch.linspace(-1, 1, 16).view(2, 8) * (rank % 7)
+
+
+def _parameters(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _train(rank: int, make: Callable[[], Hook]) -> Tensor:
+    model = _model()
+    handle = attach(model, make())
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(_batch(rank)).square().mean().backward()
+        optimizer.step()
+    handle.remove()
+    return _parameters(model)
+
+
+def _train_alone(ranks: int) -> Tensor:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model(_batch(rank)).square().mean() for rank in range(ranks)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return _parameters(model)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("ranks", [128, pytest.param(1024, marks=pytest.mark.long)])
+def test_attach_and_train(ranks: int, name: str) -> None:
+    make, tolerance = HOOKS[name]
+    first, *others = run_ranks(_train, ranks, make, timeout=600)
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first, _train_alone(ranks), rtol=0, atol=tolerance)
+    assert not torch.allclose(first, _parameters(_model()), rtol=0, atol=2 * tolerance)

@@ -22,10 +22,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 REPORTS = ROOT / "build" / "reports"
 
-TESTS = [
+#: What runs a second time to look for leaks. That takes the whole stack of each allocation, and
+#: with it several times as long.
+LEAK_TESTS = [
     "tests/autograd/test_autograd_hooks.py",
-    "tests/autograd/test_autograd_hook_life.py",
     "tests/autograd/test_autograd_hook_threads.py",
+]
+
+TESTS = [
+    *LEAK_TESTS,
     "tests/autograd/test_post_accumulate_hooks.py",
     "tests/hooks/test_run_hook.py",
     "tests/attachment/test_reducer_one_rank.py",
@@ -40,27 +45,24 @@ OPERATOR_TESTS = [
     "tests/hooks/test_bucket.py",
     "tests/ops/test_ops_errors.py",
     "tests/ops/test_ops_values.py",
-    "tests/ops/test_ops_direct.py",
+    "tests/ops/test_ops_contract.py::test_plain_calls_go_past_torch_ops",
+    "tests/ops/test_ops_contract.py::test_other_numbers_go_through_torch_ops",
+    "tests/ops/test_ops_contract.py::test_what_is_no_list_of_tensors",
+    "tests/ops/test_ops_contract.py::test_refusals_are_the_same",
 ]
 
 #: CUDA kernels on the host: what they read or write past a tensor.
 KERNEL_TESTS = [
     "tests/cuda/test_cuda_bucket.py::test_mixed_dtypes",
+    "tests/cuda/test_cuda_bucket.py::test_random_tensors",
     "tests/cuda/test_cuda_bucket.py::test_rows_that_end_with_their_memory",
     "tests/cuda/test_cuda_check.py::test_every_alignment",
-    "tests/cuda/test_cuda_blocks.py",
     "tests/cuda/test_cuda_topk.py",
+    "tests/cuda/test_cuda_codecs.py::test_blocks_of_any_size",
+    "tests/cuda/test_cuda_codecs.py::test_the_largest_numbers",
     "tests/cuda/test_cuda_codecs.py::test_the_bits_of_the_cpu",
     "tests/cuda/test_cuda_codecs.py::test_many_tensors",
     "tests/cuda/test_cuda_codecs.py::test_a_block_of_more_tensors_than_a_table",
-]
-
-#: What runs a second time to look for leaks. That takes the whole stack of each allocation, and
-#: with it several times as long.
-LEAK_TESTS = [
-    "tests/autograd/test_autograd_hooks.py",
-    "tests/autograd/test_autograd_hook_life.py",
-    "tests/autograd/test_autograd_hook_threads.py",
 ]
 
 #: Threads that write the same gradients at the same time are what this test is about.

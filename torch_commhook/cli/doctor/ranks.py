@@ -11,8 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 from torch_commhook.addresses import loopback
+from torch_commhook.cli.doctor.build import library_error
 from torch_commhook.cli.doctor.connections import failed_connections
 from torch_commhook.cli.doctor.findings import Finding, first_line
+from torch_commhook.cli.doctor.hooks import HOOKS, averaged
 from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.network import INTERFACES
 from torch_commhook.cli.doctor.settings import Settings
@@ -107,6 +109,8 @@ def _failed(name: str, value: str, advice: str = _ADVICE) -> Finding:
 
 
 def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
+    import torch.distributed as dist
+
     mine = failed_connections(meeting, timeout)
     meeting.store.set(f"failed/{meeting.rank}", json.dumps(mine))
     reports = meeting.values("failed", meeting.ranks(), 2 * timeout)
@@ -117,23 +121,33 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
     }
     absent = sorted(set(range(meeting.size)) - set(reports))
     if not failed and not absent:
-        error = _sum_error(meeting, timeout)
+        sums = _sum_error(meeting, timeout)
         if meeting.rank == 0:
-            yield from _of_connected(meeting.size, error)
-        elif error is not None:
-            yield _failed("all-reduce over Gloo", error)
+            yield _connected(meeting.size)
+        yield from _tried(meeting, "all-reduce over Gloo", sums, _ADVICE)
+        if sums is None and library_error() is None and not dist.is_initialized():
+            error = _hook_error(meeting, timeout)
+            yield from _tried(
+                meeting,
+                f"{HOOKS[0]} over Gloo",
+                error,
+                "Report this with the whole output of doctor.",
+            )
     elif meeting.rank == 0:
         yield from _of_failed(failed, absent, timeout)
 
 
-def _of_connected(size: int, error: str | None) -> Iterator[Finding]:
+def _connected(size: int) -> Finding:
     pairs = size * (size - 1) // 2
     noun = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
-    yield Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
-    if error is None:
-        yield Finding("ranks", "all-reduce over Gloo", "works")
-    else:
-        yield _failed("all-reduce over Gloo", error)
+    return Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
+
+
+def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
+    if error is not None:
+        yield _failed(name, error, advice)
+    elif meeting.rank == 0:
+        yield Finding("ranks", name, "works")
 
 
 def _of_failed(
@@ -174,3 +188,24 @@ def _sum_error(meeting: Meeting, timeout: float) -> str | None:
         return first_line(error)
     expected = size * (size + 1) / 2
     return None if number.item() == expected else f"gives {number.item()}, not {expected}"
+
+
+def _hook_error(meeting: Meeting, timeout: float) -> str | None:
+    """Average gradients of all ranks in a default group over Gloo; the error, or None."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("hook", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        gradient = averaged(meeting.rank, HOOKS[0])
+    except Exception as error:  # doctor reports any error
+        return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        dist.destroy_process_group()
+    expected = (meeting.size + 1) / 2
+    return None if bool((gradient == expected).all()) else f"gives {gradient}, not {expected}"

@@ -1,0 +1,340 @@
+"""Nested groups of ranks, how ranks find out which share a host, and groups for second stages."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from staged_steps import BLOCKWISE, TOPK, Around, X, backward, gloo_groups, model
+from torch.distributed import distributed_c10d
+
+from torch_commhook import attach, hooks
+from torch_commhook.codecs import Codec
+from torch_commhook.collectives import compressed_all_reduce, hosts
+from torch_commhook.collectives.gloo_groups import group_name, group_store, second_group
+from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
+from torch_commhook.collectives.turns import turns_of
+from torch_commhook.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("levels", "sizes"),
+    [
+        ([[0, 0, 1, 1]], (2, 2)),
+        ([[0, 1, 0, 1]], (2, 2)),
+        ([[0, 0, 0, 0]], (4, 1)),
+        ([[0, 1, 2, 3]], (4,)),
+        ([2], (2, 2)),
+        ([1], (4,)),
+        ([4], (4, 1)),
+        ([2, [0, 0, 0, 0]], (2, 2, 1)),
+        ([[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1]], (2, 2, 2)),
+        ([2, 2], (2, 2, 2)),
+        # Hosts of two ranks and of four.
+        ([[0, 0, 1, 1, 1, 1]], (2, 3)),
+        # And of one rank and of three.
+        ([[0, 1, 1, 1]], (4,)),
+        # Racks of one host and of two.
+        ([[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]], (2, 3)),
+    ],
+)
+def test_nested_groups(levels: list[Any], sizes: tuple[int, ...]) -> None:
+    ranks = next((len(level) for level in levels if isinstance(level, list)), 4)
+    ranks = 8 if levels == [2, 2] else ranks
+    check(levels, ranks, sizes)
+
+
+def check(levels: Sequence[Any], ranks: int, sizes: tuple[int, ...] | None = None) -> None:
+    """Each rank is in one group a level, and all of them together reach all ranks once."""
+    found = nest(levels, ranks)
+    *inner, units = found.sizes
+    assert sizes is None or found.sizes == sizes
+    reached = [{rank} for rank in range(ranks)]
+    for level, size in enumerate(inner):
+        # Those that hold a share are the same in all groups of the next level: a place in one.
+        for rank in range(ranks):
+            group = found.inner[rank][level]
+            assert rank in group and len(group) == size and group == sorted(group)
+            assert all(found.inner[other][level] == group for other in group)
+        reached = [
+            set().union(*(reached[other] for other in found.inner[rank][level]))
+            for rank in range(ranks)
+        ]
+        assert all(len(each) == len(reached[0]) for each in reached)
+    for rank in range(ranks):
+        places = {
+            tuple(groups.index(other) for groups in found.inner[other])
+            for other in found.outer[rank]
+        }
+        assert len(places) == 1 and len(found.outer[rank]) == units
+        assert set().union(*(reached[other] for other in found.outer[rank])) == set(range(ranks))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_hosts_and_racks(seed: int) -> None:
+    draw = random.Random(seed)
+    hosts_of_rack = [draw.randrange(1, 4) for _ in range(draw.randrange(1, 4))]
+    pairs, host = [], 0
+    for rack, count in enumerate(hosts_of_rack):
+        for _ in range(count):
+            pairs += [(host, rack)] * draw.choice([2, 4])
+            host += 1
+    draw.shuffle(pairs)
+    check([[host for host, _ in pairs], [rack for _, rack in pairs]], len(pairs))
+
+
+def test_units_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"levels\[0\] must divide the 4 units .* got 3$"):
+        nest([3], 4)
+    with pytest.raises(ValueError, match=r"levels\[1\] must have whole units .* ranks 0 and 1 of"):
+        nest([[0, 0, 1, 1], [0, 1, 1, 0]], 4)
+    assert nest([[0, 0, 1, 1, 1, 1]], 6).uneven == [(0, [2, 4])]
+    assert nest([[0, 0, 1, 1]], 4).uneven == []
+
+
+def _labels(rank: int) -> list[list[list[int]]]:
+    group = dist.group.WORLD
+    assert group is not None
+    store = group_store(group)
+    assert store is not None
+    prefix = f"{group_name(group)}/commhook-labels"
+    found = [numbered_labels(group, [f"h{rank // 2}", "a", str(rank)]) for _ in range(2)]
+    dist.barrier()
+    assert not any(store.check([f"{prefix}{n}/{key}"]) for n in (1, 2) for key in ("found", "told"))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_labels_of_simulated_ranks(world_size: int) -> None:
+    wanted = [[r // 2 for r in range(world_size)], [0] * world_size, list(range(world_size))]
+    assert run_ranks(_labels, world_size) == [[wanted, wanted]] * world_size
+
+
+def test_labels_of_processes(four_ranks: RankPool) -> None:
+    wanted = [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3]]
+    assert four_ranks.run(_labels) == [[wanted, wanted]] * 4
+
+
+def test_different_numbers_of_labels() -> None:
+    def on_rank(rank: int) -> str:
+        with pytest.raises(ValueError) as raised:
+            numbered_labels(dist.group.WORLD, ["a"] * (rank + 1))
+        return str(raised.value)
+
+    assert set(run_ranks(on_rank, 2)) == {"hierarchical: levels must be as many on all ranks"}
+
+
+class _CountingStore:
+    """Counts requests of the store that it stands for."""
+
+    def __init__(self, store: Any, appends: bool) -> None:
+        self.requests = 0
+        self._store = store
+        self._appends = appends
+
+    def has_extended_api(self) -> bool:
+        return self._appends
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.requests += 1
+            return method(*arguments)
+
+        return call
+
+
+def _counted_labels(rank: int, stores: dict[int, _CountingStore], appends: bool) -> Any:
+    group = dist.group.WORLD
+    stores[rank] = _CountingStore(group_store(group), appends)
+    return numbered_labels(group, [str(rank // 2)])
+
+
+def _requests(monkeypatch: pytest.MonkeyPatch, world_size: int, appends: bool) -> list[int]:
+    stores: dict[int, _CountingStore] = {}
+    monkeypatch.setattr(hosts, "group_store", lambda group: stores[group.rank()])
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    found = run_ranks(_counted_labels, world_size, stores, appends)
+    assert found == [[[rank // 2 for rank in range(world_size)]]] * world_size
+    return [stores[rank].requests for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_requests_do_not_grow_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    # One rank also reads all labels and writes their numbers, and one takes the keys away.
+    found = _requests(monkeypatch, world_size, appends=True)
+    assert sum(found) == 5 * world_size + 2 + 4 and max(found) <= 11
+
+
+def test_labels_through_stores_that_do_not_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last one takes the keys away.
+    assert sorted(_requests(monkeypatch, 8, appends=False)) == [10] * 7 + [19]
+
+
+def test_processes_of_one_machine_have_one_label(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_label)
+    assert first == second and len(first) == 16
+
+
+def _label(rank: int) -> str:
+    return label_of_host()
+
+
+def _pairs(rank: int) -> list[Any]:
+    world = dist.group.WORLD
+    pair = group_over(world, [rank // 2 * 2, rank // 2 * 2 + 1])
+    total = torch.ones(3) * rank
+    dist.all_reduce(total, group=pair)
+    again = group_over(world, [rank // 2 * 2, rank // 2 * 2 + 1])
+    return [total.tolist(), again is pair, pair.rank(), dist.get_process_group_ranks(pair)]
+
+
+def test_groups_over_some_ranks(four_ranks: RankPool) -> None:
+    for found in (four_ranks.run(_pairs), run_ranks(_pairs, 4)):
+        assert found == [
+            [[1.0 + rank // 2 * 4] * 3, True, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1]]
+            for rank in range(4)
+        ]
+
+
+# ---- groups on which second stages travel --------------------------------------------------------
+
+
+def _second_groups(rank: int) -> dict[str, Any]:
+    before = gloo_groups()
+    group = dist.new_group([0, 1])
+    found: dict[str, Any] = {"own": gloo_groups() - before}
+    compressed_all_reduce(X, TOPK, group=group).wait()
+    found["of one stage"] = gloo_groups() - before
+    for _ in range(5):
+        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
+    found["of two stages"] = gloo_groups() - before
+    second = second_group(group)
+    found["same"] = second is second_group(group)
+    found["ranks"] = dist.get_process_group_ranks(second)
+    found["timeout"] = second._get_backend(torch.device("cpu")).options._timeout
+    turns = turns_of(second)
+    found["turns"] = len(turns._waiting)
+    dist.destroy_process_group(group)
+    del group, second, turns
+    found["left"] = gloo_groups() - before
+    # And again, for another group over the same ranks.
+    group = dist.new_group([0, 1])
+    found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_second_groups(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_second_groups):
+        timeout = found.pop("timeout")
+        assert timeout == distributed_c10d.default_pg_timeout
+        assert found == {
+            "own": 1,
+            "of one stage": 1,
+            "of two stages": 2,
+            "same": True,
+            "ranks": [0, 1],
+            "turns": 0,
+            "left": 0,
+            "again": 1200.0,
+        }
+
+
+def _groups_of_some(rank: int) -> list[float]:
+    """Ranks 0 and 2 have a group; rank 1 knows of none."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1,))}
+    ranks = (1,) if rank == 1 else (0, 2)
+    sums = [
+        compressed_all_reduce(X * (rank + 1), BLOCKWISE, group=groups[ranks]).wait().mean().item()
+        for _ in range(3)
+    ]
+    dist.destroy_process_group(groups[ranks])
+    return sums
+
+
+def test_groups_of_some_ranks(pools: dict[int, RankPool]) -> None:
+    assert pools[3].run(_groups_of_some) == [[4.0] * 3, [2.0] * 3, [4.0] * 3]
+
+
+def _groups_of_a_model(rank: int, codecs: list[Codec]) -> list[int]:
+    """After each of attaching, training and removing."""
+    counts = [gloo_groups()]
+    for codec in codecs:
+        net = model()
+        handle = attach(net, hooks.compressed(codec))
+        counts.append(gloo_groups() - counts[0])
+        for _ in range(3):
+            backward(net, rank)
+        counts.append(gloo_groups() - counts[0])
+        handle.remove()
+        del net, handle
+        counts.append(gloo_groups() - counts[0])
+    return counts[1:]
+
+
+def test_groups_of_a_model(two_ranks: RankPool) -> None:
+    """Both are made when a hook is attached, and go with it."""
+    for counts in two_ranks.run(_groups_of_a_model, [TOPK, BLOCKWISE, BLOCKWISE]):
+        assert counts == [1, 1, 0, 2, 2, 0, 2, 2, 0]
+
+
+def test_other_groups_have_no_second() -> None:
+    def run(rank: int) -> bool:
+        return second_group(dist.group.WORLD) is None
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def _comes_late(rank: int) -> str:
+    """The second of two calls, before which rank 0 has closed its connections."""
+    group = dist.new_group([0, 1])
+    compressed_all_reduce(X, BLOCKWISE, group=group).wait()
+    if rank == 0:
+        dist.destroy_process_group(group)
+        del group  # which closes them
+        dist.barrier()
+        return "gloo"
+    dist.barrier()
+    future = compressed_all_reduce(X, BLOCKWISE, group=group)
+    with pytest.raises(RuntimeError) as raised:
+        future.wait()
+    dist.destroy_process_group(group)
+    return str(raised.value)
+
+
+def test_the_future_tells_of_a_closed_connection(two_ranks: RankPool) -> None:
+    assert all("gloo" in said for said in two_ranks.run(_comes_late))
+
+
+def _group_goes_first(rank: int, inner: Codec) -> int:
+    """Callbacks, on threads of the group's own, are the last who could keep it."""
+    done = 0
+    for _ in range(10):
+        group = dist.new_group([0, 1])
+        codec = Around(inner, lambda method: time.sleep(0.005))
+        future = compressed_all_reduce(X, codec, group=group)
+        future.wait()
+        slow = compressed_all_reduce(X, codec, group=group)
+        dist.destroy_process_group(group)
+        del group
+        with contextlib.suppress(RuntimeError):  # it may have been left in its middle
+            slow.wait()
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("codec", [BLOCKWISE, TOPK], ids=repr)
+def test_a_group_that_goes_first(two_ranks: RankPool, codec: Codec) -> None:
+    """A thread of Gloo's that ends its own group ends the process."""
+    assert two_ranks.run(_group_goes_first, codec) == [10, 10]
