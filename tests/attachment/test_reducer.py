@@ -529,7 +529,7 @@ def test_elastic_ranks_have_nothing_for_themselves() -> None:
     model = _PartlyOwn(0)
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["part"])
     with pytest.raises(ValueError, match=r"_to_ignore must be empty, got \['part'\]"):
-        attach(model, hooks.allreduce(), elastic=Elastic(min_ranks=1))
+        attach(model, hooks.allreduce(), elastic=Elastic(min_ranks=1, name="own"))
 
 
 @on_processes

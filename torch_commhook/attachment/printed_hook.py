@@ -49,7 +49,8 @@ def _lengths(codec: Codec) -> list[str]:
 def _is_printed(value: object) -> bool:
     if type(value).__module__.startswith(hooks_module):
         return True
-    return isinstance(value, Hook) and type(value).__repr__ is not Hook.__repr__
+    without_settings = (Hook.__repr__, object.__repr__)  # the second shows an address
+    return isinstance(value, Hook) and type(value).__repr__ not in without_settings
 
 
 def _parts(value: object, *, inside: bool = False) -> Iterator[Hook | Codec]:
