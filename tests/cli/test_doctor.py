@@ -8,15 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from repository import ROOT
 from torch_releases import since
-from train_processes import finding, finished, report
+from train_processes import error_of, finding, finished, report
 
 import torch_commhook
 from torch_commhook.cli.doctor import CHECKS, build, host
@@ -25,6 +27,16 @@ from torch_commhook.cli.doctor.cuda import architectures, serves
 from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
 from torch_commhook.cli.place import Place
+
+Find = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def find(capsys: pytest.CaptureFixture[str]) -> Find:
+    """Gives the finding with a name that checks of doctor report."""
+    return lambda checks, name, *options, code=0: finding(
+        report(capsys, checks, *options, code=code), name
+    )
 
 
 def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +75,7 @@ def test_a_finding_that_is_not_ok_has_one_sentence_of_advice(
 
 @pytest.mark.parametrize("options", [["--only", "nothing"], ["--timeout", "0"], ["more"]])
 def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *options])
-    assert "commhook doctor: error: " in capsys.readouterr().err
+    assert error_of("doctor", options, capsys)
 
 
 def test_a_check_that_fails_leaves_the_others(
@@ -80,11 +90,9 @@ def test_a_check_that_fails_leaves_the_others(
     assert finding(found, "native libraries")["level"] == "ok"
 
 
-def test_wrong_gradients_are_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_gradients_are_told(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_hooks, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
-    found = finding(report(capsys, "hooks", code=1), "allreduce")
+    found = find("hooks", "allreduce", code=1)
     assert found["level"] == "error" and "should give 1.5" in found["value"]
 
 
@@ -129,6 +137,7 @@ def _for_another_torch() -> bytes:
     return _library().replace(mark, other)
 
 
+#: Libraries, their contents, and what is said: the value as a pattern, and the advice.
 BROKEN = {
     "another torch": (
         "_ops",
@@ -193,7 +202,7 @@ def test_the_torch_that_the_tests_ran_on(
     version: str,
     value: str,
     level: str,
-    capsys: pytest.CaptureFixture[str],
+    find: Find,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,7 +210,7 @@ def test_the_torch_that_the_tests_ran_on(
     (tmp_path / "tested.json").write_text(json.dumps({"2.11.0": run, "2.13.0": run}))
     monkeypatch.setattr(build, "TESTED", tmp_path / "tested.json")
     monkeypatch.setattr(torch, "__version__", version)
-    found = finding(report(capsys, "versions"), "tests on this torch")
+    found = find("versions", "tests on this torch")
     assert (found["value"], found["level"]) == (value, level)
     assert ("make test-torch TORCH=2.16.0" in found["advice"]) == (level == "warning")
 
@@ -218,58 +227,58 @@ def test_torch_that_does_not_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_built", "level", "advice"),
-    [(True, "warning", "torch.compile"), (False, "error", "the build needs it")],
+    ("compiler", "is_built", "value", "level", "advice"),
+    [
+        (None, True, "none on the PATH", "warning", "torch.compile"),
+        (None, False, "none on the PATH", "error", "the build needs it"),
+        (
+            "no-such-compiler",
+            True,
+            "CXX names no-such-compiler, which is missing",
+            "warning",
+            "Set CXX to an installed compiler, or unset it: ",
+        ),
+        (f"{sys.executable} -O2", True, sys.executable, "ok", ""),
+    ],
 )
-def test_no_compiler(
+def test_the_compiler(
+    compiler: str | None,
     is_built: bool,
+    value: str,
     level: str,
     advice: str,
+    find: Find,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    if compiler is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", compiler)
     if not is_built:
         monkeypatch.setattr(build, "library_error", lambda: ImportError("not built"))
-    found = finding(report(capsys, "build", code=0 if is_built else 1), "C++ compiler")
-    assert (found["value"], found["level"]) == ("none on the PATH", level)
-    assert advice in found["advice"]
-
-
-def test_a_compiler_that_is_not_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = finding(report(capsys, "build"), "C++ compiler")
-    assert found["value"] == "CXX names no-such-compiler, which is missing"
-    assert found["advice"].startswith("Set CXX to an installed compiler, or unset it: ")
-    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
-    assert finding(report(capsys, "build"), "C++ compiler")["value"] == sys.executable
+    found = find("build", "C++ compiler", code=0 if is_built else 1)
+    assert (found["value"], found["level"]) == (value, level)
+    assert advice in found["advice"] and bool(advice) == bool(found["advice"])
 
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 
-def test_a_cuda_build_without_kernels(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if torch.ops.commhook.has_cuda_kernels():
-        pytest.skip("this build has CUDA kernels")
+@pytest.mark.skipif(torch.ops.commhook.has_cuda_kernels(), reason="this build has CUDA kernels")
+def test_a_cuda_build_without_kernels(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = finding(report(capsys, "gpus"), "CUDA kernels")
+    found = find("gpus", "CUDA kernels")
     assert found["level"] == "warning"
     assert "none in the build, though torch is a build for CUDA 13.0" in found["value"]
-    assert found["advice"] == (
-        "Install nvcc of CUDA 13.0, then run: COMMHOOK_CUDA=1 python setup.py develop"
-    )
+    advice = "Install nvcc of CUDA 13.0, then run: COMMHOOK_CUDA=1 python setup.py develop"
+    assert found["advice"] == advice
 
 
-def test_a_build_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.version.cuda is not None:
-        pytest.skip("this torch is a CUDA build")
-    found = finding(report(capsys, "gpus"), "CUDA kernels")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+def test_a_build_for_the_cpu(find: Find) -> None:
+    found = find("gpus", "CUDA kernels")
     assert found["level"] == "ok"
     assert found["value"] == f"none, since torch {torch.__version__} is not a CUDA build"
 
@@ -342,28 +351,21 @@ def _file_system(free: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("free", "level"), [(8 << 20, "error"), (64 << 20, "warning"), (2 << 30, "ok")]
 )
-def test_shared_memory(
-    free: int,
-    level: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_memory(free: int, level: str, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: _file_system(free))
-    found = finding(report(capsys, "host", code=int(level == "error")), "shared memory")
+    found = find("host", "shared memory", code=int(level == "error"))
     assert found["level"] == level
     assert (level == "ok") == (not found["advice"])
 
 
-def test_no_huge_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_huge_pages(find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
     monkeypatch.setattr(host, "_HUGE_PAGES", setting)
-    found = finding(report(capsys, "host"), "huge pages")
+    found = find("host", "huge pages")
     assert (found["value"], found["level"]) == ("never", "warning")
     setting.write_text("always [madvise] never\n")
-    assert finding(report(capsys, "host"), "huge pages")["level"] == "ok"
+    assert find("host", "huge pages")["level"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -397,13 +399,9 @@ def test_the_quota_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert host.usable_cores() == 0.5
 
 
-def test_few_open_files(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
-    found = finding(report(capsys, "host"), "open files")
+def test_few_open_files(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (128, 4096))
+    found = find("host", "open files")
     assert (found["value"], found["level"]) == ("128 (at most 4096)", "warning")
     assert found["advice"].startswith("Run ulimit -n 1024 before training")
 
@@ -412,13 +410,12 @@ def test_few_open_files(
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices", "level", "said"),
+    ("backend", "devices", "said"),
     [
-        ("gloo", "cpu cuda", "ok", ["gloo"]),
+        ("gloo", "cpu cuda", ["gloo"]),
         (
             "cpu:gloo,cuda:nccl",
-            "cuda",
-            "warning",
+            "",
             [
                 "cpu tensors travel over gloo, cuda tensors travel over nccl",
                 "nccl cannot take back a collective",
@@ -427,37 +424,30 @@ def test_few_open_files(
         ),
         (
             "cpu:mpi,cuda:nccl",
-            "cpu",
-            "warning",
+            "",
             ["ranks cannot agree over mpi", "init_process_group('cpu:gloo,cuda:nccl')"],
         ),
         # torch says for which devices a backend is; older releases do not know some of these.
         *(
-            (
-                name,
-                "cuda",
-                "warning",
-                [f"{name}: cuda tensors travel over {name}; ranks agree", f"{name} cannot take"],
-            )
-            for name in ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
+            (n, "cuda", [f"{n}: cuda tensors travel over {n}; ranks agree", f"{n} cannot take"])
+            for n in ("nccl", "nccl2", "nccl-legacy", "nccl-lazy")
         ),
-        ("xccl", "xpu", "warning", ["xccl cannot take back a collective"]),
+        ("xccl", "xpu", ["xccl cannot take back a collective"]),
     ],
 )
 def test_a_group_of_a_backend(
     backend: str,
     devices: str,
-    level: str,
     said: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if backend != "gloo":
         monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    if ":" not in backend:
+    if devices:
         monkeypatch.setitem(dist.Backend.backend_capability, backend, devices.split())
     (group,) = report(capsys, "group", "--backend", backend)["findings"]
-    assert group["level"] == level
+    assert group["level"] == ("ok" if backend == "gloo" else "warning")
     assert [each for each in said if each not in f"{group['value']} {group['advice']}"] == []
 
 
@@ -489,12 +479,9 @@ def test_a_default_group_of_two_backends(
     assert group["name"] == "the default group" and group["level"] == "warning"
     assert "cuda tensors travel over fake" in group["value"]
     assert "fake cannot take back a collective" in group["value"]
+    assert report(capsys, "group")["findings"] == []  # there is none any more
 
 
 def test_a_backend_that_torch_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     (group,) = report(capsys, "group", "--backend", "cpu:gloo,cuda:none_such", code=1)["findings"]
     assert "this torch has no none_such" in group["value"]
-
-
-def test_no_group_is_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(capsys, "group")["findings"] == []

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,13 +38,18 @@ SECONDS = 120
 # ---- the address --------------------------------------------------------------------------------
 
 
-def test_interfaces() -> None:
+def test_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1" in interfaces()["lo"]
-
-
-def test_an_interface_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert gloo_address() == GlooAddress("127.0.0.1", "on lo, by GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(NoAddressError, match="names eth7, which has no address"):
+        gloo_address({"lo": ["127.0.0.1"], "eth7": []})
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    found = gloo_address()
+    assert found.is_loopback
+    assert "no-such-host.invalid resolves to no address of this host" in found.reason
 
 
 @pytest.mark.parametrize("names", ["lo,none0", "none0"])
@@ -58,12 +64,6 @@ def test_a_missing_interface(
         dist.ProcessGroupGloo.create_device(interface="none0")
 
 
-def test_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(NoAddressError, match="names eth7, which has no address"):
-        gloo_address({"lo": ["127.0.0.1"], "eth7": []})
-
-
 def test_two_processes_and_a_missing_interface(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,26 +76,15 @@ def test_two_processes_and_a_missing_interface(
         assert each["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface of this host")
 
 
-def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    found = gloo_address()
-    assert found.is_loopback
-    assert "no-such-host.invalid resolves to no address of this host" in found.reason
-
-
-@pytest.mark.parametrize(("local_size", "code"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(("local_size", "is_error"), [(2, False), (1, True)])
 def test_loopback_among_several_hosts(
-    local_size: int,
-    code: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    local_size: int, is_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     settings = Settings(1.0, place=Place(0, 2, 0, local_size))
-    found = [each for each in check_network(settings) if each.name == "Gloo listens at"]
-    assert [each.level == "error" for each in found] == [bool(code)]
-    assert "ranks on other hosts cannot reach it" in found[0].value
+    (found,) = [each for each in check_network(settings) if each.name == "Gloo listens at"]
+    assert (found.level == "error") == is_error
+    assert "ranks on other hosts cannot reach it" in found.value
 
 
 # ---- ranks --------------------------------------------------------------------------------------
@@ -110,11 +99,8 @@ def _of_threads(size: int, prepare: Callable[[int], None]) -> list[dict[int, str
         prepare(rank)
         failed[rank] = failed_connections(Meeting(store, rank, size, 3.0), 3.0)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
     return failed
 
 
@@ -178,9 +164,9 @@ def test_a_store_that_is_not_there() -> None:
 def test_a_launcher_that_says_too_little(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}.items():
+    place = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "1")
     assert main(["doctor", "--only", "versions"]) == 1
     assert "error    this rank: environment variable RANK: must be" in capsys.readouterr().out
 

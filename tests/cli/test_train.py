@@ -15,11 +15,14 @@ from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train, trained
 
-from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint
+from torch_commhook.cli import parallel
+from torch_commhook.cli.checkpoint import read_checkpoint
+from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
+METRICS = "metrics.jsonl"
 _INT4 = "error_feedback(blockwise(bits=4))"
 _WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
 #: A fragment is on its way when training is saved.
@@ -70,6 +73,34 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
+    arguments = ("--parallel", "fsdp", "--hook", "blockwise(bits=4)", "--weights", "blockwise()")
+    run = trained(*arguments, "--steps", "3", "--compare", folder=tmp_path)
+    assert run.stderr == ""
+    plain = _plain_traffic()
+    lines = read_metrics(tmp_path / "out" / "metrics-none.jsonl")
+    for step, line in enumerate(lines, start=1):
+        assert line["bytes_sent"] == line["fp32_bytes"] == (plain.gradients or 0) * step
+        assert line["bytes_gathered"] == plain.gathered * step
+    last = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
+    assert last["loss"] == pytest.approx(lines[-1]["loss"], abs=0.01)
+    assert last["fp32_bytes"] == (plain.gradients or 0) * 3
+    assert 7.5 < last["fp32_bytes"] / last["bytes_sent"] < 8
+    assert 3.8 < plain.gathered * 3 / last["bytes_gathered"] < 4
+    first, second = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert first["hook"] == "blockwise(bits=4), weights=blockwise()"
+    assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], abs=0.01)
+    assert "in shards on 2 ranks" in run.stdout
+    (header,) = [line for line in run.stdout.splitlines() if line.startswith("hook  ")]
+    assert header.endswith("fp32 / sent  gathered per step")
+
+
+def _plain_traffic() -> parallel.Traffic:
+    with torch.device("meta"):
+        model = ByteTransformer(1, 32, 2)
+    return parallel.plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
+
+
 def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
     hook = "auto(max_error=0.05)"
     run = trained("--steps", "8", "--hook", hook, folder=tmp_path)
@@ -83,6 +114,20 @@ def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:
     name, _, reason = choice.partition(": ")
     assert name in {"allreduce()", "cast(bfloat16)", "blockwise()", "fp8()"}
     assert "over a link of " in reason
+
+
+def _assert_went_on(straight: Path, resumed: Path, *, counts_alike: bool = True) -> None:
+    """Runs that saved these checkpoints have the same end; one went on from the other's middle."""
+    expected, got = read_checkpoint(straight), read_checkpoint(resumed)
+    counts = ("bytes_sent", "bytes_scattered", "bytes_gathered") if counts_alike else ()
+    for part in ("config", "step", *counts):
+        assert getattr(expected, part) == getattr(got, part), part
+    for part in ("model", "optimizer", "rank_states"):
+        assert different_paths(getattr(expected, part), getattr(got, part)) == [], part
+    lines, again = (read_metrics(each.parent / "out" / METRICS) for each in (straight, resumed))
+    keys = ("step", "loss", *counts)
+    for line, other in zip(lines[len(lines) // 2 :], again, strict=True):
+        assert [line[key] for key in keys] == [other[key] for key in keys]
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -102,35 +147,15 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     arguments = ("--steps", "6", "--save-every", "3", "--bucket-cap-mb", "0.02", "--seed", "7")
     hook = ("--hook", f"{hooks}:coarse", "--save", "step-{step}.pt")
     trained(*arguments, *hook, folder=straight)
-    arguments = ("--resume", straight / "step-3.pt", "--save", "last.pt")
-    trained(*arguments, folder=resumed)
-    middle = read_checkpoint(straight / "step-3.pt")
-    expected, got = read_checkpoint(straight / "step-6.pt"), read_checkpoint(resumed / "last.pt")
-    assert (middle.step, expected.step, got.step) == (3, 6, 6)
-    assert expected.config == got.config
-    numel = ByteTransformer(1, 32, 2).parameter_count()
-    assert expected.bytes_sent == got.bytes_sent == 4 * numel * 6
-    assert len(got.rank_states) == 2
-    _assert_same_weights(expected, got)
-    for name, tensor in expected.model.items():
+    trained("--resume", straight / "step-3.pt", "--save", "last.pt", folder=resumed)
+    _assert_went_on(straight / "step-6.pt", resumed / "last.pt")
+    middle, end = (read_checkpoint(straight / f"step-{step}.pt") for step in (3, 6))
+    assert (middle.step, end.step) == (3, 6)
+    assert end.bytes_sent == 4 * ByteTransformer(1, 32, 2).parameter_count() * 6
+    assert len(end.rank_states) == 2
+    for name, tensor in end.model.items():
         if tensor.dim() > 1:
             assert not torch.equal(tensor, middle.model[name]), f"{name} did not train"
-    lines = read_metrics(straight / "out" / "metrics.jsonl")
-    again = read_metrics(resumed / "out" / "metrics.jsonl")
-    assert [line["loss"] for line in again] == [line["loss"] for line in lines[3:]]
-    assert [line["bytes_sent"] for line in again] == [line["bytes_sent"] for line in lines[3:]]
-
-
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """``make kill-and-resume`` does so for each hook."""
-    row = killed_and_resumed(_INT4, 1, tmp_path, steps=60)
-    assert row["different"] == []
-    assert 0 < row["resumed_from"] < row["steps"]
-
-
-def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
-    assert different_paths(expected.model, got.model) == []
-    assert different_paths(expected.optimizer["state"], got.optimizer["state"]) == []
 
 
 @pytest.mark.parametrize("hook", [_WHOLE, _FRAGMENTS], ids=["whole", "fragments"])
@@ -142,18 +167,15 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
     # If ranks are apart at the end, the hook warns when it is removed.
     said = run.stderr + "".join(log.read_text() for log in (resumed / "out").glob("rank*.log"))
     assert "the ranks' last exchange" not in said
-    expected, got = read_checkpoint(straight / "s-10.pt"), read_checkpoint(resumed / "last.pt")
-    _assert_same_weights(expected, got)
-    first, second = (state["optimizer"] for state in expected.rank_states)
+    # A resumed run does not count what was on its way.
+    _assert_went_on(straight / "s-10.pt", resumed / "last.pt", counts_alike=hook == _WHOLE)
+    got = read_checkpoint(resumed / "last.pt")
+    first, second = (state["optimizer"] for state in got.rank_states)
     assert not torch.equal(first[0]["exp_avg"], second[0]["exp_avg"])
-    for own, other in zip(expected.rank_states, got.rank_states, strict=True):
-        assert different_paths(own["optimizer"], other["optimizer"]) == []
     for rank, state in enumerate(got.rank_states):
         apart = state["hook"][f"rank{rank}"]["local_sgd_parameter"]["head.weight"]
         assert torch.equal(apart, got.model["head.weight"]) == (rank == 0)
-    lines = read_metrics(straight / "out" / "metrics.jsonl")
-    again = read_metrics(resumed / "out" / "metrics.jsonl")
-    assert [line["loss"] for line in again] == [line["loss"] for line in lines[5:]]
+    lines = read_metrics(straight / "out" / METRICS)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
     sent = [line["bytes_sent"] for line in lines]
     if hook == _FRAGMENTS:
@@ -161,6 +183,57 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
         return
     assert sent[2] == 0 < sent[3] == sent[6] and sent[7] == sent[9] == 2 * sent[3]
     assert lines[7]["fp32_bytes"] > 20 * sent[7]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--parallel", "fsdp", "--hook", "error_feedback(blockwise(bits=4))"),
+        (
+            *("--parallel", "hsdp", "--ranks", "4", "--threads", "1"),
+            *("--hook", "local_sgd(3, hook=error_feedback(blockwise(bits=4)))"),
+        ),
+    ],
+    ids=["fsdp", "replicas apart"],
+)
+def test_a_resumed_run_in_shards_ends_with_the_same_bits(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    options = (*options, "--weights", "blockwise()", "--steps", "4", "--save-every", "2")
+    trained(*options, "--save", "{step}.pt", folder=straight)
+    arguments = ("--resume", straight / "2.pt", "--save", "last.pt", "--compare")
+    trained(*arguments, "--threads", "1", folder=resumed)
+    _assert_went_on(straight / "4.pt", resumed / "last.pt")
+    assert all(state["hook"] for state in read_checkpoint(resumed / "last.pt").rank_states)
+    first, second = json.loads((resumed / "out" / "summary.json").read_text())["runs"]
+    (line,) = read_metrics(straight / "out" / "metrics.jsonl")[3:]
+    assert first["gathered_per_step"] == line["bytes_gathered"] / 4  # of its own steps alone
+    assert second["gathered_per_step"] == _plain_traffic().gathered
+    assert second["scattered_per_step"] == (
+        0 if "fsdp" in options else first["fp32_bytes_per_step"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "how"),
+    [
+        pytest.param(_INT4, "--bucket-cap-mb 0.02", id="ddp"),
+        pytest.param(_INT4, "--parallel fsdp --weights fp8()", id="fsdp", marks=pytest.mark.long),
+        pytest.param(
+            "error_feedback(powersgd(rank=2))",
+            "--parallel hsdp --ranks 4 --shard-hook error_feedback(sign()) --weights blockwise()",
+            id="hsdp",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(hook: str, how: str, tmp_path: Path) -> None:
+    """``make kill-and-resume`` does so for each hook."""
+    row = killed_and_resumed(hook, 1, tmp_path, steps=60, how=how.split())
+    assert row["different"] == []
+    assert 0 < row["resumed_from"] < row["steps"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +276,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     trained("--resume", saved, *until, folder=folders[1])
     trained(*own, *until, folder=folders[2])
     got, expected = (read_checkpoint(folder / "last.pt") for folder in folders[1:])
-    _assert_same_weights(expected, got)
+    for one, other in ((expected.model, got.model), (expected.optimizer, got.optimizer)):
+        assert different_paths(one, other) == []
     again = read_metrics(folders[1] / "out" / "metrics.jsonl")
     straight = read_metrics(folders[2] / "out" / "metrics.jsonl")
     losses = [line["loss"] for line in (*lines, *again)]
@@ -254,3 +328,14 @@ def test_a_failing_hook_is_one_message_with_its_rank(tmp_path: Path) -> None:
     assert run.stderr.count("commhook train:") == 1
     assert "Traceback" not in run.stderr
     assert "OverflowError" in (tmp_path / "out" / "rank1.log").read_text()
+
+
+@pytest.mark.long
+def test_a_function_that_averages_whole_gradients_is_one_message(tmp_path: Path) -> None:
+    hooks = hooks_file(tmp_path, "def mean(state, bucket):\n    return bucket.buffer()\n")
+    with start_train("--parallel", "fsdp", "--hook", f"{hooks}:mean", folder=tmp_path) as run:
+        assert run.wait() == 1
+        run.assert_all_end()
+    assert run.stderr.count("commhook train:") == 1
+    assert "mean' averages whole gradients" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -114,6 +114,43 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "--save /proc/new/c.pt", "argument --save: /proc takes no new files", marks=needs_proc
         ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
+        # Of models in shards.
+        ("--parallel tensor", "argument --parallel: invalid choice: 'tensor'"),
+        ("--weights blockwise()", "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
+        ("--shards 2", "argument --shards: needs --parallel hsdp, got ddp"),
+        ("--parallel fsdp --shards 2", "argument --shards: needs --parallel hsdp, got fsdp"),
+        ("--parallel fsdp --shard-hook cast()", "argument --shard-hook: needs --parallel hsdp, go"),
+        ("--parallel fsdp --bucket-cap-mb 1", "argument --bucket-cap-mb: needs --parallel ddp, go"),
+        (
+            "--parallel hsdp --ranks 3",
+            "argument --shards: is half of the ranks by default, got 3 ranks; give a number that d",
+        ),
+        ("--parallel hsdp --ranks 4 --shards 3", "--shards: must divide the 4 ranks, got 3"),
+        ("--parallel hsdp --ranks 4 --shards 8", "--shards: must divide the 4 ranks, got 8"),
+        ("--parallel fsdp --hook topk(0.1)", "argument --hook: topk(density=0.1): needs the gra"),
+        ("--parallel fsdp --hook powersgd()", "argument --hook: powersgd"),
+        ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
+        (
+            "--parallel fsdp --hook clip(1.0)",
+            "argument --hook: clip(1) scales all gradients of a step",
+        ),
+        (
+            "--parallel fsdp --hook local_sgd(4)",
+            "argument --hook: local_sgd(4) keeps replicas apar",
+        ),
+        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales all gradients of a"),
+        (
+            "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
+            "argument --shard-hook: topk(density=0.1): needs the gradients of all ranks",
+        ),
+        ("--parallel hsdp --shard-hook castt()", "argument --shard-hook: hook 'castt()' names the"),
+        ("--parallel hsdp --shard-hook no.py:x", "argument --shard-hook: hook 'no.py:x': there is"),
+        ("--parallel fsdp --weights int8()", "argument --weights: codec 'int8()' names the unknow"),
+        (
+            "--parallel fsdp --weights randomk(0.1)",
+            "argument --weights: weights must be a codec that sends all values",
+        ),
+        ("--parallel fsdp --hook none --weights fp8()", "--weights: needs a --hook, got none"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,26 +149,31 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
+    ("format_", "value", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (43_300_000, "43.3 MB"),
-        (999_900_000, "1.00 GB"),
-        (123_456_789_012_345, "123 TB"),
-        (None, "unknown"),
+        (report.format_bytes, 0, "0 B"),
+        (report.format_bytes, 999, "999 B"),
+        (report.format_bytes, 1000, "1.00 kB"),
+        (report.format_bytes, 43_300_000, "43.3 MB"),
+        (report.format_bytes, 999_900_000, "1.00 GB"),
+        (report.format_bytes, 123_456_789_012_345, "123 TB"),
+        (report.format_bytes, None, "unknown"),
+        (report.format_duration, 0, "0:00"),
+        (report.format_duration, 0.2, "0:01"),
+        (report.format_duration, 187, "3:07"),
+        (report.format_duration, 3723, "1:02:03"),
+        (report.format_step_time, 4.65, "215 ms/step"),
+        (report.format_step_time, 0.5, "2 s/step"),
+        (report.format_step_time, 1.0001, "1 s/step"),
+        (report.format_step_time, 1e-4, "10000 s/step"),
+        (report.format_step_time, 0.0, "? s/step"),
+        (report.format_ratio, 2.0, "2.00x smaller than fp32"),
+        (report.format_ratio, 0.5, "2.00x larger than fp32"),
+        (report.format_ratio, 1.0001, "the same as fp32"),
     ],
 )
-def test_bytes_as_text(count: int | None, text: str) -> None:
-    assert report.format_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (0.2, "0:01"), (187, "3:07"), (3723, "1:02:03")]
-)
-def test_durations_as_text(seconds: float, text: str) -> None:
-    assert report.format_duration(seconds) == text
+def test_numbers_as_text(format_: Callable[[Any], str], value: float | None, text: str) -> None:
+    assert format_(value) == text
 
 
 def test_ratios_to_fp32() -> None:
@@ -178,9 +184,6 @@ def test_ratios_to_fp32() -> None:
     assert report.fp32_ratio(2000, 4000) == 2.0
     assert report.fp32_ratio(0, 0) is None
     assert report.fp32_ratio(None, 4000) is None
-    assert report.format_ratio(2.0) == "2.00x smaller than fp32"
-    assert report.format_ratio(0.5) == "2.00x larger than fp32"
-    assert report.format_ratio(1.0001) == "the same as fp32"
 
 
 def _record(step: int) -> report.StepRecord:
@@ -199,9 +202,8 @@ def test_metrics_of_a_resumed_run_go_on_in_the_same_file(tmp_path: Path) -> None
         reporter.close()
 
     write(range(1, 6), 0)
-    path.write_text(
-        path.read_text() + '{"step": 6, "lo'
-    )  # a run that was killed while it wrote a line
+    # A run that was killed while it wrote a line.
+    path.write_text(path.read_text() + '{"step": 6, "lo')
     write(range(4, 8), 3)
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
     write(range(1, 3), 0)
@@ -252,46 +254,28 @@ def test_the_bar_of_a_terminal_stays(columns: int, monkeypatch: pytest.MonkeyPat
     assert ("smaller than fp32" in last) == (columns == 200)
 
 
-@pytest.mark.parametrize(
-    ("speed", "text"),
-    [(4.65, "215 ms/step"), (0.5, "2 s/step"), (1.0001, "1 s/step"), (1e-4, "10000 s/step")],
-)
-def test_the_time_of_a_step_as_text(speed: float, text: str) -> None:
-    assert report.format_step_time(speed) == text
-    assert report.format_step_time(0.0) == "? s/step"
-
-
-def test_without_matplotlib_there_is_no_picture(
+def test_a_long_hook_leaves_room_for_the_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert loss_plot.draw_loss(tmp_path / "loss.png", []) is False
-
-
-def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    records = tuple(
-        report.StepRecord(step, 1.0 / step, 0.1, step, 10 * step, 20 * step, 30) for step in (1, 2)
-    )
     codec = "error_feedback(powersgd(rank=2)), before=error_feedback(blockwise(bits=4))"
     hook = f"local_sgd(1, outer=outer_sgd(1.0, 0.0), hook=after(400, {codec}), error_reset=True)"
-    result = report.RunResult(hook, 2, 0.5, 1, None, 1.0, 10, 20, records)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert loss_plot.draw_loss(tmp_path / "loss.png", [result])
+        assert loss_plot.draw_loss(tmp_path / "loss.png", [_result(hook, 10, steps=2)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert loss_plot.draw_loss(tmp_path / "none.png", []) is False
     assert "pip install torch-commhook[train]" in MATPLOTLIB_IS_MISSING
 
 
 def _result(hook: str, bytes_a_step: int | None, steps: int = 50) -> report.RunResult:
     records = tuple(
-        report.StepRecord(
-            step=step,
+        replace(
+            _record(step),
             loss=2.0 + 3.0 / step + 0.2 * (step % 2),
-            lr=0.1,
             seconds=0.1 * step,
             bytes_sent=None if bytes_a_step is None else bytes_a_step * step,
             fp32_bytes=4000 * step,
-            tokens=step,
         )
         for step in range(1, steps + 1)
     )
@@ -392,13 +376,9 @@ def test_steps_go_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     module.SummaryWriter.assert_called_once_with(folder, purge_step=5)
     text, *_, last = module.SummaryWriter().method_calls
     assert (text, last) == (mock.call.add_text("hook", "cast()"), mock.call.close())
-    for name, value, step in (
-        ("loss", 1.0, 1),
-        ("bytes_sent", 20, 2),
-        ("fp32_ratio", 2.0, 2),
-        ("seconds_per_step", 1.0, 2),
-    ):
-        module.SummaryWriter().add_scalar.assert_any_call(f"train/{name}", value, step)
+    module.SummaryWriter().add_scalar.assert_any_call("train/loss", 1.0, 1)
+    for name, value in (("bytes_sent", 20), ("fp32_ratio", 2.0), ("seconds_per_step", 1.0)):
+        module.SummaryWriter().add_scalar.assert_any_call(f"train/{name}", value, 2)
 
 
 def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,8 +401,6 @@ def test_jsonl_is_always_written(tmp_path: Path) -> None:
     assert step_log.open_logs(["jsonl"], tmp_path, "metrics", "cast()", {}, 0) == []
     _report_two_steps(tmp_path, [])
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["loss"], line["seconds"]) for line in lines] == [
-        (1, 1.0, 1.0),
-        (2, 1.0, 2.0),
-    ]
+    found = [(line["step"], line["loss"], line["seconds"]) for line in lines]
+    assert found == [(1, 1.0, 1.0), (2, 1.0, 2.0)]
     assert {"lr", "bytes_sent", "fp32_bytes", "tokens"} < {*lines[0]}

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
-from train_processes import (
-    forbid_launch,
-    hooks_file,
-    read_metrics,
-    start_train,
-    train_error,
-    trained,
-)
 
 from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -32,7 +21,6 @@ from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import HookExpressionError, parse_codec
 from torch_commhook.testing import run_ranks
 
-processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 CPU = torch.device("cpu")
 TINY = TrainConfig(layers=2, dim=12, heads=2, seq=8)
 FSDP = replace(TINY, parallel="fsdp", hook="allreduce()")
@@ -132,116 +120,6 @@ def test_an_optimizer_leaves_the_state_that_it_goes_on_from() -> None:
     assert different_paths(before, state[0]) == []
 
 
-# ---- whole runs ----------------------------------------------------------------------------------
-
-
-def _assert_resumed_alike(straight: Path, resumed: Path) -> None:
-    expected, got = (read_checkpoint(folder / "last.pt") for folder in (straight, resumed))
-    for part in ("config", "step", "bytes_sent", "bytes_scattered", "bytes_gathered"):
-        assert getattr(expected, part) == getattr(got, part), part
-    for part in ("model", "optimizer", "rank_states"):
-        assert different_paths(getattr(expected, part), getattr(got, part)) == [], part
-    assert all(state["hook"] for state in got.rank_states)
-    lines, again = (read_metrics(each / "out" / "metrics.jsonl") for each in (straight, resumed))
-    keys = ("loss", "bytes_sent", "bytes_scattered", "bytes_gathered")
-    for line, other in zip(lines[len(lines) - len(again) :], again, strict=True):
-        assert [line[key] for key in keys] == [other[key] for key in keys]
-
-
-@processes
-def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
-    arguments = ("--parallel", "fsdp", "--hook", "blockwise(bits=4)", "--weights", "blockwise()")
-    run = trained(*arguments, "--steps", "3", "--compare", folder=tmp_path)
-    assert run.stderr == ""
-    plain = _plain_traffic()
-    lines = read_metrics(tmp_path / "out" / "metrics-none.jsonl")
-    for step, line in enumerate(lines, start=1):
-        assert line["bytes_sent"] == line["fp32_bytes"] == (plain.gradients or 0) * step
-        assert line["bytes_gathered"] == plain.gathered * step
-    last = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
-    assert last["loss"] == pytest.approx(lines[-1]["loss"], abs=0.01)
-    assert last["fp32_bytes"] == (plain.gradients or 0) * 3
-    assert 7.5 < last["fp32_bytes"] / last["bytes_sent"] < 8
-    assert 3.8 < plain.gathered * 3 / last["bytes_gathered"] < 4
-    first, second = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
-    assert first["hook"] == "blockwise(bits=4), weights=blockwise()"
-    assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], abs=0.01)
-    assert "in shards on 2 ranks" in run.stdout
-    (header,) = [line for line in run.stdout.splitlines() if line.startswith("hook  ")]
-    assert header.endswith("fp32 / sent  gathered per step")
-
-
-def _plain_traffic() -> parallel.Traffic:
-    with torch.device("meta"):
-        model = ByteTransformer(1, 32, 2)
-    return parallel.plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
-
-
-@processes
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--parallel", "fsdp", "--hook", "error_feedback(blockwise(bits=4))"),
-        (
-            *("--parallel", "hsdp", "--ranks", "4", "--threads", "1"),
-            *("--hook", "local_sgd(3, hook=error_feedback(blockwise(bits=4)))"),
-        ),
-    ],
-    ids=["fsdp", "replicas apart"],
-)
-def test_a_resumed_run_in_shards_ends_with_the_same_bits(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = (*options, "--weights", "blockwise()", "--steps", "4", "--save-every", "2")
-    trained(*options, "--save", "{step}.pt", folder=straight)
-    (straight / "4.pt").rename(straight / "last.pt")
-    arguments = ("--resume", straight / "2.pt", "--save", "last.pt", "--compare")
-    trained(*arguments, "--threads", "1", folder=resumed)
-    _assert_resumed_alike(straight, resumed)
-    first, second = json.loads((resumed / "out" / "summary.json").read_text())["runs"]
-    (line,) = read_metrics(straight / "out" / "metrics.jsonl")[3:]
-    assert first["gathered_per_step"] == line["bytes_gathered"] / 4  # of its own steps alone
-    assert second["gathered_per_step"] == _plain_traffic().gathered
-    assert second["scattered_per_step"] == (
-        0 if "fsdp" in options else first["fp32_bytes_per_step"]
-    )
-
-
-@processes
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("hook", "how"),
-    [
-        ("error_feedback(blockwise(bits=4))", "--parallel fsdp --weights fp8()"),
-        (
-            "error_feedback(powersgd(rank=2))",
-            "--parallel hsdp --ranks 4 --shard-hook error_feedback(sign()) --weights blockwise()",
-        ),
-    ],
-    ids=["fsdp", "hsdp"],
-)
-def test_a_killed_run_in_shards_goes_on_as_if_it_had_not_been(
-    hook: str, how: str, tmp_path: Path
-) -> None:
-    row = killed_and_resumed(hook, 1, tmp_path, steps=60, how=how.split())
-    assert row["different"] == []
-    assert 0 < row["resumed_from"] < row["steps"]
-
-
-@processes
-@pytest.mark.long
-def test_a_function_that_averages_whole_gradients_is_one_message(tmp_path: Path) -> None:
-    hooks = hooks_file(tmp_path, "def mean(state, bucket):\n    return bucket.buffer()\n")
-    with start_train("--parallel", "fsdp", "--hook", f"{hooks}:mean", folder=tmp_path) as run:
-        assert run.wait() == 1
-        run.assert_all_end()
-    assert run.stderr.count("commhook train:") == 1
-    assert "mean' averages whole gradients" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
 # ---- options -------------------------------------------------------------------------------------
 
 
@@ -258,57 +136,6 @@ def test_a_codec_is_read_like_a_hook() -> None:
         with pytest.raises(HookExpressionError) as caught:
             parse_codec(text)
         assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--parallel tensor", "argument --parallel: invalid choice: 'tensor'"),
-        ("--weights blockwise()", "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
-        ("--shards 2", "argument --shards: needs --parallel hsdp, got ddp"),
-        ("--parallel fsdp --shards 2", "argument --shards: needs --parallel hsdp, got fsdp"),
-        ("--parallel fsdp --shard-hook cast()", "argument --shard-hook: needs --parallel hsdp, go"),
-        ("--parallel fsdp --bucket-cap-mb 1", "argument --bucket-cap-mb: needs --parallel ddp, go"),
-        (
-            "--parallel hsdp --ranks 3",
-            "argument --shards: is half of the ranks by default, got 3 ranks; give a number that d",
-        ),
-        ("--parallel hsdp --ranks 4 --shards 3", "--shards: must divide the 4 ranks, got 3"),
-        ("--parallel hsdp --ranks 4 --shards 8", "--shards: must divide the 4 ranks, got 8"),
-        ("--parallel fsdp --hook topk(0.1)", "argument --hook: topk(density=0.1): needs the gra"),
-        ("--parallel fsdp --hook powersgd()", "argument --hook: powersgd"),
-        ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
-        (
-            "--parallel fsdp --hook clip(1.0)",
-            "argument --hook: clip(1) scales all gradients of a step",
-        ),
-        (
-            "--parallel fsdp --hook local_sgd(4)",
-            "argument --hook: local_sgd(4) keeps replicas apar",
-        ),
-        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales all gradients of a"),
-        (
-            "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
-            "argument --shard-hook: topk(density=0.1): needs the gradients of all ranks",
-        ),
-        ("--parallel hsdp --shard-hook castt()", "argument --shard-hook: hook 'castt()' names the"),
-        ("--parallel hsdp --shard-hook no.py:x", "argument --shard-hook: hook 'no.py:x': there is"),
-        ("--parallel fsdp --weights int8()", "argument --weights: codec 'int8()' names the unknow"),
-        (
-            "--parallel fsdp --weights randomk(0.1)",
-            "argument --weights: weights must be a codec that sends all values",
-        ),
-        ("--parallel fsdp --hook none --weights fp8()", "--weights: needs a --hook, got none"),
-    ],
-)
-def test_a_wrong_option_is_one_line_before_ranks_start(
-    arguments: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    forbid_launch(monkeypatch)
-    assert message in train_error(arguments.split(), capsys)
 
 
 @pytest.mark.parametrize(

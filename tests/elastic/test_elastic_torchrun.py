@@ -35,13 +35,11 @@ def test_a_rank_that_torchrun_starts_again_joins(tmp_path: Path) -> None:
         for process in [*agents, store]:
             process.kill()
             process.wait()
-    seen = {
-        name: [line.split() for line in (tmp_path / f"{name}.log").read_text().splitlines()]
-        for name in ("a", "b")
-    }
-    assert [int(step) for step, *_ in seen["a"]] == list(range(1, STEPS + 1))
-    assert len({process for *_, process in seen["a"]}) == 1
-    assert len({process for *_, process in seen["b"]}) == 2, "started again"
-    digests = {step: digest for step, digest, _ in seen["a"]}
-    assert all(digests[step] == digest for step, digest, _ in seen["b"])
-    assert int(seen["b"][-1][0]) == STEPS
+    logs = [(tmp_path / f"{name}.log").read_text().splitlines() for name in ("a", "b")]
+    first, second = ([line.split() for line in log] for log in logs)
+    assert [int(step) for step, *_ in first] == list(range(1, STEPS + 1))
+    assert len({process for *_, process in first}) == 1
+    assert len({process for *_, process in second}) == 2, "started again"
+    digests = {step: digest for step, digest, _ in first}
+    assert all(digests[step] == digest for step, digest, _ in second)
+    assert int(second[-1][0]) == STEPS

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from repository import SUPPORT
 
+#: For each case what its ranks have seen.
+Outcomes = dict[str, dict[str, Any]]
+
 #: How a process ends after an event; after any other it ends with "done".
 ENDS = {
     "kill": "killed",
@@ -44,10 +47,13 @@ def _joins_after(steps: int, **others: Any) -> dict[str, Any]:
     return {"late": [steps], "pause": 0.02, **others}
 
 
+def _named_after(steps: int, **others: Any) -> dict[str, Any]:
+    """Ranks name a member that is slow in this many steps."""
+    return {"pause": 0.03, "straggler": {"straggler": 3.0, "straggler_steps": steps, **others}}
+
+
 def _left_out_after(steps: int) -> dict[str, Any]:
-    """Ranks leave out a member that is slow in this many steps."""
-    straggler = {"straggler": 3.0, "straggler_steps": steps, "leave_out_stragglers": True}
-    return {"pause": 0.03, "straggler": straggler}
+    return _named_after(steps, leave_out_stragglers=True)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -129,14 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fragments: a killed rank's process starts anew": _case(
         "fragments", 3, 60, (1, 5, "kill"), **_joins_after(8), together=10
     ),
-    "a slow rank is named": _case(
-        "allreduce",
-        3,
-        12,
-        (1, 3, "slow"),
-        pause=0.03,
-        straggler={"straggler": 3.0, "straggler_steps": 4},
-    ),
+    "a slow rank is named": _case("allreduce", 3, 12, (1, 3, "slow"), **_named_after(4)),
     "a slow rank is left out": _case(
         "with error", 3, 20, (1, 3, "slow"), said={1: "LeftOutError"}, **_left_out_after(4)
     ),
@@ -150,8 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the ranks of each case have seen."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("elastic")
     script = SUPPORT / "elastic_ranks.py"
     done = subprocess.run(
@@ -165,8 +163,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return dict(zip(CASES, lines, strict=True))
 
 
+def _stats_of_done(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``stats()`` tells on the ranks that trained to the end, of which there are some."""
+    pairs = zip(found["said"], found["stats"], strict=True)
+    done = [stats for said, stats in pairs if said == "done"]
+    assert len(done) > 1
+    return done
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_all_that_go_on_hold_the_same(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     if "the rank that gives" in name:  # whichever of them that is
         found["said"].remove("killed")
@@ -195,7 +201,7 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("late")])
-def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_new_ranks_begin_as_the_others_do(outcomes: Outcomes, name: str) -> None:
     began = outcomes[name]["stats"][-1]["began"]
     # With fragments, a new rank begins where another one is.
     is_at_anchor = "fragments" not in name and "streaming" not in name
@@ -203,9 +209,7 @@ def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], n
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("in pieces")])
-def test_a_new_rank_has_all_after_some_steps(
-    outcomes: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_a_new_rank_has_all_after_some_steps(outcomes: Outcomes, name: str) -> None:
     case, found = CASES[name], outcomes[name]
     steps = found["steps"][-1]
     partial = [step for step, digest, *_ in steps if digest == "joining"]
@@ -224,20 +228,16 @@ def test_a_new_rank_has_all_after_some_steps(
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "auto" in CASES[name]["hook"]])
-def test_auto_chooses_alike(outcomes: dict[str, dict[str, Any]], name: str) -> None:
-    choices = [each["choice"] for each in outcomes[name]["stats"] if each is not None]
-    assert len(choices) == outcomes[name]["said"].count("done") > 1
-    assert len(set(choices)) == 1
+def test_auto_chooses_alike(outcomes: Outcomes, name: str) -> None:
+    choices = {each["choice"] for each in _stats_of_done(outcomes[name])}
+    assert len(choices) == 1
     if CASES[name]["hook"] == "auto":
-        assert choices[0] == "powersgd(rank=4)"
+        assert choices == {"powersgd(rank=4)"}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])
-def test_synchronize_brings_all_members_together(
-    outcomes: dict[str, dict[str, Any]], name: str
-) -> None:
-    seen = [dict(each["together"]) for each in outcomes[name]["stats"] if each is not None]
-    assert len(seen) == outcomes[name]["said"].count("done") > 1
+def test_synchronize_brings_all_members_together(outcomes: Outcomes, name: str) -> None:
+    seen = [dict(each["together"]) for each in _stats_of_done(outcomes[name])]
     of_step: dict[int, set[str]] = {}
     for each in seen:
         for step, digest in each.items():
@@ -247,7 +247,7 @@ def test_synchronize_brings_all_members_together(
     assert all(CASES[name]["steps"] in each for each in seen)
 
 
-def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_a_lost_rank_costs_its_round_only(outcomes: Outcomes) -> None:
     found = outcomes["local steps are counted"]
     values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
     # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
@@ -256,9 +256,7 @@ def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -
     assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
 
 
-def test_a_repeated_exchange_begins_with_the_errors_of_before(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_a_repeated_exchange_begins_with_the_errors_of_before(outcomes: Outcomes) -> None:
     found = outcomes["local steps: errors are those of before the exchange"]
     for number in (1, 2):
         values = [value for _, value, *_ in found["steps"][number]]
@@ -266,9 +264,7 @@ def test_a_repeated_exchange_begins_with_the_errors_of_before(
         assert values == [[-2.0, 0.0], [-2.0, -3.0]]
 
 
-def test_an_exchange_in_background_is_repeated_at_once(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_an_exchange_in_background_is_repeated_at_once(outcomes: Outcomes) -> None:
     found = outcomes["streaming: the lost rank does not count"]
     for number in (1, 2):
         values = {step: value for step, value, *_ in found["steps"][number] if value is not None}
@@ -281,34 +277,25 @@ def test_an_exchange_in_background_is_repeated_at_once(
     ("name", "error_lost"),
     [("a rank is killed in its backward", False), ("the first rank is killed", True)],
 )
-def test_stats_tell_who_was_lost(
-    outcomes: dict[str, dict[str, Any]], name: str, error_lost: bool
-) -> None:
+def test_stats_tell_who_was_lost(outcomes: Outcomes, name: str, error_lost: bool) -> None:
     case, found = CASES[name], outcomes[name]
     (killed,) = case["events"]
-    for said, stats in zip(found["said"], found["stats"], strict=True):
-        if said == "done":
-            (event,) = stats["membership"]
-            assert event.pop("reason")
-            assert event == {
-                "steps": killed["step"] - 1,
-                "size": case["ranks"] - 1,
-                "lost": [found["own"][killed["rank"]]],
-                "joined": [],
-                "error_lost": error_lost,
-            }
+    lost = [found["own"][killed["rank"]]]
+    expected = {"steps": killed["step"] - 1, "size": case["ranks"] - 1, "lost": lost, "joined": []}
+    for stats in _stats_of_done(found):
+        (event,) = stats["membership"]
+        assert event.pop("reason")
+        assert event == {**expected, "error_lost": error_lost}
 
 
-def test_a_callback_is_told_of_the_ranks_and_of_their_changes(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_a_callback_is_told_of_the_ranks_and_of_their_changes(outcomes: Outcomes) -> None:
     found = outcomes["a killed rank's process starts anew"]
     for number, expected in ((0, [3, 2, 3]), (2, [3, 2, 3]), (3, [3])):
         *_, sizes = found["steps"][number][-1]
         assert sizes == expected
 
 
-def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_stats_tell_who_has_joined(outcomes: Outcomes) -> None:
     found = outcomes["a killed rank's process starts anew"]
     for number in (0, 2):
         lost, joined = found["stats"][number]["membership"]
@@ -321,7 +308,7 @@ def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "name", ["a slow rank is named", "too few would be left without the slow rank"]
 )
-def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_slow_rank_is_named(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     for stats in found["stats"]:
         ((rank, ratio),) = stats["stragglers"].items()
@@ -332,12 +319,11 @@ def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) ->
 @pytest.mark.parametrize(
     "name", ["a slow rank is left out", "local steps: a slow rank is left out"]
 )
-def test_a_slow_rank_is_left_out(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_slow_rank_is_left_out(outcomes: Outcomes, name: str) -> None:
     (slow,), found = CASES[name]["events"], outcomes[name]
     rank = found["own"][slow["rank"]]
     assert f"(rank {rank}), because it was too slow in" in found["said"][slow["rank"]]
-    for said, stats in zip(found["said"], found["stats"], strict=True):
-        if said == "done":
-            (event,) = stats["membership"]
-            assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
-            assert not stats["stragglers"], "it is no member any more"
+    for stats in _stats_of_done(found):
+        (event,) = stats["membership"]
+        assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
+        assert not stats["stragglers"], "it is no member any more"

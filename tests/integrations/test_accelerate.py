@@ -12,24 +12,26 @@ from framework_training import (
     STEPS,
     WAYS,
     Data,
-    How,
     Net,
     Trained,
-    loop,
+    assert_as_a_loop,
+    ended,
     loss_of,
     shard_on_cpu,
     sharded,
 )
-from launched_ranks import LaunchedRanks
+from on_ranks import on_pool
 
 pytest.importorskip("accelerate")
+
+on_launched = on_pool("launched")
 
 
 class _Run:
     """A model that an accelerator has prepared, with a hook."""
 
     def __init__(
-        self, how: How, hook: str | None = HOOK, *, shards: bool = False, **options: Any
+        self, hook: str | None = HOOK, way: str = "plain", *, shards: bool = False, **options: Any
     ) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
@@ -37,22 +39,22 @@ class _Run:
         from torch_commhook.integrations.accelerate import attach_to
 
         AcceleratorState._reset_state()  # which holds how an earlier one computes
-        self.how = how
+        self.how = WAYS[way]
         self.accelerator = Accelerator(
             cpu=True,
-            gradient_accumulation_steps=how.accumulate,
-            mixed_precision="bf16" if how.bf16 else "no",
+            gradient_accumulation_steps=self.how.accumulate,
+            mixed_precision="bf16" if self.how.bf16 else "no",
             **options,
         )
         if shards:
             shard_on_cpu()
-        self.bare = Net()
-        optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1, momentum=0.9)
-        self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
+        bare = Net()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.accelerator.prepare(bare, optimizer)
         self.handle = None if hook is None else attach_to(self.accelerator, self.model, hook)
 
-    def steps(self, data: Data) -> None:
-        for x, labels in data.batches():
+    def steps(self, rank: int, count: int = STEPS) -> None:
+        for x, labels in Data(rank, count * self.how.accumulate).batches():
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(loss_of(self.model(x), labels))
                 if self.how.clip is not None and self.accelerator.sync_gradients:
@@ -60,126 +62,87 @@ class _Run:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    @property
-    def trained(self) -> Trained:
-        return Trained.of(self.model, self.handle)
 
-
-def _as_a_loop(rank: int, way: str) -> list[bool]:
-    how = WAYS[way]
-    found = []
-    for hook in (HOOK, None):
-        run = _Run(how, hook)
-        run.steps(Data(rank, STEPS * how.accumulate))
-        expected = loop(rank, how, hook)
-        found.append(run.trained.is_same(expected))
-        if run.handle is not None:
-            found.append(run.trained.bytes_sent == expected.bytes_sent != 0)
-            run.handle.remove()
-    return found
+def _trained(rank: int, *arguments: Any, **options: Any) -> Trained:
+    run = _Run(*arguments, **options)
+    run.steps(rank)
+    return ended(run.model, run.handle)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_prepared(launched: LaunchedRanks, way: str) -> None:
-    assert launched.run(_as_a_loop, way) == [[True] * 3] * 2
+@on_launched
+def test_what_is_prepared(rank: int, way: str) -> None:
+    assert_as_a_loop(rank, lambda hook: _trained(rank, hook, way), way)
 
 
-def _in_shards(rank: int) -> list[bool]:
-    found = []
-    for hook in (HOOK, None):
-        run = _Run(How(), hook, shards=True)
-        run.steps(Data(rank, STEPS))
-        expected = loop(rank, How(), hook, wrap=sharded)
-        found.append(run.trained.is_same(expected))
-        if run.handle is not None:
-            found.append(run.trained.bytes_sent == expected.bytes_sent != 0)
-            run.handle.remove()
-    return found
+@on_launched
+def test_shards(rank: int) -> None:
+    assert_as_a_loop(rank, lambda hook: _trained(rank, hook, shards=True), wrap=sharded)
 
 
-def test_shards(launched: LaunchedRanks) -> None:
-    assert launched.run(_in_shards) == [[True] * 3] * 2
-
-
-def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
+@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
+@on_launched
+def test_a_state(rank: int, hook: str, tmp_path: Path) -> None:
     """DDP keeps its first buckets where some parameters may be unused."""
     from accelerate import DistributedDataParallelKwargs
 
     options = {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
-    run = _Run(How(), hook, **options)
-    run.steps(Data(rank, 3))
-    run.accelerator.save_state(folder)
+    run = _Run(hook, **options)
+    run.steps(rank, 3)
+    run.accelerator.save_state(str(tmp_path))
     run.accelerator.wait_for_everyone()
-    run.steps(Data(rank, STEPS))
-    straight = run.trained
-    run.handle.remove()
-    other = _Run(How(), hook, **options)
-    other.accelerator.load_state(folder)
-    other.steps(Data(rank, STEPS))
-    saved = torch.load(Path(folder) / "custom_checkpoint_0.pkl", weights_only=True)
-    same = other.trained.is_same(straight)
-    other.handle.remove()
-    return [same, {"rank0", "rank1"} <= saved.keys()]
+    run.steps(rank)
+    straight = ended(run.model, run.handle)
+    other = _Run(hook, **options)
+    other.accelerator.load_state(str(tmp_path))
+    other.steps(rank)
+    assert ended(other.model, other.handle).is_same(straight)
+    saved = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
+    assert {"rank0", "rank1"} <= saved.keys()
 
 
-@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_state(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
-    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
-
-
-def _attached_again(rank: int, folder: str) -> int:
-    """A state where an earlier hook was removed; the steps that the later one goes on from."""
+@on_launched
+def test_a_hook_that_was_attached_again(rank: int, tmp_path: Path) -> None:
+    """A state where an earlier hook was removed: the later one goes on from its own steps."""
     from torch_commhook.integrations.accelerate import attach_to
 
-    run = _Run(How())
-    run.steps(Data(rank, 1))
+    run = _Run()
+    run.steps(rank, 1)
     run.handle.remove()
     run.handle = attach_to(run.accelerator, run.model, HOOK)
-    run.steps(Data(rank, 2))
-    run.accelerator.save_state(folder)
+    run.steps(rank, 2)
+    run.accelerator.save_state(str(tmp_path))
     run.accelerator.wait_for_everyone()
-    other = _Run(How())
-    other.accelerator.load_state(folder)
-    steps: int = other.handle.state_dict()["steps"]
-    for each in (run, other):
-        each.handle.remove()
-    run.accelerator.load_state(folder)  # of a hook that is off
-    return steps
+    other = _Run()
+    other.accelerator.load_state(str(tmp_path))
+    assert other.handle.state_dict()["steps"] == 2
+    ended(run.model, run.handle)
+    ended(other.model, other.handle)
+    run.accelerator.load_state(str(tmp_path))  # of a hook that is off
 
 
-def test_a_hook_that_was_attached_again(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_attached_again, str(tmp_path)) == [2, 2]
-
-
-def _refused(rank: int) -> list[str]:
+@on_launched
+def test_what_is_refused(rank: int) -> None:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from torch_commhook import attach, hooks
     from torch_commhook.integrations.accelerate import attach_to
 
-    found = []
     kwargs = DistributedDataParallelKwargs(comm_hook=hooks.cast())
     accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    said = set()
     for model in (Net(), accelerator.prepare(Net())):
-        try:
+        with pytest.raises(ValueError, match="ignores anything else, such as cast") as refused:
             attach_to(accelerator, model, HOOK)
-        except (ValueError, RuntimeError) as error:
-            found.append(str(error))
+        said.add(str(refused.value))
+    assert len(said) == 1
     other = Accelerator(cpu=True)
     other.ddp_handler = None
     bare = Net()
     wrapped = other.prepare(bare)
-    for call in (lambda: attach_to(other, bare, HOOK), lambda: attach(bare, hooks.cast())):
-        try:
-            call()
-        except RuntimeError as error:
-            found.append(str(error))
     assert wrapped is not bare
-    return found
-
-
-def test_what_is_refused(launched: LaunchedRanks) -> None:
-    for dropped, again, bare, inner in launched.run(_refused):
-        assert dropped == again and "ignores anything else, such as cast" in dropped
-        assert "got Net in training on 2 ranks. Start the script with" in bare
-        assert "attach the hook to that, the one around " in inner and "Net: attach(ddp" in inner
+    with pytest.raises(RuntimeError, match=r"got Net in training on 2 ranks\. Start the script wi"):
+        attach_to(other, bare, HOOK)
+    inner = r"attach the hook to that, the one around .*Net: attach\(ddp"
+    with pytest.raises(RuntimeError, match=inner):
+        attach(bare, hooks.cast())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,21 +20,18 @@ from framework_training import (
     Data,
     Net,
     Trained,
-    loop,
+    assert_as_a_loop,
+    ended,
     loss_of,
     sharded,
 )
-from launched_ranks import LaunchedRanks
+from on_ranks import of_all_ranks, on_pool
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("lightning")
 
-
-def _package(name: str) -> ModuleType:
-    if name == "lightning":
-        import lightning.pytorch as package
-    else:
-        import pytorch_lightning as package
-    return package
+on_launched = on_pool("launched")
+LIGHTNING = "lightning.pytorch"
 
 
 class _Loader(torch.utils.data.DataLoader):
@@ -57,17 +55,27 @@ class _Loader(torch.utils.data.DataLoader):
 
 
 def _trained(
-    rank: int, name: str, way: str, hook: str | None, folder: str, **options: Any
+    rank: int,
+    folder: Path,
+    hook: str | None = HOOK,
+    way: str = "plain",
+    package: str = LIGHTNING,
+    shards: bool = False,
+    **options: Any,
 ) -> Trained:
     """What a Trainer comes to; ``ckpt_path`` is given to ``fit``, other options to the Trainer."""
     from torch_commhook.integrations.lightning import CommHookCallback
 
-    pl, how = _package(name), WAYS[way]
+    pl, how = importlib.import_module(package), WAYS[way]
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
+
+        def configure_model(self) -> None:
+            if shards:
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: dict[str, Any], index: int) -> Any:
             return loss_of(self.net(batch["x"]), batch["labels"])
@@ -93,7 +101,7 @@ def _trained(
         accumulate_grad_batches=how.accumulate,
         gradient_clip_val=how.clip,
         callbacks=callbacks,
-        default_root_dir=folder,
+        default_root_dir=str(folder),
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -104,54 +112,54 @@ def _trained(
     return Trained.of(module, None if callback is None else callback.handle)
 
 
-def _as_a_loop(rank: int, name: str, way: str, folder: str) -> list[bool]:
-    trained = _trained(rank, name, way, HOOK, folder)
-    expected = loop(rank, WAYS[way])
-    without = _trained(rank, name, way, None, folder)
-    return [
-        trained.is_same(expected),
-        trained.bytes_sent == expected.bytes_sent != 0,
-        without.is_same(loop(rank, WAYS[way], None)),
-        not without.is_same(expected),
-    ]
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer(launched: LaunchedRanks, way: str, tmp_path: Path) -> None:
-    assert launched.run(_as_a_loop, "lightning", way, str(tmp_path)) == [[True] * 4] * 2
+@on_launched
+def test_a_trainer(rank: int, way: str, tmp_path: Path) -> None:
+    assert_as_a_loop(rank, lambda hook: _trained(rank, tmp_path, hook, way), way)
 
 
-def test_the_other_package(launched: LaunchedRanks, tmp_path: Path) -> None:
-    pytest.importorskip("pytorch_lightning")
-    assert launched.run(_as_a_loop, "pytorch_lightning", "all", str(tmp_path)) == [[True] * 4] * 2
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs it")
+@on_launched
+def test_the_other_package(rank: int, tmp_path: Path) -> None:
+    assert_as_a_loop(
+        rank, lambda hook: _trained(rank, tmp_path, hook, "all", "pytorch_lightning"), "all"
+    )
 
 
-def _saving(folder: str) -> Any:
+@on_launched
+def test_a_sharded_model(rank: int, tmp_path: Path) -> None:
+    """``configure_model()`` makes the shards."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    def train(hook: str | None) -> Trained:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        return _trained(rank, tmp_path, hook, shards=True, strategy=strategy)
+
+    assert_as_a_loop(rank, train, wrap=sharded)
+
+
+def _saving(folder: Path) -> Any:
     """Saves a checkpoint each third step."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-
-
-def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
-    """From a checkpoint in the middle; DDP keeps its first buckets where some may be unused."""
-    options = {"strategy": "ddp_find_unused_parameters_true", "enable_checkpointing": True}
-    straight = _trained(
-        rank, "lightning", "plain", hook, folder, callbacks=[_saving(folder)], **options
-    )
-    path = f"{folder}/step=3.ckpt"
-    resumed = _trained(rank, "lightning", "plain", hook, folder, ckpt_path=path, **options)
-    state = torch.load(path, weights_only=False)["callbacks"]["CommHookCallback"]
-    return [resumed.is_same(straight), {"rank0", "rank1"} <= state.keys()]
+    return ModelCheckpoint(str(folder), filename="{step}", every_n_train_steps=3, save_top_k=-1)
 
 
 @pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
-    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
+@on_launched
+def test_a_checkpoint(rank: int, hook: str, tmp_path: Path) -> None:
+    """From the middle; DDP keeps its first buckets where some parameters may be unused."""
+    options = {"strategy": "ddp_find_unused_parameters_true", "enable_checkpointing": True}
+    straight = _trained(rank, tmp_path, hook, callbacks=[_saving(tmp_path)], **options)
+    path = tmp_path / "step=3.ckpt"
+    assert _trained(rank, tmp_path, hook, ckpt_path=path, **options).is_same(straight)
+    state = torch.load(path, weights_only=False)["callbacks"]["CommHookCallback"]
+    assert {"rank0", "rank1"} <= state.keys()
 
 
-def _raised_and_resumed(rank: int, folder: str) -> list[Any]:
-    """One callback in training that raises, and in another that resumes: attached, steps."""
+@on_launched
+def test_training_that_raised(rank: int, tmp_path: Path) -> None:
+    """The same callback then resumes another training."""
     import lightning.pytorch as pl
 
     from torch_commhook.integrations.lightning import CommHookCallback
@@ -162,17 +170,12 @@ def _raised_and_resumed(rank: int, folder: str) -> list[Any]:
                 raise RuntimeError("on purpose")
 
     callback = CommHookCallback(HOOK)
-    options = {"enable_checkpointing": True, "callbacks": [callback, _saving(folder), Raising()]}
+    options = {"enable_checkpointing": True, "callbacks": [callback, _saving(tmp_path), Raising()]}
     with pytest.raises(RuntimeError, match="on purpose"):
-        _trained(rank, "lightning", "plain", None, folder, **options)
-    found: list[Any] = [callback.handle.is_attached]
-    options = {"ckpt_path": f"{folder}/step=3.ckpt", "callbacks": [callback]}
-    _trained(rank, "lightning", "plain", None, folder, **options)
-    return [*found, callback.handle.stats().steps, callback.state_dict()["steps"]]
-
-
-def test_training_that_raised(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_raised_and_resumed, str(tmp_path)) == [[False, 3, 6]] * 2
+        _trained(rank, tmp_path, None, **options)
+    assert not callback.handle.is_attached
+    _trained(rank, tmp_path, None, ckpt_path=tmp_path / "step=3.ckpt", callbacks=[callback])
+    assert callback.handle.stats().steps == 3 and callback.state_dict()["steps"] == 6
 
 
 def test_a_mistake_in_the_expression() -> None:
@@ -183,256 +186,156 @@ def test_a_mistake_in_the_expression() -> None:
             CommHookCallback(**arguments)
 
 
-def _from_a_checkpoint_without_a_hook(rank: int, folder: str) -> list[bool]:
+@on_launched
+def test_a_checkpoint_without_a_hook(rank: int, tmp_path: Path) -> None:
     options = {"enable_checkpointing": True}
-    _trained(rank, "lightning", "plain", None, folder, callbacks=[_saving(folder)], **options)
-    found = []
-    for hook in (HOOK, "allreduce()"):  # which has nothing to remember
+    _trained(rank, tmp_path, None, callbacks=[_saving(tmp_path)], **options)
+    for hook, warns in ((HOOK, True), ("allreduce()", False)):  # which has nothing to remember
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            path = f"{folder}/step=3.ckpt"
-            _trained(rank, "lightning", "plain", hook, folder, ckpt_path=path, **options)
-        found.append(any("was made without this callback" in str(each.message) for each in caught))
-    return found
+            _trained(rank, tmp_path, hook, ckpt_path=tmp_path / "step=3.ckpt", **options)
+        said = [str(each.message) for each in caught]
+        assert any("was made without this callback" in each for each in said) == warns
 
 
-def test_a_checkpoint_without_a_hook(launched: LaunchedRanks, tmp_path: Path) -> None:
-    found = launched.run(_from_a_checkpoint_without_a_hook, str(tmp_path))
-    assert found == [[True, False]] * 2
-
-
-def _logged(rank: int, folder: str) -> str | None:
+def _logger(folder: Path, name: str) -> Any:
     from lightning.pytorch.loggers import CSVLogger
 
-    logger = CSVLogger(folder, name="logs", version=0)
-    _trained(rank, "lightning", "plain", HOOK, folder, logger=logger)
-    return None if rank else (Path(folder) / "logs" / "version_0" / "metrics.csv").read_text()
+    return CSVLogger(str(folder), name=name, version=0)
 
 
-def test_what_a_logger_gets(launched: LaunchedRanks, tmp_path: Path) -> None:
-    header, *rows = launched.run(_logged, str(tmp_path))[0].splitlines()
-    names = header.split(",")
-    assert {f"commhook/{name}" for name in ("bytes_sent_last_step", "relative_error")} <= set(names)
-    assert [row.split(",")[names.index("step")] for row in rows] == ["1", "3", "5"]
+def _logged(folder: Path, name: str) -> str:
+    return (folder / name / "version_0" / "metrics.csv").read_text()
 
 
-def _logged_by_two(rank: int, folder: str) -> list[str]:
-    from lightning.pytorch.loggers import CSVLogger
-
-    loggers = [CSVLogger(folder, name=name, version=0) for name in ("one", "two")]
-    _trained(rank, "lightning", "plain", HOOK, folder, logger=loggers)
-    _trained(rank, "lightning", "plain", HOOK, folder, logger=loggers[0], log_every_n_steps=0)
-    paths = [Path(folder) / name / "version_0" / "metrics.csv" for name in ("one", "two")]
-    return [] if rank else [path.read_text() for path in paths]
-
-
-def test_what_two_loggers_get(launched: LaunchedRanks, tmp_path: Path) -> None:
-    first, second = launched.run(_logged_by_two, str(tmp_path))[0]
-    assert first == second and "commhook/wire_seconds" in first
+@on_launched
+def test_what_a_logger_gets(rank: int, tmp_path: Path) -> None:
+    _trained(rank, tmp_path, logger=_logger(tmp_path, "logs"))
+    if rank == 0:
+        header, *rows = _logged(tmp_path, "logs").splitlines()
+        names = header.split(",")
+        assert {"commhook/bytes_sent_last_step", "commhook/relative_error"} <= set(names)
+        assert [row.split(",")[names.index("step")] for row in rows] == ["1", "3", "5"]
 
 
-def _apart(rank: int, folder: str) -> list[Any]:
-    """Ranks that are apart when training ends in the middle of a round."""
-    trained = _trained(rank, "lightning", "plain", "local_sgd(4)", folder)
+@on_launched
+def test_what_two_loggers_get(rank: int, tmp_path: Path) -> None:
+    loggers = [_logger(tmp_path, name) for name in ("one", "two")]
+    _trained(rank, tmp_path, logger=loggers)
+    _trained(rank, tmp_path, logger=loggers[0], log_every_n_steps=0)
+    if rank == 0:
+        assert _logged(tmp_path, "one") == _logged(tmp_path, "two")
+        assert "commhook/wire_seconds" in _logged(tmp_path, "one")
+
+
+@on_launched
+def test_ranks_that_are_apart_come_together(rank: int, tmp_path: Path) -> None:
+    """Training ends in the middle of a round."""
+    trained = _trained(rank, tmp_path, "local_sgd(4)")
     values = [parameter.flatten().tolist() for parameter in trained.parameters]
-    return [trained.bytes_sent, *values]
-
-
-def test_ranks_that_are_apart_come_together(launched: LaunchedRanks, tmp_path: Path) -> None:
-    first, second = launched.run(_apart, str(tmp_path))
+    first, second = of_all_ranks((trained.bytes_sent, values))
     assert first == second and first[0] > 0
 
 
-def _sharded(rank: int, folder: str) -> list[bool]:
-    """The model in shards, as ``configure_model()`` makes it; the whole one in the loop."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
+class _InFabric:
+    """A model in Fabric, with a hook."""
 
-    from torch_commhook.integrations.lightning import CommHookCallback
+    def __init__(self, hook: str | None, strategy: Any, way: str = "plain") -> None:
+        from lightning.fabric import Fabric
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
+        from torch_commhook.integrations.lightning import setup
 
-        def configure_model(self) -> None:
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        self.how = WAYS[way]
+        precision = "bf16-mixed" if self.how.bf16 else "32-true"
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
+        self.fabric.launch()
+        self.model = self.fabric.setup(Net())
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = self.fabric.setup_optimizers(optimizer)
+        self.handle = None if hook is None else setup(self.fabric, self.model, hook)
 
-        def training_step(self, batch: dict[str, Any], index: int) -> Any:
-            return loss_of(self.net(batch["x"]), batch["labels"])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    callback = CommHookCallback(HOOK)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_steps=STEPS,
-        callbacks=[callback],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    loader = torch.utils.data.DataLoader(Data(rank, STEPS), batch_size=BATCH)
-    trainer.fit(module, loader)
-    trained = Trained.of(module, callback.handle)
-    expected = loop(rank, WAYS["plain"], wrap=sharded)
-    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+    def steps(self, rank: int, count: int = STEPS) -> None:
+        data = Data(rank, count * self.how.accumulate)
+        for number, (x, labels) in enumerate(data.batches(), 1):
+            steps = number % self.how.accumulate == 0
+            with self.fabric.no_backward_sync(self.model, enabled=not steps):
+                loss = loss_of(self.model(x), labels) / self.how.accumulate
+                self.fabric.backward(loss)
+            if steps:
+                if self.how.clip is not None:
+                    self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.how.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
 
-def test_a_sharded_model(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_sharded, str(tmp_path)) == [[True] * 2] * 2
-
-
-def _in_fabric(rank: int, way: str) -> list[bool]:
-    from lightning.fabric import Fabric
-
-    from torch_commhook.integrations.lightning import setup
-
-    how = WAYS[way]
-    precision = "bf16-mixed" if how.bf16 else "32-true"
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
-    fabric.launch()
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapped, optimizer = fabric.setup(model, optimizer)
-    handle = setup(fabric, wrapped, HOOK)
-    for number, (x, labels) in enumerate(Data(rank, STEPS * how.accumulate).batches(), 1):
-        steps = number % how.accumulate == 0
-        with fabric.no_backward_sync(wrapped, enabled=not steps):
-            fabric.backward(loss_of(wrapped(x), labels) / how.accumulate)
-        if steps:
-            if how.clip is not None:
-                fabric.clip_gradients(wrapped, optimizer, max_norm=how.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    trained = Trained.of(model, handle)
-    handle.remove()
-    expected = loop(rank, how)
-    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+def _trained_in_fabric(rank: int, *arguments: Any) -> Trained:
+    run = _InFabric(*arguments)
+    run.steps(rank)
+    return ended(run.model, run.handle)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fabric(launched: LaunchedRanks, way: str) -> None:
-    assert launched.run(_in_fabric, way) == [[True] * 2] * 2
+@on_launched
+def test_fabric(rank: int, way: str) -> None:
+    assert_as_a_loop(rank, lambda hook: _trained_in_fabric(rank, hook, "ddp", way), way)
 
 
-def _shards_in_fabric(rank: int) -> list[bool]:
-    from lightning.fabric import Fabric
+@on_launched
+def test_shards_in_fabric(rank: int) -> None:
     from lightning.fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-
-    from torch_commhook.integrations.lightning import setup
 
     def parallelize(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
         fully_shard(model, mesh=mesh["data_parallel"])
         return model
 
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    model = fabric.setup(Net())
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    handle = setup(fabric, model, HOOK)
-    for x, labels in Data(rank, STEPS).batches():
-        fabric.backward(loss_of(model(x), labels))
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = Trained.of(model, handle)
-    handle.remove()
-    expected = loop(rank, WAYS["plain"], wrap=sharded)
-    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+    def train(hook: str | None) -> Trained:
+        strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+        return _trained_in_fabric(rank, hook, strategy)
+
+    assert_as_a_loop(rank, train, wrap=sharded)
 
 
-def test_shards_in_fabric(launched: LaunchedRanks) -> None:
-    assert launched.run(_shards_in_fabric) == [[True] * 2] * 2
+@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
+@on_launched
+def test_a_checkpoint_of_fabric(rank: int, hook: str, tmp_path: Path) -> None:
+    """DDP keeps its first buckets where some parameters may be unused."""
+    from lightning.fabric.strategies import DDPStrategy
 
-
-class _InFabric:
-    """A model in Fabric whose buckets stay."""
-
-    def __init__(self, hook: str) -> None:
-        from lightning.fabric import Fabric
-        from lightning.fabric.strategies import DDPStrategy
-
-        from torch_commhook.integrations.lightning import setup
-
-        strategy = DDPStrategy(find_unused_parameters=True)
-        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        self.fabric.launch()
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        self.model, self.optimizer = self.fabric.setup(model, optimizer)
-        self.handle = setup(self.fabric, self.model, hook)
-
-    def steps(self, data: Data) -> None:
-        for x, labels in data.batches():
-            self.fabric.backward(loss_of(self.model(x), labels))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def end(self) -> Trained:
-        trained = Trained.of(self.model, self.handle)
-        self.handle.remove()
-        return trained
-
-
-def _resumed_in_fabric(rank: int, hook: str, folder: str) -> bool:
-    first = _InFabric(hook)
-    first.steps(Data(rank, 3))
+    first = _InFabric(hook, DDPStrategy(find_unused_parameters=True))
+    first.steps(rank, 3)
     state = {
         "model": first.model,
         "optimizer": first.optimizer,
         "hook": first.handle.state_dict(gather=True),
     }
-    first.fabric.save(f"{folder}/last.ckpt", state)
-    first.steps(Data(rank, STEPS))
-    straight = first.end()
-    second = _InFabric(hook)
+    first.fabric.save(tmp_path / "last.ckpt", state)
+    first.steps(rank)
+    straight = ended(first.model, first.handle)
+    second = _InFabric(hook, DDPStrategy(find_unused_parameters=True))
     places = {"model": second.model, "optimizer": second.optimizer}
-    rest = second.fabric.load(f"{folder}/last.ckpt", places)
+    rest = second.fabric.load(tmp_path / "last.ckpt", places)
     second.handle.load_state_dict(rest["hook"])
-    second.steps(Data(rank, STEPS))
-    return second.end().is_same(straight)
+    second.steps(rank)
+    assert ended(second.model, second.handle).is_same(straight)
 
 
-@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_checkpoint_of_fabric(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
-    assert launched.run(_resumed_in_fabric, hook, str(tmp_path)) == [True] * 2
-
-
-def _with_another_hook(rank: int, folder: str) -> str:
+@on_launched
+def test_a_hook_that_lightning_ignores(rank: int, tmp_path: Path) -> None:
     from lightning.pytorch.strategies import DDPStrategy
 
     from torch_commhook import hooks
 
     strategy = DDPStrategy(ddp_comm_hook=hooks.cast())
-    try:
-        _trained(rank, "lightning", "plain", HOOK, folder, strategy=strategy)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    with pytest.raises(
+        ValueError, match=r"^CommHookCallback: the strategy has a ddp_comm_hook, wh"
+    ):
+        _trained(rank, tmp_path, strategy=strategy)
 
 
-def test_a_hook_that_lightning_ignores(launched: LaunchedRanks, tmp_path: Path) -> None:
-    for error in launched.run(_with_another_hook, str(tmp_path)):
-        assert error.startswith("CommHookCallback: the strategy has a ddp_comm_hook, which")
-
-
-def _alone(rank: int, folder: str) -> list[str]:
+@on_pool("one_launched")
+def test_one_process(rank: int, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _trained(rank, "lightning", "plain", HOOK, folder, strategy="auto", devices=1)
-    return [str(each.message) for each in caught]
-
-
-def test_one_process(one_launched: LaunchedRanks, tmp_path: Path) -> None:
-    (said,) = one_launched.run(_alone, str(tmp_path))
+        _trained(rank, tmp_path, strategy="auto", devices=1)
+    said = [str(each.message) for each in caught]
     assert any(each.startswith("CommHookCallback: training runs in one process") for each in said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from nested_values import different_paths
 from repository import ROOT, SUPPORT
+from train_processes import finished
 
 from benchmarks.netlab.lab import Lab, why_impossible
 
@@ -49,15 +49,9 @@ exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE {variables} \
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found on one host."""
     folder = tmp_path_factory.mktemp("alone")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(PROGRAM), str(folder)],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    program = ("--nproc-per-node", "2", PROGRAM, folder)
+    finished(*torchrun, *program, environment=_environment(), seconds=SECONDS)
     return _found(folder)
 
 

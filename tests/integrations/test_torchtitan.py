@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +17,10 @@ import torch
 import torch.distributed as dist
 from launched_ranks import launched
 from nested_values import different_paths
+from on_ranks import of_all_ranks
 from repository import ROOT, SUPPORT
 from torch import Tensor, nn
+from train_processes import finished
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
@@ -184,37 +185,31 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
-def _as_a_loop(replicas: int, rank: int) -> dict[str, bool]:
+def _assert_as_a_loop(replicas: int, rank: int) -> None:
     run = Run(replicas)
     handle = attach_to(run.trainer, HOOK)
     run.trainer.train()
     gradients, parameters, sent = loop(rank, run, HOOK)
     handle.remove()
-    return {
-        "the gradients are a loop's": all(map(same, run.gradients, gradients)),
-        "the parameters are a loop's": same(run.parameters, parameters),
-        "the bytes are a loop's": handle.stats().bytes_sent == sent > 0,
-        "each step is counted": handle.stats().steps == len(run.gradients) == STEPS,
-        "4 bits were sent": 0.01 < distance(run.gradients[0], gradient_of_all(run)) < 0.3,
-    }
+    assert handle.stats().steps == len(run.gradients) == STEPS
+    assert all(map(same, run.gradients, gradients))
+    assert same(run.parameters, parameters)
+    assert handle.stats().bytes_sent == sent > 0
+    assert 0.01 < distance(run.gradients[0], gradient_of_all(run)) < 0.3  # 4 bits were sent
 
 
-def _sums_in_chunks(replicas: int) -> dict[str, bool]:
+def _assert_sums_in_chunks(replicas: int) -> None:
     """The loss in chunks is torchtitan's default; a module's gradients are in two parts there."""
-    found = {}
     for hook, least, most in (("allreduce()", 0.0, 1e-5), ("blockwise(bits=8)", 1e-4, 0.02)):
         run = Run(replicas, chunks=4, steps=1)
         handle = attach_to(run.trainer, hook)
         run.trainer.train()
         handle.remove()
-        apart = distance(run.gradients[0], gradient_of_all(run))
-        found[f"{hook} gives the sum, {apart}"] = least <= apart < most
-    return found
+        assert least <= distance(run.gradients[0], gradient_of_all(run)) < most, hook
 
 
-def _goes_on(replicas: int, chunks: int, folder: str) -> dict[str, bool]:
+def _assert_goes_on(replicas: int, chunks: int, folder: str) -> None:
     """From the checkpoint of the second step of three."""
-
     found = []
     for loaded in (-1, 2):
         run = Run(replicas, chunks, folder, loaded)
@@ -225,69 +220,56 @@ def _goes_on(replicas: int, chunks: int, folder: str) -> dict[str, bool]:
         run.trainer.close()
         dist.barrier()
     (straight, state), (resumed, resumed_state) = found
-    return {
-        "one step was left": len(resumed.gradients) == 1,
-        "its gradients are the same": same(resumed.gradients[0], straight.gradients[2]),
-        "the parameters are the same": same(resumed.parameters, straight.parameters),
-        "the hook remembers the same": different_paths(resumed_state, state) == [],
-    }
+    assert len(resumed.gradients) == 1
+    assert same(resumed.gradients[0], straight.gradients[2])
+    assert same(resumed.parameters, straight.parameters)
+    assert different_paths(resumed_state, state) == []
 
 
-def _comes_together(replicas: int, chunks: int) -> dict[str, bool]:
-    """Replicas exchange after the second of three steps, and at the end."""
-    found = {}
+def _assert_comes_together(replicas: int, chunks: int) -> None:
+    """Replicas exchange after the second of three steps, and at the end; without us they do not."""
     for attaches in (attach_to, lambda trainer, hook: attach(trainer.model_parts[0], hook)):
         run = Run(replicas, chunks)
         handle = attaches(run.trainer, hooks.local_sgd(2))
         run.trainer.train()
         mine = torch.cat([each.to_local().flatten() for each in run.model.parameters()])
-        all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_of_them, mine)
-        are_equal = all(torch.equal(mine, other) for other in all_of_them)
+        are_equal = all(torch.equal(mine, other) for other in of_all_ranks(mine))
         stats = handle.stats()
         rounds = stats.bytes_sent // stats.bytes_sent_last_step
-        if attaches is attach_to:
-            found[f"local_sgd ends in one model, {chunks} chunks"] = are_equal and rounds == 2
-        else:
-            found[f"it would not alone, {chunks} chunks"] = not are_equal and rounds == 1
+        expected = (True, 2) if attaches is attach_to else (False, 1)
+        assert (are_equal, rounds) == expected, chunks
+        if attaches is not attach_to:
             handle.synchronize()
         handle.remove()
-    return found
 
 
-def _checks(rank: int, mesh: str, folder: str) -> dict[str, bool]:
+def _check(rank: int, mesh: str, folder: str) -> None:
     _, replicas = MESHES[mesh]
-    found = _as_a_loop(replicas, rank) | _sums_in_chunks(replicas)
+    _assert_as_a_loop(replicas, rank)
+    _assert_sums_in_chunks(replicas)
     if mesh == "fsdp":
-        found |= _goes_on(replicas, 4, folder)
+        _assert_goes_on(replicas, 4, folder)
     elif mesh == "replicate":  # in chunks the buckets across replicas are others after a load
-        found |= _goes_on(replicas, 1, folder)
-        found |= _comes_together(replicas, 1) | _comes_together(replicas, 4)
+        _assert_goes_on(replicas, 1, folder)
+        for chunks in (1, 4):
+            _assert_comes_together(replicas, chunks)
     dist.barrier()
-    return found
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trainer(mesh: str, tmp_path: Path) -> None:
     """All checks of a mesh in one start."""
     ranks, _ = MESHES[mesh]
-    for found in launched(_checks, mesh, str(tmp_path), world_size=ranks, seconds=SECONDS):
-        assert found == dict.fromkeys(found, True)
+    launched(_check, mesh, str(tmp_path), world_size=ranks, seconds=SECONDS)
 
 
 def test_the_example(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = SUPPORT / "titan_on_cpu.py"
-    arguments = ["--steps", "3", "--replicas", "2", "--folder", str(tmp_path)]
-    run = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(program), str(EXAMPLE), *arguments],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    sent = re.search(r"^step 3: (\d+) bytes of gradients were sent$", run.stdout, re.MULTILINE)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    program = ("--nproc-per-node", "2", SUPPORT / "titan_on_cpu.py", EXAMPLE)
+    arguments = ("--steps", "3", "--replicas", "2", "--folder", tmp_path)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = finished(*torchrun, *program, *arguments, environment=environment, seconds=SECONDS)
+    sent = re.search(r"^step 3: (\d+) bytes of gradients were sent$", done.stdout, re.MULTILINE)
     assert sent is not None and int(sent[1]) > 0
     assert (tmp_path / "checkpoint" / "step-3").is_dir()
 

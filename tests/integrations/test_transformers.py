@@ -17,20 +17,23 @@ from framework_training import (
     Data,
     Net,
     Trained,
+    assert_as_a_loop,
     loop,
     shard_on_cpu,
     sharded,
 )
-from launched_ranks import LaunchedRanks
+from on_ranks import on_pool
 
 pytest.importorskip("transformers")
 
+on_launched = on_pool("launched")
+
 
 def _trainer(
-    way: str,
-    hook: str | None,
-    folder: str,
     rank: int,
+    folder: Path,
+    hook: str | None = HOOK,
+    way: str = "plain",
     *,
     find_unused: bool = False,
     best: bool = False,
@@ -48,7 +51,7 @@ def _trainer(
 
     how = WAYS[way]
     arguments = TrainingArguments(
-        output_dir=folder,
+        output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=how.accumulate,
@@ -78,155 +81,112 @@ def _trainer(
     )
 
 
-def _trained(trainer: Any, **fit: Any) -> Trained:
+def _callback(trainer: Any) -> Any:
+    """The callback with the hook; None without one."""
     from torch_commhook.integrations.transformers import CommHookTrainerCallback
 
-    trainer.train(**fit)
     callbacks = trainer.callback_handler.callbacks
-    own = [each for each in callbacks if isinstance(each, CommHookTrainerCallback)]
-    return Trained.of(trainer.model, own[0].handle if own else None)
+    return next((each for each in callbacks if isinstance(each, CommHookTrainerCallback)), None)
 
 
-def _as_a_loop(rank: int, way: str, folder: str) -> list[bool]:
-    trained = _trained(_trainer(way, HOOK, folder, rank))
-    expected = loop(rank, WAYS[way])
-    without = _trained(_trainer(way, None, folder, rank))
-    return [
-        trained.is_same(expected),
-        trained.bytes_sent == expected.bytes_sent != 0,
-        not without.is_same(trained),
-    ]
+def _trained(trainer: Any, **fit: Any) -> Trained:
+    trainer.train(**fit)
+    callback = _callback(trainer)
+    return Trained.of(trainer.model, None if callback is None else callback.handle)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer(launched: LaunchedRanks, way: str, tmp_path: Path) -> None:
-    assert launched.run(_as_a_loop, way, str(tmp_path)) == [[True] * 3] * 2
+@on_launched
+def test_a_trainer(rank: int, way: str, tmp_path: Path) -> None:
+    assert_as_a_loop(rank, lambda hook: _trained(_trainer(rank, tmp_path, hook, way)), way)
 
 
-def _in_shards(rank: int, folder: str) -> list[bool]:
-    trainer = _trainer("plain", HOOK, folder, rank)
-    shard_on_cpu()
-    trainer.is_fsdp_enabled = True
-    trainer.args.save_strategy = "no"
-    trained = _trained(trainer)
-    expected = loop(rank, WAYS["plain"], wrap=sharded)
-    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+@on_launched
+def test_shards(rank: int, tmp_path: Path) -> None:
+    def train(hook: str | None) -> Trained:
+        trainer = _trainer(rank, tmp_path, hook)
+        shard_on_cpu()
+        trainer.is_fsdp_enabled = True
+        trainer.args.save_strategy = "no"
+        return _trained(trainer)
 
-
-def test_shards(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_in_shards, str(tmp_path)) == [[True] * 2] * 2
-
-
-def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
-    """DDP keeps its first buckets where some parameters may be unused."""
-    first = _trainer("plain", hook, folder, rank, find_unused=True)
-    straight = _trained(first)
-    checkpoint = f"{folder}/checkpoint-3"
-    second = _trainer("plain", hook, folder, rank, find_unused=True)
-    resumed = _trained(second, resume_from_checkpoint=checkpoint)
-    state = torch.load(f"{checkpoint}/commhook.pt", weights_only=True)
-    logged = [entry for entry in first.state.log_history if "commhook/bytes_sent" in entry]
-    return [resumed.is_same(straight), {"rank0", "rank1"} <= state.keys(), len(logged) >= 3]
+    assert_as_a_loop(rank, train, wrap=sharded)
 
 
 @pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
-    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 3] * 2
+@on_launched
+def test_a_checkpoint(rank: int, hook: str, tmp_path: Path) -> None:
+    """DDP keeps its first buckets where some parameters may be unused."""
+    first = _trainer(rank, tmp_path, hook, find_unused=True)
+    straight = _trained(first)
+    checkpoint = tmp_path / "checkpoint-3"
+    second = _trainer(rank, tmp_path, hook, find_unused=True)
+    assert _trained(second, resume_from_checkpoint=str(checkpoint)).is_same(straight)
+    state = torch.load(checkpoint / "commhook.pt", weights_only=True)
+    assert {"rank0", "rank1"} <= state.keys()
+    logged = [entry for entry in first.state.log_history if "commhook/bytes_sent" in entry]
+    assert len(logged) >= 3
 
 
-def _without_state(rank: int, folder: str) -> str:
-    _trained(_trainer("plain", None, folder, rank))
-    try:
-        _trained(_trainer("plain", HOOK, folder, rank), resume_from_checkpoint=True)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+@on_launched
+def test_a_checkpoint_without_a_state(rank: int, tmp_path: Path) -> None:
+    _trained(_trainer(rank, tmp_path, None))
+    trainer = _trainer(rank, tmp_path)
+    with pytest.raises(RuntimeError, match=r"has no commhook\.pt; give resume_from="):
+        _trained(trainer, resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_without_a_state(launched: LaunchedRanks, tmp_path: Path) -> None:
-    for error in launched.run(_without_state, str(tmp_path)):
-        assert "has no commhook.pt; give resume_from=" in error
+@on_launched
+def test_a_state_that_one_rank_lacks(rank: int, tmp_path: Path) -> None:
+    _trained(_trainer(rank, tmp_path))
+    options = {"resume_from": tmp_path / "lost"} if rank == 1 else {}
+    trainer = _trainer(rank, tmp_path, **options)
+    said = r"has no commhook\.pt" if rank == 1 else "it failed on rank 1"
+    with pytest.raises(RuntimeError, match=said):
+        _trained(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
-def _lost_on_a_rank(rank: int, folder: str) -> str:
-    _trained(_trainer("plain", HOOK, folder, rank))
-    lost = Path(folder) / "lost"
-    options = {} if rank == 0 else {"resume_from": lost}
-    try:
-        trainer = _trainer("plain", HOOK, folder, rank, **options)
-        _trained(trainer, resume_from_checkpoint=f"{folder}/checkpoint-3")
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_state_that_one_rank_lacks(launched: LaunchedRanks, tmp_path: Path) -> None:
-    first, second = launched.run(_lost_on_a_rank, str(tmp_path), timeout=60)
-    assert "it failed on rank 1" in first and "has no commhook.pt" in second
-
-
-def _anew(rank: int, folder: str) -> list[Any]:
+@on_launched
+def test_a_hook_that_begins_anew(rank: int, tmp_path: Path) -> None:
     """From a checkpoint of no hook, and from one where ``output_dir`` has that of another."""
-    _trained(_trainer("plain", None, f"{folder}/plain", rank))
-    checkpoint = f"{folder}/plain/checkpoint-3"
-    trainer = _trainer("plain", HOOK, f"{folder}/anew", rank, begin_anew=True)
+    _trained(_trainer(rank, tmp_path / "plain", None))
+    checkpoint = str(tmp_path / "plain" / "checkpoint-3")
+    trainer = _trainer(rank, tmp_path / "anew", begin_anew=True)
     _trained(trainer, resume_from_checkpoint=checkpoint)
-    (callback,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "handle"))
-    try:
-        _trained(_trainer("plain", HOOK, f"{folder}/anew", rank), resume_from_checkpoint=checkpoint)
-    except RuntimeError as error:
-        return [callback.handle.state_dict()["steps"], str(error)]
-    return ["no error"]
+    assert _callback(trainer).handle.state_dict()["steps"] == 3
+    again = _trainer(rank, tmp_path / "anew")
+    with pytest.raises(RuntimeError, match=r"has no commhook\.pt.*begin_anew=True"):
+        _trained(again, resume_from_checkpoint=checkpoint)
 
 
-def test_a_hook_that_begins_anew(launched: LaunchedRanks, tmp_path: Path) -> None:
-    for steps, error in launched.run(_anew, str(tmp_path)):
-        assert steps == 3
-        assert "has no commhook.pt" in error and "begin_anew=True" in error
+@on_launched
+def test_a_checkpoint_of_another_training(rank: int, tmp_path: Path) -> None:
+    _trained(_trainer(rank, tmp_path / "one"))
+    _trained(_trainer(rank, tmp_path / "two", way="clipping"))  # which logs other numbers
+    trainer = _trainer(rank, tmp_path / "one")
+    said = "checkpoint-3 belongs to another training; give resume_from="
+    with pytest.raises(RuntimeError, match=said):
+        _trained(trainer, resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
 
 
-def _of_another(rank: int, folder: str) -> str:
-    for name in ("one", "two"):
-        way = "plain" if name == "one" else "clipping"  # which logs other numbers
-        _trained(_trainer(way, HOOK, f"{folder}/{name}", rank))
-    trainer = _trainer("plain", HOOK, f"{folder}/one", rank)
-    try:
-        _trained(trainer, resume_from_checkpoint=f"{folder}/two/checkpoint-3")
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_checkpoint_of_another_training(launched: LaunchedRanks, tmp_path: Path) -> None:
-    for error in launched.run(_of_another, str(tmp_path)):
-        assert "checkpoint-3 belongs to another training; give resume_from=" in error
-
-
-def _best(rank: int, folder: str) -> bool:
-    """Whether the best model, in the middle of a round, is what training gives."""
+@on_launched
+def test_ranks_that_are_apart_and_the_best_model(rank: int, tmp_path: Path) -> None:
+    """Training gives the best model, which is that of the middle of a round."""
     from safetensors.torch import load_file
 
-    trainer = _trainer("plain", "local_sgd(4, hook=blockwise(bits=4))", folder, rank, best=True)
+    trainer = _trainer(rank, tmp_path, "local_sgd(4, hook=blockwise(bits=4))", best=True)
     _trained(trainer)
     best = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
     now = trainer.model.state_dict()
-    return all(torch.equal(now[name], value) for name, value in best.items())
+    assert best and all(torch.equal(now[name], value) for name, value in best.items())
 
 
-def test_ranks_that_are_apart_and_the_best_model(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_best, str(tmp_path)) == [True] * 2
-
-
-def _scaled(rank: int, folder: str) -> bool:
-    trainer = _trainer("plain", HOOK, folder, rank)
+@on_launched
+def test_the_scaler(rank: int, tmp_path: Path) -> None:
+    trainer = _trainer(rank, tmp_path)
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     _trained(trainer)
-    (callback,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "handle"))
-    return callback.handle._attached.memory.scaler is scaler
-
-
-def test_the_scaler(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_scaled, str(tmp_path)) == [True] * 2
+    assert _callback(trainer).handle._attached.memory.scaler is scaler
 
 
 def test_a_mistake_in_the_expression() -> None:
@@ -236,28 +196,20 @@ def test_a_mistake_in_the_expression() -> None:
         CommHookTrainerCallback("blokwise()")
 
 
-def _in_two(rank: int, folder: str) -> list[bool]:
-    """A model that an earlier Trainer has wrapped, too, and that is still there."""
-    trainer = _trainer("plain", HOOK, folder, rank)
+@on_launched
+def test_a_model_in_two_ddps(rank: int, tmp_path: Path) -> None:
+    """An earlier Trainer has wrapped the model, too, and is still there."""
+    trainer = _trainer(rank, tmp_path)
     other = torch.nn.parallel.DistributedDataParallel(trainer.model)
-    trained = _trained(trainer)
-    expected = loop(rank, WAYS["plain"])
-    return [trained.is_same(expected), other.module is trainer.model]
+    assert _trained(trainer).is_same(loop(rank, WAYS["plain"]))
+    assert other.module is trainer.model
 
 
-def test_a_model_in_two_ddps(launched: LaunchedRanks, tmp_path: Path) -> None:
-    assert launched.run(_in_two, str(tmp_path)) == [[True] * 2] * 2
-
-
-def _alone(rank: int, folder: str) -> list[str]:
+@on_pool("one_launched")
+def test_one_process(rank: int, tmp_path: Path) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # as without torchrun
         del os.environ[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _trained(_trainer("plain", HOOK, folder, rank))
-    return [str(each.message) for each in caught]
-
-
-def test_one_process(one_launched: LaunchedRanks, tmp_path: Path) -> None:
-    (said,) = one_launched.run(_alone, str(tmp_path))
-    assert any("training runs in one process" in each for each in said)
+        _trained(_trainer(rank, tmp_path))
+    assert any("training runs in one process" in str(each.message) for each in caught)

@@ -7,14 +7,12 @@ beside this file. Exits as pytest does.
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from machine import as_lines
+from long_run_results import store
 from repository import TESTS
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -23,12 +21,10 @@ TABLE = Path(__file__).with_suffix(".json")
 class Counts:
     """A plugin that counts outcomes."""
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, int] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or (report.when == "setup" and not report.passed):
-            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        names = ("passed", "failed", "error", "skipped")
+        counts = {name: len(terminalreporter.stats.get(name, [])) for name in names}
+        self.outcomes = {name: count for name, count in counts.items() if count}
 
 
 def main(arguments: list[str]) -> int:
@@ -38,13 +34,7 @@ def main(arguments: list[str]) -> int:
     # Also those that are marked long.
     status = int(pytest.main(["-m", "", tests, *arguments], plugins=[counts]))
     if not arguments:
-        result = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "seconds": round(time.monotonic() - begun),
-            "outcomes": counts.outcomes,
-        }
-        TABLE.write_text(as_lines(result))
+        store(TABLE, begun, outcomes=counts.outcomes)
     return status
 
 

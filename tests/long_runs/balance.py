@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import platform
 import random
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import as_lines
+from long_run_results import store
 from mode_cases import compiled_backward
 from rank_pool import RankError, RankPool
 from torch import Tensor, nn
@@ -403,14 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         pool.stop()
     if options.histories == HISTORIES and not options.only:
-        result = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "seconds": round(time.monotonic() - begun),
-            "histories": dict(sorted(ran.items())),
-            "out_of_balance": wrong,
-        }
-        TABLE.write_text(as_lines(result))
+        store(TABLE, begun, histories=dict(sorted(ran.items())), out_of_balance=wrong)
     return 1 if wrong else 0
 
 

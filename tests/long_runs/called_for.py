@@ -30,10 +30,19 @@ PASSED = Path(__file__).with_name("passed.json")
 #: Commits after which a run must have passed again, if its files have changed.
 LARGEST_AGE = 200
 
-STEPS = tuple(
-    f"torch_commhook/{layer}"
-    for layer in ("attachment", "buckets", "collectives", "hooks", "memory", "reducer", "step")
-)
+
+def layers(*names: str) -> list[str]:
+    """The folders of layers of the package."""
+    return [f"torch_commhook/{name}" for name in names]
+
+
+def own(*names: str) -> list[str]:
+    """The scripts of a run."""
+    return [f"tests/long_runs/{name}.py" for name in names]
+
+
+#: What each step of training goes through.
+STEPS = layers("attachment", "buckets", "collectives", "hooks", "memory", "reducer", "step")
 
 
 class LongRun(NamedTuple):
@@ -112,100 +121,52 @@ RUNS = {
         12,
         (
             *STEPS,
-            "torch_commhook/autograd",
+            *layers("autograd"),
             "csrc/runtime",
             "tests/attachment/test_modes.py",
-            "tests/long_runs/all_modes.py",
+            *own("all_modes"),
         ),
     ),
     "kill-and-resume": LongRun(
-        8,
-        (
-            "torch_commhook/attachment",
-            "torch_commhook/cli",
-            "torch_commhook/hooks",
-            "torch_commhook/memory",
-            "tests/long_runs/kill_and_resume.py",
-        ),
+        8, (*layers("attachment", "cli", "hooks", "memory"), *own("kill_and_resume"))
     ),
     "elastic-histories": LongRun(
         5,
         (
-            "torch_commhook/attachment/elastic.py",
-            "torch_commhook/attachment/new_ranks.py",
+            *(f"torch_commhook/attachment/{name}.py" for name in ("elastic", "new_ranks")),
             "torch_commhook/attachment/training_state.py",
-            "torch_commhook/elastic",
-            "torch_commhook/reducer",
-            "torch_commhook/step",
-            "tests/long_runs/elastic_histories.py",
-            "tests/support/elastic_checks.py",
-            "tests/support/elastic_history.py",
-            "tests/support/virtual_elastic.py",
-            "tests/support/virtual_training.py",
-            "tests/support/virtual_world.py",
+            *layers("elastic", "reducer", "step"),
+            *own("elastic_histories"),
         ),
     ),
     "error-feedback": LongRun(
         6,
         (
-            "torch_commhook/codecs",
-            "torch_commhook/hooks",
-            "torch_commhook/memory",
-            "csrc/ops/codecs",
-            "csrc/ops/cpu",
-            "tests/long_runs/error_feedback_runs.py",
+            *layers("codecs", "hooks", "memory"),
+            *("csrc/ops/codecs", "csrc/ops/cpu"),
+            *own("error_feedback_runs"),
         ),
     ),
     "wrapper-suite": LongRun(
-        4,
-        (
-            "torch_commhook/process_group",
-            "csrc/runtime/process_group",
-            "tests/long_runs/distributed_suite.py",
-            "tests/long_runs/distributed_suite_cases.py",
-            "tests/long_runs/distributed_suite_wrapper.py",
-        ),
+        4, (*layers("process_group"), "csrc/runtime/process_group", *own("distributed_suite"))
     ),
     "distributed-suite": LongRun(
-        10,
-        (
-            "torch_commhook/attachment",
-            "torch_commhook/step",
-            "csrc/runtime/hooks",
-            "tests/long_runs/distributed_suite.py",
-            "tests/long_runs/distributed_suite_cases.py",
-            "tests/long_runs/distributed_suite_hook.py",
-        ),
+        10, (*layers("attachment", "step"), "csrc/runtime/hooks", *own("distributed_suite"))
     ),
-    "soak": LongRun(
-        5,
-        (
-            "torch_commhook/autograd",
-            "csrc/runtime/autograd",
-            "tests/long_runs/soak_autograd_hooks.py",
-        ),
-    ),
+    "soak": LongRun(5, (*layers("autograd"), "csrc/runtime/autograd", *own("soak_autograd_hooks"))),
     "test-asan": LongRun(10, ("csrc", "cuda", "tests/long_runs/sanitizers")),
     "test-tsan": LongRun(10, ("csrc/runtime", "tests/long_runs/sanitizers")),
     "soak-hooks": LongRun(
         40,
         (
-            "torch_commhook/collectives",
-            "torch_commhook/hooks",
-            "torch_commhook/step",
+            *layers("collectives", "hooks", "step"),
             "csrc/runtime/collectives",
-            "tests/long_runs/soak_hooks.py",
+            *own("soak_hooks"),
         ),
     ),
     "balance": LongRun(
         50,
-        (
-            *STEPS,
-            "csrc/runtime/reducer",
-            "csrc/ops/codecs",
-            "tests/long_runs/balance.py",
-            "tests/long_runs/local_balance.py",
-        ),
+        (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", *own("balance", "local_balance")),
     ),
 }
 
@@ -217,11 +178,10 @@ def passed() -> dict[str, dict[str, str]]:
 
 def note_passed(target: str) -> None:
     """Note that all cases of a run have passed with the present files."""
-    noted = {
-        **passed(),
-        target: {"commit": _git("rev-parse", "HEAD"), "digest": RUNS[target].digest()},
-    }
-    PASSED.write_text(json.dumps(dict(sorted(noted.items())), indent=1) + "\n")
+    entry = {"commit": _git("rev-parse", "HEAD"), "digest": RUNS[target].digest()}
+    noted = sorted({**passed(), target: entry}.items())
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(each)}" for name, each in noted)
+    PASSED.write_text(f"{{\n{lines}\n}}\n")
 
 
 def has_changed(name: str) -> bool:

@@ -253,7 +253,6 @@ def with_gpus(case: Callable[..., None]) -> Callable[..., None]:
         with OnCpu():
             case(*args, **options)
 
-    run.for_gpus = True  # type: ignore[attr-defined]
     return run
 
 

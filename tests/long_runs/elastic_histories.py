@@ -10,7 +10,6 @@ has a problem. Without arguments it writes ``elastic_histories.json`` beside thi
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from collections import Counter
@@ -18,9 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from elastic_history import run_histories
-from machine import as_lines
+from long_run_results import store
 
 TABLE = Path(__file__).with_suffix(".json")
 COUNT = 10_000
@@ -48,7 +46,6 @@ def run_some(seeds: range) -> tuple[dict[str, Counter[str]], list[dict[str, Any]
 
 def summed_up(seeds: range) -> dict[str, Any]:
     """The figures of some histories, of which two processes run a part each at a time."""
-    begun = time.monotonic()
     sums: dict[str, Counter[str]] = {}
     wrong: list[dict[str, Any]] = []
     parts = [seeds[first : first + _PART] for first in range(0, len(seeds), _PART)]
@@ -58,9 +55,6 @@ def summed_up(seeds: range) -> dict[str, Any]:
                 sums[name] = sums.get(name, Counter()) + counts
             wrong += wrong_in_part
     return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "seconds": round(time.monotonic() - begun),
         "histories": len(seeds),
         "wrong": wrong,
         **sums.pop(""),
@@ -73,6 +67,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=COUNT, help="%(default)s")
     parser.add_argument("--first", type=int, default=0, help="seed (%(default)s)")
     options = parser.parse_args()
+    begun = time.monotonic()
     found = summed_up(range(options.first, options.first + options.count))
     print(
         f"{found['histories']:,} histories, {sum(found['faults'].values()):,} faults, "
@@ -80,7 +75,7 @@ def main() -> int:
         f"{len(found['wrong'])} wrong"
     )
     if len(sys.argv) == 1:
-        TABLE.write_text(as_lines(found))
+        store(TABLE, begun, **found)
     return 1 if found["wrong"] else 0
 
 

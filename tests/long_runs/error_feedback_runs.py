@@ -11,9 +11,7 @@ function on which signs alone are stuck (Karimireddy et al., "Error Feedback Fix
 
 from __future__ import annotations
 
-import argparse
 import copy
-import platform
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import as_lines
+from long_run_results import store
 from torch import Tensor
 
 from torch_commhook import GradBucket, hooks
@@ -175,9 +173,6 @@ def stuck(rank: int, hook: hooks.Hook, steps: int) -> list[float]:
 
 def main() -> int:
     """Run everything; 1 where something is not as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", type=Path, default=TABLE, help="where the results go")
-    table = parser.parse_args().table
     torch.set_num_threads(1)
     begin, good = time.monotonic(), True
     examples = [codec for cls in CODECS.values() for codec in cls.examples() if codec.takes_error]
@@ -205,26 +200,20 @@ def main() -> int:
         distances.append(row)
         print(row, flush=True)
         good = good and row["without"] > 10 * row["with"]
-    values = {
-        name: run_ranks(stuck, 2, hook, STUCK_STEPS)[0]
-        for name, hook in (
-            ("without", hooks.sign()),
-            ("with", hooks.error_feedback(hooks.sign())),
-        )
-    }
-    signs = {name: {"least": min(each), "last": each[-1]} for name, each in values.items()}
+    signs = {}
+    for name, hook in (("without", hooks.sign()), ("with", hooks.error_feedback(hooks.sign()))):
+        values = run_ranks(stuck, 2, hook, STUCK_STEPS)[0]
+        signs[name] = {"least": min(values), "last": values[-1]}
     print(signs, flush=True)
     good = good and signs["without"]["least"] >= 0.999 and signs["with"]["last"] < 0.1
-    contents = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "seconds": round(time.monotonic() - begin),
-        "good": good,
-        "constant_gradients": {"steps": CONSTANT_STEPS, "ranks": 2, "rows": constant},
-        "quadratics": {"steps": QUADRATIC_STEPS, "ranks": 4, "rows": distances},
-        "signs": {"steps": STUCK_STEPS, "ranks": 2, **signs},
-    }
-    table.write_text(as_lines(contents))
+    store(
+        TABLE,
+        begin,
+        good=good,
+        constant_gradients={"steps": CONSTANT_STEPS, "ranks": 2, "rows": constant},
+        quadratics={"steps": QUADRATIC_STEPS, "ranks": 4, "rows": distances},
+        signs={"steps": STUCK_STEPS, "ranks": 2, **signs},
+    )
     return 0 if good else 1
 
 

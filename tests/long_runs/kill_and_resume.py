@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from machine import as_lines
+from long_run_results import store
 from nested_values import different_paths
 from train_processes import start_train
 
@@ -115,7 +114,7 @@ def main() -> int:
     parser.add_argument("hooks", nargs="*", metavar="HOOK", help="all that remember something")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rows = []
+    rows, begun = [], time.monotonic()
     runs = [(hook, _WHOLE) for hook in options.hooks or HOOKS]
     runs += [] if options.hooks else SHARDED
     for hook, how in runs:
@@ -129,8 +128,7 @@ def main() -> int:
             flush=True,
         )
     if not options.hooks and options.seed == 0:
-        result = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
-        TABLE.write_text(as_lines(result))
+        store(TABLE, begun, rows=rows)
     return 1 if any(row["different"] for row in rows) else 0
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import platform
 import resource
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from autograd_apis import Ours, PyTorchs, leaf
-from machine import as_lines
+from long_run_results import store
 
 TABLE = Path(__file__).with_suffix(".json")
 CYCLES = 1_000_000
@@ -137,14 +136,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", help="parts of names; all rows where none is given")
     parser.add_argument("--cycles", type=int, default=CYCLES, help="of each row (%(default)s)")
-    parser.add_argument("--table", type=Path, help="where the table goes")
     arguments = parser.parse_args()
     if arguments.cycles < SAMPLES:
         parser.error(f"--cycles must be at least {SAMPLES}, got {arguments.cycles}")
-    whole = not arguments.parts and arguments.cycles == CYCLES
-    table = arguments.table or (TABLE if whole else None)
     torch.set_num_threads(1)
-    rows = []
+    rows, begun = [], time.monotonic()
     for kind in KINDS:
         for hook, api in [("python", Ours), ("operator", Ours), ("python", PyTorchs)]:
             name = f"{kind}, {hook}, {api.name}"
@@ -154,16 +150,8 @@ def main() -> int:
             rows.append(row)
             growth = ", ".join(f"{what} {by:+}" for what, by in row["growth"].items())
             print(f"{'flat ' if row['flat'] else 'GROWS'} {name}: {growth}", flush=True)
-    if table:
-        contents = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cycles": arguments.cycles,
-            "warm_up": WARM_UP,
-            "bounds": BOUNDS,
-            "rows": rows,
-        }
-        table.write_text(as_lines(contents))
+    if not arguments.parts and arguments.cycles == CYCLES:
+        store(TABLE, begun, cycles=CYCLES, warm_up=WARM_UP, bounds=BOUNDS, rows=rows)
     grows = [row for row in rows if not row["flat"] and row["registration"] == Ours.name]
     return 1 if grows else 0
 

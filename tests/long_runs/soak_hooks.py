@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
 import random
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from machine import as_lines
+from long_run_results import store
 from rank_pool import RankPool
 from staged_steps import Around, point_to_point
 from torch import nn
@@ -98,34 +98,40 @@ def staged_codecs() -> list[Codec]:
     ]
 
 
-def make_hook(name: str, disturbed: Disturbed) -> hooks.Hook:
-    """One of :func:`hook_names`, disturbed."""
-    kind, _, text = name.partition(" ")
+def hooks_of(disturbed: Disturbed) -> dict[str, Callable[[], hooks.Hook]]:
+    """Every hook with stages, disturbed."""
     around = {str(codec): Around(codec, disturbed) for codec in staged_codecs()}
+    plain = {name: partial(hooks.compressed, codec, seed=5) for name, codec in around.items()}
     first, *_, last = around.values()
-    if kind == "plain":
-        return hooks.compressed(around[text], seed=5)
-    if kind == "feedback":
-        return hooks.error_feedback(hooks.compressed(around[text], seed=5))
-    if kind == "policy":
+
+    def policy() -> hooks.Hook:
         rules: list[Any] = [("dim <= 1", hooks.allreduce()), ("0.*", hooks.compressed(last))]
         return hooks.policy(rules, hooks.error_feedback(hooks.compressed(first)))
-    if kind == "after":
-        return hooks.after(1, hooks.compressed(first), hooks.compressed(last))
-    if kind == "adaptive":
+
+    def adaptive() -> hooks.Hook:
         hook = hooks.adaptive(20_000, every=2)
         for bits, each in hook._hooks.items():
             hook._hooks[bits] = hooks.compressed(Around(each.codec, disturbed))
         return hook
-    if kind == "hierarchical":
+
+    def hierarchical() -> hooks.Hook:
         alone, everybody = dist.new_subgroups(1)[0], dist.new_group()  # each rank is a node
         return hooks.hierarchical(first, intra_group=alone, inter_group=everybody)
-    if kind == "powersgd":
-        return hooks.powersgd(rank=2)
-    if kind == "powersgd-feedback":
-        return hooks.error_feedback(hooks.powersgd(rank=2))
-    assert kind == "clip", kind
-    return hooks.clip(0.5, hooks.compressed(first))
+
+    return {
+        **{f"plain {name}": make for name, make in plain.items()},
+        **{
+            f"feedback {name}": lambda make=make: hooks.error_feedback(make())
+            for name, make in plain.items()
+        },
+        "powersgd": lambda: hooks.powersgd(rank=2),
+        "powersgd-feedback": lambda: hooks.error_feedback(hooks.powersgd(rank=2)),
+        "hierarchical": hierarchical,
+        "policy": policy,
+        "after": lambda: hooks.after(1, hooks.compressed(first), hooks.compressed(last)),
+        "clip": lambda: hooks.clip(0.5, hooks.compressed(first)),
+        "adaptive": adaptive,
+    }
 
 
 def disturb_low_rank(disturbed: Disturbed) -> AbstractContextManager[Any]:
@@ -145,19 +151,7 @@ def disturb_low_rank(disturbed: Disturbed) -> AbstractContextManager[Any]:
 
 
 def hook_names() -> list[str]:
-    """Every hook with stages."""
-    codecs = [str(codec) for codec in staged_codecs()]
-    named = [f"plain {codec}" for codec in codecs] + [f"feedback {codec}" for codec in codecs]
-    return [
-        *named,
-        "powersgd",
-        "powersgd-feedback",
-        "hierarchical",
-        "policy",
-        "after",
-        "clip",
-        "adaptive",
-    ]
+    return list(hooks_of(Disturbed(None)))
 
 
 def remembers(name: str) -> bool:
@@ -178,7 +172,7 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     fails_on, method = plan.randrange(world_size), plan.choice(METHODS)
     # Of two codecs one may do little in a step.
     calls = plan.randrange(2 if name in ("policy", "after") else 3)
-    hook, model = make_hook(name, disturbed), module()
+    hook, model = hooks_of(disturbed)[name](), module()
     digest, outcomes, expected = hashlib.sha256(), [], []
     # Every other run goes by Gloo's collectives.
     with disturb_low_rank(disturbed), point_to_point(seed % 2 == 0):
@@ -274,12 +268,8 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="parts of names; all hooks where none is given")
     parser.add_argument("--runs", type=int, default=RUNS, help="of each hook (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run (%(default)s)")
-    parser.add_argument("--table", type=Path, help="where the table goes")
     arguments = parser.parse_args()
-    table = arguments.table or (
-        TABLE if arguments.runs == RUNS and not arguments.parts and not arguments.seed else None
-    )
-    rows = []
+    rows, begun = [], time.monotonic()
     for world_size in (2, 3):
         pool = RankPool(world_size)
         for name in hook_names():
@@ -289,16 +279,9 @@ def main() -> int:
             print(rows[-1], flush=True)
         pool.stop()
     good = not any(row["wrong"] for row in rows)
-    if table:
-        contents = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "steps": STEPS,
-            "longest_delay_seconds": LONGEST_DELAY,
-            "good": good,
-            "rows": rows,
-        }
-        table.write_text(as_lines(contents))
+    if arguments.runs == RUNS and not arguments.parts and not arguments.seed:
+        about = {"steps": STEPS, "longest_delay_seconds": LONGEST_DELAY, "good": good}
+        store(TABLE, begun, **about, rows=rows)
     return 0 if good else 1
 
 

@@ -22,12 +22,6 @@ SOURCES = Sources()
 # ---- areas ---------------------------------------------------------------------------------------
 
 
-def test_layers_are_those_of_import_linter() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = text.partition("\nlayers = [\n")[2].partition("]")[0].replace('"', "").split(",")
-    assert {each.strip() for each in listed} - {""} == SOURCES.layers.keys() - {"lib"}
-
-
 def test_a_layer_uses_those_below_it() -> None:
     assert SOURCES.layers["codecs"] == {"codecs", "native"}
     assert {"hooks", "collectives", "codecs"} < SOURCES.layers["attachment"]
@@ -48,29 +42,18 @@ def test_a_layer_uses_those_below_it() -> None:
         ("tests/support/staged_steps.py", {"helper:staged_steps"}),
         ("benchmarks/bench_wan.py", {"helper:bench_wan"}),
         (".gitignore", set()),
+        # What all share, and what is unknown.
+        *((path, {"everything"}) for path in ("setup.py", "Makefile", ".ci/run")),
+        *((f"tests/{path}.py", {"everything"}) for path in ("conftest", "support/rank_pool")),
+        ("torch_commhook/native/runtime.py", {"everything"}),
+        ("torch_commhook/__init__.py", {"everything"}),
+        ("csrc/include/commhook/hook.h", {"everything"}),
+        ("csrc/runtime/bindings/module.cpp", {"everything"}),
+        ("something/new.txt", {"everything"}),
     ],
 )
 def test_areas_of_a_path(path: str, areas: set[str]) -> None:
     assert SOURCES.areas(path) == areas
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "setup.py",
-        "Makefile",
-        ".ci/run",
-        "tests/conftest.py",
-        "tests/support/rank_pool.py",
-        "torch_commhook/native/runtime.py",
-        "torch_commhook/__init__.py",
-        "csrc/include/commhook/hook.h",
-        "csrc/runtime/bindings/module.cpp",
-        "something/new.txt",
-    ],
-)
-def test_what_all_share_and_what_is_unknown_means_everything(path: str) -> None:
-    assert SOURCES.areas(path) == {"everything"}
 
 
 def test_each_folder_of_native_code_is_known_or_shared() -> None:
@@ -141,7 +124,7 @@ def test_helpers_are_followed() -> None:
 
 def test_tables_of_tests_are_checked_where_tests_change() -> None:
     files = chosen(*SOURCES.areas("tests/autograd/test_finite_check.py")).cases.short
-    assert {"autograd/test_finite_check.py", "project/test_suite_tables.py"} <= set(files)
+    assert {"autograd/test_finite_check.py", "project/test_long_runs.py"} <= set(files)
 
 
 def test_documents_call_for_few_tests() -> None:
@@ -161,10 +144,7 @@ def test_everything_leaves_out_nothing_short() -> None:
 
 def test_each_long_case_has_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     long = {f"test_it[{i}]": 100.0 for i in range(50)}
-    known = {
-        "hooks/test_hooks.py": Durations(1.0, long),
-        "codecs/test_codecs.py": Durations(1, long),
-    }
+    known = {f"{folder}/test_{folder}.py": Durations(1.0, long) for folder in ("hooks", "codecs")}
     monkeypatch.setattr(durations, "load", lambda: known)
     run: set[str] = set()
     for number in range(16 * 3):

@@ -103,6 +103,14 @@ class Trained:
         return all(torch.equal(one, two) for one, two in pairs)
 
 
+def ended(model: nn.Module, handle: HookHandle | None) -> Trained:
+    """The results of a training, whose hook is removed."""
+    trained = Trained.of(model, handle)
+    if handle is not None:
+        handle.remove()
+    return trained
+
+
 def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
@@ -131,11 +139,24 @@ def loop(
                 nn.utils.clip_grad_norm_(model.parameters(), how.clip)
             optimizer.step()
             optimizer.zero_grad()
-    trained = Trained.of(model, handle)
-    if handle is not None:
-        handle.remove()
+    trained = ended(model, handle)
     dist.barrier()
     return trained
+
+
+def assert_as_a_loop(
+    rank: int,
+    train: Callable[[str | None], Trained],
+    way: str = "plain",
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> None:
+    """Training with a hook, and without one, has a loop's bits; the hook sends a loop's bytes."""
+    found = {}
+    for hook in (HOOK, None):
+        found[hook], expected = train(hook), loop(rank, WAYS[way], hook, wrap)
+        assert found[hook].is_same(expected)
+        assert found[hook].bytes_sent == expected.bytes_sent != 0
+    assert not found[HOOK].is_same(found[None])
 
 
 def shard_on_cpu() -> None:

@@ -44,18 +44,28 @@ def of_all_ranks(value: Any) -> list[Any]:
     return found
 
 
-def on_processes(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``test(rank, ...)`` to run on two processes; pytest provides its other arguments."""
+def on_pool(fixture: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate ``test(rank, ...)`` to run on the processes of a fixture, a :class:`RankPool`.
 
-    @functools.wraps(test)
-    def run(two_ranks: RankPool, **arguments: Any) -> None:
-        found = two_ranks.run(_undecorated, test.__module__, test.__name__, arguments)
-        assert not any(found), found
+    pytest provides its other arguments.
+    """
 
-    _, *others = inspect.signature(test).parameters.values()
-    pool = inspect.Parameter("two_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    run.__signature__ = inspect.Signature([pool, *others])  # type: ignore[attr-defined]
-    return run
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            pool: RankPool = arguments.pop(fixture)
+            found = pool.run(_undecorated, test.__module__, test.__name__, arguments)
+            assert not any(found), found
+
+        _, *others = inspect.signature(test).parameters.values()
+        pool = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([pool, *others])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+on_processes = on_pool("two_ranks")
 
 
 def _undecorated(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,19 @@ def forbid_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def train_error(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that ``train`` prints for these arguments; it must exit with code 2."""
+def error_of(command: str, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a command prints for these arguments; it must exit with code 2."""
     with pytest.raises(SystemExit) as ended:
-        main(["train", *arguments])
+        main([command, *arguments])
     assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("commhook train: error: ")
-    assert error.count("\n") == 1
-    return error
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"commhook {command}: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+train_error = partial(error_of, "train")
 
 
 RANKS = 2

@@ -22,9 +22,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 REPORTS = ROOT / "build" / "reports"
 
-TESTS = [
+#: What runs a second time to look for leaks. That takes the whole stack of each allocation, and
+#: with it several times as long.
+LEAK_TESTS = [
     "tests/autograd/test_autograd_hooks.py",
     "tests/autograd/test_autograd_hook_threads.py",
+]
+
+TESTS = [
+    *LEAK_TESTS,
     "tests/autograd/test_post_accumulate_hooks.py",
     "tests/hooks/test_run_hook.py",
     "tests/attachment/test_reducer_one_rank.py",
@@ -52,13 +58,6 @@ KERNEL_TESTS = [
     "tests/cuda/test_cuda_codecs.py::test_the_bits_of_the_cpu",
     "tests/cuda/test_cuda_codecs.py::test_many_tensors",
     "tests/cuda/test_cuda_codecs.py::test_a_block_of_more_tensors_than_a_table",
-]
-
-#: What runs a second time to look for leaks. That takes the whole stack of each allocation, and
-#: with it several times as long.
-LEAK_TESTS = [
-    "tests/autograd/test_autograd_hooks.py",
-    "tests/autograd/test_autograd_hook_threads.py",
 ]
 
 #: Threads that write the same gradients at the same time are what this test is about.

@@ -1,0 +1,144 @@
+"""What ranks show and say in the store, and what they say without it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_processes
+
+from torch_commhook import _C
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group
+from torch_commhook.elastic.membership import Lost
+from torch_commhook.elastic.ranks import ElasticRanks
+from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.step.peer_error import PeerError
+from torch_commhook.step.rendezvous import Reason
+from torch_commhook.step.step_group import StepGroup
+
+# ---- signs of life -------------------------------------------------------------------------------
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
+
+
+def test_who_shows_no_more_signs_is_silent(store: dist.Store) -> None:
+    one, other = StoreSigns(store, 1, 0.2), StoreSigns(store, 2, 0.2)
+    # Nothing is known of it yet.
+    assert one.silent([2]) == set()
+    _until(lambda: store.add("alive/2", 0) > 2)
+    assert one.silent([2]) == set()
+    other.stop()
+    _until(lambda: one.silent([2]) == {2})
+    # One that has never shown a sign is silent after a while, too.
+    _until(lambda: one.silent([2, 3]) == {2, 3})
+    one.stop()
+
+
+def test_time_without_the_store_does_not_count() -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
+    port = server.port
+    client = dist.TCPStore(
+        "localhost", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False
+    )
+    signs = StoreSigns(client, 1, 0.2)
+    _until(lambda: "alive/2" in signs._signs.signs() or not signs.silent([2]))
+    del server
+    _until(lambda: signs.seconds_without_store() > 0.3)
+    assert signs.silent([2]) == set()
+    signs.stop()
+
+
+def test_how_often_somebody_has_asked_to_take_part(store: dist.Store) -> None:
+    signs = StoreSigns(store, 1, 0.1)
+    store.add(StoreSigns.WANTED, 3)
+    _until(lambda: signs.wanted() == 3)
+    signs.watch([5])  # others, which changes nothing here
+    assert signs.wanted() == 3
+    signs.stop()
+
+
+def test_an_interval_that_is_none(store: dist.Store) -> None:
+    for interval in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(ValueError, match="interval must be above 0 and at most 3600 s"):
+            _C.SignsOfLife(store, "own", interval)
+
+
+# ---- a store that has ended ----------------------------------------------------------------------
+
+
+class _WithoutStore:
+    def change(self, steps: int, lost: Lost, *, lets_in: bool) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_the_error_names_the_store_and_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = object.__new__(ElasticRanks)
+    ranks.steps, ranks._reason = 3, ""
+    ranks.membership = _WithoutStore()  # type: ignore[assignment]
+    left = []
+    monkeypatch.setattr(ranks, "leave", lambda: left.append(True))
+    cause = RuntimeError("rank 2 has ended")
+    with pytest.raises(RuntimeError, match=r"the store .* does not answer .*Broken pipe") as raised:
+        ranks._change(Lost(), cause)
+    assert raised.value.__cause__ is cause and left
+
+
+# ---- connecting within a time --------------------------------------------------------------------
+
+#: The pool gives up sooner.
+_COLLECTIVES_MAY_TAKE = timedelta(minutes=10)
+
+
+def _error_of_a_closed(group: dist.ProcessGroup) -> RuntimeError:
+    """The error for a message over a group that another thread is closing."""
+    while True:
+        try:
+            group.send([torch.zeros(1)], 1, 0).wait()
+        except RuntimeError as error:
+            if "Could not retrieve or create the backend" in str(error):
+                return error
+
+
+@on_processes
+def test_a_rank_that_waits_for_another_can_say_why_it_stops(rank: int) -> None:
+    """Rank 1 does not make the second group of connections."""
+    port = torch.zeros(1, dtype=torch.int64, device="cpu")
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    own = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    within = timedelta(seconds=0.5)
+    own.set_timeout(within)
+    name = f"training {os.getppid()}"
+    base = make_group(
+        dist.PrefixStore("base", own), rank, [0, 1], name, _COLLECTIVES_MAY_TAKE, description=name
+    )
+    group = StepGroup(base, meets_again=False, connect_within=within)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="ranks did not connect within"):
+            group.prepare_second_stage()
+        group.lose(None, "since ranks could not connect")
+        assert group._rendezvous is not None
+        reason = Reason("since ranks could not connect", None, has_ended=False)
+        assert group._rendezvous.reason() == reason
+        assert isinstance(group.fail_with(_error_of_a_closed(group.group)), PeerError)
+    dist.barrier()
+    group.close()
+    destroy_group(base)
