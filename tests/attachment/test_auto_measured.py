@@ -66,30 +66,31 @@ def _check_alike(ranks: list[dict[str, Any]]) -> tuple[str, str]:
     """The choice and the reason of all ranks, which go on with the same gradients."""
     first, *others = ranks
     for other in others:
-        assert other["choice"] == first["choice"]
-        assert other["reason"] == first["reason"]
-        for a, b in zip(first["gradient"], other["gradient"], strict=True):
-            assert torch.equal(a, b)
+        assert (other["choice"], other["reason"]) == (first["choice"], first["reason"])
+        assert all(map(torch.equal, first["gradient"], other["gradient"]))
     return first["choice"], first["reason"]
 
 
 @pytest.mark.parametrize(
-    ("max_error", "latency", "want"),
+    ("world_size", "max_error", "latency", "want"),
     [
-        (0.05, 0.0, {"blockwise()", "fp8()"}),
-        (0.3, 0.0, {"blockwise(bits=4)"}),
-        (0.3, 0.01, {"blockwise(bits=4)"}),
-        (0.003, 0.0, {"cast(bfloat16)"}),
+        (2, 0.05, 0.0, {"blockwise()", "fp8()"}),
+        (2, 0.3, 0.0, {"blockwise(bits=4)"}),
+        (2, 0.3, 0.01, {"blockwise(bits=4)"}),
+        (2, 0.003, 0.0, {"cast(bfloat16)"}),
+        (3, 0.05, 0.0, {"blockwise()", "fp8()"}),
     ],
 )
 def test_a_slow_link_takes_a_hook_that_compresses(
-    two_ranks: RankPool, max_error: float, latency: float, want: set[str]
+    pools: dict[int, RankPool], world_size: int, max_error: float, latency: float, want: set[str]
 ) -> None:
     """Of 200,000 elements, whose 0.8 MB take a third of a second at 20 Mbit/s."""
     hook = f"auto(max_error={max_error})"
-    ranks = two_ranks.run(_train, hook, 20e6, latency, 0.0, timeout=120)
+    ranks = pools[world_size].run(_train, hook, 20e6, latency, 0.0, timeout=120)
     choice, reason = _check_alike(ranks)
     assert choice in want, reason
+    if world_size > 2:
+        return
     assert "over a link of " in reason and " Mbit/s" in reason
     rate = float(reason.partition("over a link of ")[2].partition(" Mbit/s")[0])
     assert 5 < rate < 40, reason
@@ -114,12 +115,6 @@ def test_no_hook_is_exact_enough(two_ranks: RankPool) -> None:
     choice, reason = _check_alike(ranks)
     assert choice == "allreduce()"
     assert reason.startswith("no other hook has an error of at most 1e-05; that of cast(")
-
-
-def test_three_ranks_choose_alike(three_ranks: RankPool) -> None:
-    ranks = three_ranks.run(_train, "auto(max_error=0.05)", 20e6, 0.0, 0.0, timeout=120)
-    choice, reason = _check_alike(ranks)
-    assert choice in {"blockwise()", "fp8()"}, reason
 
 
 @on_processes

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_processes
-from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,8 @@ from torch_commhook import PeerError, attach, hooks
 from torch_commhook.collectives import gloo_groups
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.step import link as links
-from torch_commhook.step.link import MANY, Link, measure_link
+from torch_commhook.step.link import MANY, measure_link
+from torch_commhook.step.step_group import StepGroup
 
 WIDTH = 600  # 1.4 MiB of gradients
 HOOKS = (
@@ -48,6 +48,8 @@ def _groups() -> list[str]:
 
 
 def _run(rank: int, hook: str, count: int | None, kind: str) -> tuple[list[Any], list[str]]:
+    """Gradients and parameters of two steps, and the names of the connections."""
+    torch._dynamo.reset()
     model: nn.Module = _net()
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -63,25 +65,22 @@ def _run(rank: int, hook: str, count: int | None, kind: str) -> tuple[list[Any],
     return [*found, *(parameter.detach().clone() for parameter in model.parameters())], made
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_the_same_gradients(two_ranks: RankPool, hook: str) -> None:
-    one = two_ranks.run(_run, hook, 1, "module")
-    several = two_ranks.run(_run, hook, 3, "module")
-    for (wanted, none), (found, made) in zip(one, several, strict=True):
-        assert none == [] and made == ["down2", "down3", "up2", "up3"]
-        assert all(map(torch.equal, found, wanted))
+@pytest.mark.parametrize(
+    ("hook", "kind"),
+    [*((hook, "module") for hook in HOOKS), ("blockwise()", "ddp"), ("blockwise()", "compiled")],
+)
+@on_processes
+def test_the_same_gradients(rank: int, hook: str, kind: str) -> None:
+    wanted, none = _run(rank, hook, 1, kind)
+    found, made = _run(rank, hook, 3, kind)
+    assert none == [] and made == ["down2", "down3", "up2", "up3"]
+    assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "compiled"])
-def test_the_same_gradients_in_other_modes(two_ranks: RankPool, kind: str) -> None:
-    one = two_ranks.run(_run, "blockwise()", 1, kind)
-    several = two_ranks.run(_run, "blockwise()", 2, kind)
-    for (wanted, _), (found, _) in zip(one, several, strict=True):
-        assert all(map(torch.equal, found, wanted))
-
-
-def test_ranks_of_one_machine_have_one(two_ranks: RankPool) -> None:
-    assert [made for _, made in two_ranks.run(_run, "blockwise()", None, "module")] == [[], []]
+@on_processes
+def test_ranks_of_one_machine_have_one(rank: int) -> None:
+    _, made = _run(rank, "blockwise()", None, "module")
+    assert made == []
 
 
 @on_processes
@@ -148,31 +147,27 @@ def test_a_gpu_or_another_group_has_its_own(one_rank: None) -> None:
 # ---- how many ------------------------------------------------------------------------------------
 
 
-def _measured(rank: int, seconds: float, several: float) -> tuple[Link, int]:
+@pytest.mark.parametrize(("several", "connections"), [(0.04, MANY), (0.06, 1)])
+@on_processes
+def test_the_rates_of_a_long_link(rank: int, several: float, connections: int) -> None:
     """A link of 10 ms and 1 Gbit/s, on which connections have so many seconds for a message."""
-    made = []
+    made: list[bool] = []
 
     def seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
         if nbytes == 1:
             return 0.01
-        return several if made else seconds * nbytes / (1 << 20)
+        return several if made else 0.0175 * nbytes / (1 << 20)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "_is_local", lambda group: False)
         patch.setattr(links, "_seconds_of", seconds_of)
-        return measure_link(dist.group.WORLD, lambda: made.append(True)), len(made)
-
-
-def test_the_rates_of_a_long_link(two_ranks: RankPool) -> None:
-    # 4 MiB take 60 ms and more, which is six round trips.
-    for link, made in two_ranks.run(_measured, 0.0175, 0.04):
-        assert made == 1
+        link = measure_link(dist.group.WORLD, lambda: made.append(True))
+    assert link.connections == connections
+    if connections == MANY:  # 4 MiB take 60 ms and more, which is six round trips
+        assert len(made) == 1
         assert link.round_trip == pytest.approx(0.01)
         assert link.rate == pytest.approx(8 * (4 << 20) / 0.06)
         assert link.rate_of_many == pytest.approx(8 * (4 << 20) / 0.03)
-        assert link.connections == MANY
-    for link, _ in two_ranks.run(_measured, 0.0175, 0.06):
-        assert link.connections == 1
 
 
 @on_processes
@@ -184,3 +179,33 @@ def test_no_rate_is_measured_of_a_near_link(rank: int) -> None:
         link = measure_link(dist.group.WORLD, lambda: made.append(True))
     assert 0 < link.round_trip < 60
     assert (link.rate, link.connections) == (None, 1)
+
+
+# ---- one that is lost ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "has_ended"),
+    [
+        ("Connection closed by peer", True),
+        ("Read error: Connection reset by peer", True),
+        ("Broken pipe", True),
+        ("Read error: Connection timed out", False),
+        ("No route to host", False),
+        ("Network is unreachable", False),
+    ],
+)
+@on_processes
+def test_whether_the_process_of_the_other_rank_has_ended(
+    rank: int, said: str, has_ended: bool
+) -> None:
+    """Rank 0 knows it from Gloo's error."""
+    group = StepGroup()
+    if rank == 0:
+        error = group.fail_with(RuntimeError(f"[gloo/transport/tcp/pair.cc:1] {said}"))
+        assert isinstance(error, PeerError) and error.rank == 1 and error._reason is not None
+        assert error._reason.has_ended == has_ended
+        told = "process of rank 1 ended" if has_ended else "host of rank 1 did not answer"
+        assert f"the {told}" in error._reason.text
+    dist.barrier()
+    group.close()

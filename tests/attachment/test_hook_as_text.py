@@ -9,20 +9,24 @@ from torch import nn
 import torch_commhook
 from torch_commhook import HookExpressionError, attach, hooks
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 TEXT = "error_feedback(blockwise(bits=4))"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_hook_as_text() -> None:
+    made = str(hooks.error_feedback(hooks.blockwise(bits=4)))
+    assert str(torch_commhook.parse_hook(TEXT)) == made
+    assert torch_commhook.parse_hook("none") is None
     model = nn.Linear(4, 4)
-    handle = attach(model, TEXT)
-    assert str(handle.hook) == str(hooks.error_feedback(hooks.blockwise(bits=4)))
-    handle.replace("cast(bfloat16)")
-    assert str(handle.hook) == str(hooks.cast(torch.bfloat16))
-    handle.remove()
+    with attach(model, TEXT) as handle:
+        assert str(handle.hook) == made
+        handle.replace("cast(bfloat16)")
+        assert str(handle.hook) == str(hooks.cast(torch.bfloat16))
+        with pytest.raises(HookExpressionError, match="blokwise"):
+            handle.replace("blokwise")
+        assert str(handle.hook) == str(hooks.cast(torch.bfloat16)) and handle.is_attached
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -30,6 +34,7 @@ def test_a_hook_as_text() -> None:
         ("cast(bf16)", "neither a dtype nor a hook (did you mean 'bfloat16'?)"),
         ("none", "attach: 'none' is not a hook; hooks.allreduce() is the plain mean"),
         ("adaptive(1e6)", "adaptive: budget must be an int"),
+        ("blockwise(bits=4, bits=8)", "gives 'bits' twice"),
     ],
 )
 def test_a_text_that_is_no_hook(text: str, message: str) -> None:
@@ -40,16 +45,6 @@ def test_a_text_that_is_no_hook(text: str, message: str) -> None:
     attach(model, "allreduce").remove()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_refused_text_leaves_the_old_hook() -> None:
-    model = nn.Linear(4, 4)
-    with attach(model, "allreduce") as handle:
-        with pytest.raises(HookExpressionError, match="blokwise"):
-            handle.replace("blokwise")
-        assert str(handle.hook) == "allreduce()" and handle.is_attached
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_the_end_of_a_with_statement_removes_the_hook() -> None:
     model = nn.Linear(4, 4)
     with attach(model, hooks.allreduce()) as handle:
@@ -61,17 +56,6 @@ def test_the_end_of_a_with_statement_removes_the_hook() -> None:
     assert not handle.is_attached
     with attach(model, "allreduce") as handle:
         handle.remove()
-
-
-def test_the_parser_is_public() -> None:
-    made = hooks.error_feedback(hooks.blockwise(bits=4))
-    assert str(torch_commhook.parse_hook(TEXT)) == str(made)
-    assert torch_commhook.parse_hook("none") is None
-
-
-def test_an_argument_that_is_given_twice() -> None:
-    with pytest.raises(HookExpressionError, match="gives 'bits' twice"):
-        torch_commhook.parse_hook("blockwise(bits=4, bits=8)")
 
 
 @pytest.mark.parametrize("given", [None, 3, b"allreduce"])

@@ -29,15 +29,15 @@ CASES: list[dict[str, Any]] = [
         ("allreduce", "ddp", 4, 0, "tcp"),
         ("blockwise", "module", 4, 1, "file"),
         ("blockwise", "ddp", 3, 0, "file"),
-        ("C++", "module", 4, 3, "file"),
-        ("C++", "ddp", 3, 0, "tcp"),
-        ("powersgd", "module", 3, 0, "tcp"),
-        ("local_sgd", "module", 3, 1, "file"),
+        ("cpp('allreduce')", "module", 4, 3, "file"),
+        ("cpp('allreduce')", "ddp", 3, 0, "tcp"),
+        ("powersgd(1)", "module", 3, 0, "tcp"),
+        ("local_sgd(1)", "module", 3, 1, "file"),
     )
     for when in WHEN
-    if (hook, when) != ("local_sgd", "in a bucket")
+    if (hook, when) != ("local_sgd(1)", "in a bucket")
 ]
-CASES += [{**CASES[-1], "hook": "streaming", "when": "where an exchange begins"}]
+CASES += [{**CASES[-1], "hook": "local_sgd(2, delay=1)", "when": "where an exchange begins"}]
 CASES += [
     {**CASES[0], "hook": "blockwise", "when": "in a bucket", "size": size, "width": WIDE}
     for size in (2, 3)

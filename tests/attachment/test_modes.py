@@ -261,6 +261,31 @@ def test_every_hook_in_every_mode(
                 assert own == (mode.runner == "config")
 
 
+def _train_apart(rank: int, compiling: int, hook: str) -> list[list[torch.Tensor]]:
+    """The gradients of steps that the ranks from ``compiling`` on compile, and others do not."""
+    runner = "context" if rank >= compiling else "eager"
+    return _train(rank, Mode("module", runner, backend="aot_eager"), hook)["gradients"]
+
+
+# No hooks whose buckets eager forms anew in the order of arrival: compiled code has another order.
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "error_feedback(blockwise(bits=4))",
+        "error_feedback(topk(0.1))",
+        "momentum(topk(0.1), beta=0.9, dtype=torch.bfloat16)",
+        "error_feedback(randomk(0.1))",
+        "error_feedback(powersgd(rank=2))",
+    ],
+)
+def test_ranks_in_different_modes(three_ranks: RankPool, hook: str) -> None:
+    eager = three_ranks.run(_train_apart, 3, hook)[0]
+    for compiling in (0, 1):
+        for found in three_ranks.run(_train_apart, compiling, hook, timeout=120):
+            for step, want in zip(found, eager, strict=True):
+                assert all(map(torch.equal, step, want))
+
+
 #: With them, each kind of collective and of memory. Tracing the others takes seconds for each.
 WITH_DYNAMIC_SHAPES = {
     "allreduce()",

@@ -1,7 +1,7 @@
 """Defects of PyTorch's communication hooks: each check fails on PyTorch's own path, passes on ours.
 
-A check takes `register(model, hook)` and knows nothing of whose it is. PyTorch's side is marked as
-an expected failure, so that the list shows when a release mends one.
+A check gets the name of a path, and registers the same hook on both. PyTorch's side is marked as an
+expected failure, so that the list shows when a release mends one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_doubles import completed
-from rank_pool import RankPool
+from on_ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -43,14 +43,7 @@ PATHS = [
     pytest.param("ours", id="ours"),
 ]
 REGISTER: dict[str, Register] = {"torch": _register_with_torch, "ours": attach}
-
-
-@pytest.fixture
-def register(request: pytest.FixtureRequest) -> Register:
-    return REGISTER[request.param]
-
-
-both_paths = pytest.mark.parametrize("register", PATHS, indirect=True)
+both_paths = pytest.mark.parametrize("path", PATHS)
 
 
 def _model() -> DDP:
@@ -106,7 +99,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -129,7 +122,7 @@ def test_1_none_is_an_exception(path: str, what: str, message: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @both_paths
-def test_2_gradients_have_their_parameters_strides(register: Register) -> None:
+def test_2_gradients_have_their_parameters_strides(path: str) -> None:
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     model = DDP(conv)
@@ -140,7 +133,7 @@ def test_2_gradients_have_their_parameters_strides(register: Register) -> None:
         seen.extend(gradient.clone() for parameter, gradient in by_name if parameter is conv.weight)
         return completed(bucket.buffer())
 
-    register(model, hook)
+    REGISTER[path](model, hook)
     model(torch.randn(2, 3, 5, 5)).square().sum().backward()
     assert conv.weight.grad is not None
     assert torch.equal(seen[0], conv.weight.grad)
@@ -149,27 +142,22 @@ def test_2_gradients_have_their_parameters_strides(register: Register) -> None:
 # ---- 8: the cast comes before the division -------------------------------------------------------
 
 
-def _mean_of_large_gradients(rank: int, path: str) -> torch.Tensor:
+@both_paths
+@on_ranks(2)
+def test_8_scaling_comes_before_the_cast(rank: int, path: str) -> None:
     model = _model()
     hook = default_hooks.fp16_compress_hook if path == "torch" else hooks.cast(torch.float16)
     REGISTER[path](model, hook)
     model(torch.full((2, 4), 5e4 if rank == 0 else 0.0)).sum().backward()
     weight = next(model.parameters())
-    assert weight.grad is not None
-    return weight.grad
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_8_scaling_comes_before_the_cast(two_ranks: RankPool, path: str) -> None:
-    for gradient in two_ranks.run(_mean_of_large_gradients, path):
-        assert torch.allclose(gradient, torch.full((3, 4), 5e4), rtol=2.0**-11)
+    assert torch.allclose(weight.grad, torch.full((3, 4), 5e4), rtol=2.0**-11)
 
 
 # ---- 9: bfloat16 is refused on the CPU -----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 def test_9_bfloat16_on_the_cpu(path: str) -> None:
     model = _model()
     want = _step(model).clone()
@@ -190,7 +178,7 @@ def test_9_bfloat16_registered_with_ddp_itself() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @both_paths
-def test_10_the_backward_after_an_exception_works(register: Register) -> None:
+def test_10_the_backward_after_an_exception_works(path: str) -> None:
     model = _model()
     want = _step(model).clone()
     fail = [True]
@@ -200,7 +188,7 @@ def test_10_the_backward_after_an_exception_works(register: Register) -> None:
             raise KeyError("boo")
         return completed(bucket.buffer())
 
-    register(model, hook)
+    REGISTER[path](model, hook)
     with pytest.raises(KeyError, match="boo"):
         _step(model)
     fail[0] = False
@@ -229,7 +217,7 @@ def _failed(error: Exception) -> torch.futures.Future:
     ids=["too long", "other dtype", "too short", "set_exception"],
 )
 def test_11_a_wrong_result_is_named(
-    register: Register,
+    path: str,
     result: Callable[[torch.Tensor], torch.futures.Future],
     error: type[Exception],
     words: list[str],
@@ -239,26 +227,13 @@ def test_11_a_wrong_result_is_named(
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return result(bucket.buffer())
 
-    register(model, hook)
+    REGISTER[path](model, hook)
     with pytest.raises(error) as caught:
         _step(model)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.usefixtures("one_rank")
-@both_paths
-def test_11_the_future_of_a_work_is_a_result(register: Register) -> None:
-    model = _model()
-    want = _step(model).clone()
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-
-    register(model, hook)
-    assert torch.equal(_step(model), want)
-
-
-# ---- 12: callables of other kinds are refused ----------------------------------------------------
+# ---- 11, 12: Futures of works and callables of other kinds are refused ---------------------------
 
 
 def _sum_of(state: object, bucket: Any, world: int) -> torch.futures.Future:
@@ -274,17 +249,26 @@ def _other_argument_name(state: object, grads: Any) -> torch.futures.Future:
     return completed(grads.buffer())
 
 
+def _future_of_a_work(state, bucket):  # type: ignore[no-untyped-def]
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
 @pytest.mark.usefixtures("one_rank")
 @both_paths
 @pytest.mark.parametrize(
     "hook",
-    [functools.partial(_sum_of, world=1), _CallableObject(), _other_argument_name],
-    ids=["partial", "object", "argument name"],
+    [
+        functools.partial(_sum_of, world=1),
+        _CallableObject(),
+        _other_argument_name,
+        _future_of_a_work,
+    ],
+    ids=["partial", "object", "argument name", "Future of a Work"],
 )
-def test_12_any_callable_will_do(register: Register, hook: Any) -> None:
+def test_12_any_callable_will_do(path: str, hook: Any) -> None:
     model = _model()
     want = _step(model).clone()
-    register(model, hook)
+    REGISTER[path](model, hook)
     assert torch.equal(_step(model), want)
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from torch_commhook import GradBucket, attach, hooks
+from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -332,14 +333,27 @@ def test_copies_have_no_hook() -> None:
         assert differing(gradients_of(model), [2 * g for g in own]) == []
 
 
-def test_a_parameter_that_is_unfrozen() -> None:
-    model = Net()
-    model.layers[1].bias.requires_grad_(False)
-    attach(model, hooks.allreduce())
-    model(batch(0)).sum().backward()
-    model.layers[1].bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'layers.1.bias' did not require grad when the"):
-        model(batch(0)).sum().backward()
+def test_forward_hooks_have_one_order() -> None:
+    """Dynamo of torch 2.11 takes that of the underlying dict."""
+    module = nn.Linear(2, 2)
+    called: list[str] = []
+
+    class Named(BeforeForward):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, module: nn.Module, args: Any) -> None:
+            called.append(self.name)
+
+    module.register_forward_pre_hook(Named("second"))
+    module.register_forward_pre_hook(Named("third"))
+    handle = register_first(module, Named("first"))
+    present = module._forward_pre_hooks
+    assert list(dict.keys(present)) == list(present)
+    module(torch.zeros(1, 2))
+    handle.remove()
+    module(torch.zeros(1, 2))
+    assert called == ["first", "second", "third", "second", "third"]
 
 
 class _BreaksTheGraph(torch.autograd.Function):
@@ -378,7 +392,6 @@ def test_what_is_started_before_a_graph_break_costs_no_graph(hook: hooks.Hook) -
 
 
 def test_the_model_is_not_kept_alive() -> None:
-
     model = Net()
     handle = attach(model, hooks.allreduce())
     model(batch(0)).sum().backward()

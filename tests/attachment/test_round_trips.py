@@ -152,42 +152,38 @@ def round_trips(stages: int) -> float:
     return 1 + 0.5 * stages
 
 
-def check(ranks: RankPool, texts: Sequence[str], kind: str = "module", more: int = 0) -> None:
-    size = ranks.world_size
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, world_size: int) -> Iterator[RankPool]:
+    if world_size < 8:
+        yield request.getfixturevalue(
+            {2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[world_size]
+        )
+        return
+    eight = RankPool(8)
+    yield eight
+    eight.stop()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "texts", "kind", "more"),
+    [
+        *((size, list(STAGES), "module", 0) for size in (2, 3, 4, 8)),
+        (2, ["allreduce()", "blockwise()"], "ddp", 0),
+        (3, ["blockwise()"], "unused", 1),  # the maps of unused parameters
+    ],
+)
+def test_messages_that_wait_for_others(
+    ranks: RankPool, world_size: int, texts: list[str], kind: str, more: int
+) -> None:
     for text in texts:
-        stages = STAGES[text][size]
+        stages = STAGES[text][world_size]
         wanted = round_trips(stages) + more
-        assert ranks.run(_step, text, stages, kind) == [wanted] * size, text
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages_that_wait_for_others(pools: dict[int, RankPool], world_size: int) -> None:
-    check(pools[world_size], list(STAGES))
-
-
-def test_messages_of_four_ranks(four_ranks: RankPool) -> None:
-    check(four_ranks, list(STAGES))
+        assert ranks.run(_step, text, stages, kind) == [wanted] * world_size, text
 
 
 def test_messages_of_two_nodes(four_ranks: RankPool) -> None:
     """Inside of a node, twice between nodes, of which the first is asked for late; inside again."""
     assert four_ranks.run(_step, "hierarchical", 4, "module") == [round_trips(4) + 0.5] * 4
-
-
-def test_messages_of_eight_ranks() -> None:
-    ranks = RankPool(8)
-    try:
-        check(ranks, list(STAGES))
-    finally:
-        ranks.stop()
-
-
-def test_ddp_has_as_many(two_ranks: RankPool) -> None:
-    check(two_ranks, ["allreduce()", "blockwise()"], "ddp")
-
-
-def test_maps_of_unused_parameters_take_one_more(three_ranks: RankPool) -> None:
-    check(three_ranks, ["blockwise()"], "unused", 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])

@@ -142,6 +142,11 @@ def _replicate_newer(model: nn.Module) -> nn.Module:
     return model
 
 
+def _flatten_one(model: nn.Module, use_orig_params: bool) -> nn.Module:
+    model[2] = _flattened(model[2], "FULL_SHARD", use_orig_params)
+    return model
+
+
 def _parallelize(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
@@ -160,6 +165,14 @@ LATER: dict[str, tuple[Callable[[nn.Module], nn.Module], str, str]] = {
             "FullyShardedDataParallel",
         )
         for strategy in ("NO_SHARD", "FULL_SHARD")
+        for orig in (False, True)
+    },
+    **{
+        f"FSDP1 of a part, {orig}": (
+            lambda model, orig=orig: _flatten_one(model, orig),
+            "2.weight",
+            "FullyShardedDataParallel",
+        )
         for orig in (False, True)
     },
 }
@@ -207,16 +220,6 @@ def test_applied_after_attach_compiled(rank: int, name: str, compiled_first: boo
     apply(model)
     message = _message(RuntimeError, lambda: _step(compiled, rank))
     assert f"parameter '{parameter}' was replaced: {sharding} has been applied" in message
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_processes
-def test_a_part_flattened_after_attach(rank: int, use_orig_params: bool) -> None:
-    model = _net()
-    attach(model, hooks.allreduce())
-    model[2] = _flattened(model[2], "FULL_SHARD", use_orig_params)
-    message = _message(RuntimeError, lambda: _step(model, rank))
-    assert "parameter '2.weight' was replaced: FullyShardedDataParallel has been" in message
 
 
 def test_a_parameter_that_no_sharding_has_replaced() -> None:

@@ -11,7 +11,6 @@ import torch
 from mode_cases import BUCKET_CAP_MB, Mode
 from on_ranks import on_processes
 from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
-from rank_pool import RankPool
 from sharded_models import Mesh, by_layer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -53,33 +52,17 @@ def stepping(model: nn.Module, width: int = 40, value: float = 1.0) -> Callable[
     return step
 
 
-def trained(
-    rank: int, kind: str, hook: Any, settings: dict[str, Any], width: int = 40
-) -> tuple[list[list[Any]], int]:
-    """The spans of each step, and how many buckets there are."""
-    model, options = model_of(kind, width)
-    handle = attach(model, parse_hook(hook) if isinstance(hook, str) else hook, **options)
-    found = profiled_steps(stepping(model, width, rank + 1.0), STEPS, **settings)
-    buckets = len(handle.stats().buckets)
-    handle.remove()
-    assert buckets > 1
-    return found, buckets
+class wide(hooks.cast):  # noqa: N801
+    """Adds up in float32 among any number of ranks."""
+
+    def has_stages_among(self, ranks: int) -> bool:
+        return True
 
 
-def check(
-    pool: RankPool,
-    kind: str,
-    hook: Any,
-    stages: list[str],
-    name: str | None = None,
-    settings: dict[str, Any] | None = None,
-    width: int = 40,
-) -> None:
-    """Each bucket of each step must have these stages, on all ranks."""
-    for steps, buckets in pool.run(trained, kind, hook, settings or {}, width):
-        for found in steps:
-            by_bucket = stages_by_bucket(found, hook if name is None else name)
-            assert by_bucket == dict.fromkeys(range(buckets), stages)
+def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return collectives.compressed_all_reduce(
+        bucket.buffer(), codecs.blockwise(), scale=0.5, group=bucket.process_group()
+    )
 
 
 WHOLE_GRADIENTS = {
@@ -91,72 +74,67 @@ WHOLE_GRADIENTS = {
     "randomk(density=0.1)": ONCE,
     "error_feedback(powersgd(rank=1))": TWICE,
 }
-
-
 IN_SHARDS = {
     "allreduce()": ["wire"],
     "cast(bfloat16)": ONCE,
     "error_feedback(blockwise(bits=4))": ONCE,
     "randomk(density=0.1)": ONCE,
 }
+#: Threads of the library's own wait for messages that are so large, and run what follows.
+LARGE = 600
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "stages"),
+    ("kind", "hook", "stages", "name", "width"),
     [
-        *(("ddp", *each) for each in WHOLE_GRADIENTS.items()),
-        *(("module", *each) for each in WHOLE_GRADIENTS.items()),
-        *(("fsdp-2", *each) for each in IN_SHARDS.items()),
-        ("replicate-2", "error_feedback(topk(density=0.1))", ONCE),
+        *(("ddp", *each, None, 40) for each in WHOLE_GRADIENTS.items()),
+        *(("module", *each, None, 40) for each in WHOLE_GRADIENTS.items()),
+        *(("fsdp-2", *each, None, 40) for each in IN_SHARDS.items()),
+        ("replicate-2", "error_feedback(topk(density=0.1))", ONCE, None, 40),
+        ("module", "clip(1, cpp('allreduce'))", ["wire"], "cpp('allreduce')", 40),
+        ("ddp", "blockwise()", TWICE, None, LARGE),
+        ("fsdp-2", "blockwise()", ONCE, None, LARGE),
+        ("module", wide(), ["encode", "wire", "encode", "wire"], "wide", 40),
+        ("ddp", through_the_library, TWICE, "through_the_library", 40),
+        ("module", through_the_library, TWICE, "through_the_library", 40),
     ],
 )
+@on_processes
 def test_each_bucket_has_its_stages(
-    two_ranks: RankPool, kind: str, hook: str, stages: list[str]
+    rank: int, kind: str, hook: Any, stages: list[str], name: str | None, width: int
 ) -> None:
-    check(two_ranks, kind, hook, stages)
+    """The spans have the hook's name, or that of the inner hook which sends."""
+    check(rank, kind, hook, stages, name, width=width)
 
 
-def test_a_hook_in_cpp_inside_another_has_its_own_name(two_ranks: RankPool) -> None:
-    check(two_ranks, "module", "clip(1, cpp('allreduce'))", ["wire"], "cpp('allreduce')")
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp-2"])
-def test_messages_with_connections_of_their_own_have_their_stages(
-    two_ranks: RankPool, kind: str
+def check(
+    rank: int,
+    kind: str,
+    hook: Any,
+    stages: list[str],
+    name: str | None = None,
+    width: int = 40,
+    **settings: Any,
 ) -> None:
-    """Threads of the library's own wait for large messages, and run what follows."""
-    stages = TWICE if kind == "ddp" else ONCE
-    check(two_ranks, kind, "blockwise()", stages, width=600)
+    """Each bucket of each step must have these stages."""
+    model, options = model_of(kind, width)
+    handle = attach(model, parse_hook(hook) if isinstance(hook, str) else hook, **options)
+    steps = profiled_steps(stepping(model, width, rank + 1.0), STEPS, **settings)
+    buckets = len(handle.stats().buckets)
+    handle.remove()
+    assert buckets > 1
+    name = hook if name is None else name if "(" in name else f"{__name__}.{name}"
+    for found in steps:
+        assert stages_by_bucket(found, name) == dict.fromkeys(range(buckets), stages)
 
 
-def test_a_profiler_of_all_threads_sees_each_span_once(two_ranks: RankPool) -> None:
+@on_processes
+def test_a_profiler_of_all_threads_sees_each_span_once(rank: int) -> None:
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    check(two_ranks, "module", "blockwise()", TWICE, settings={"experimental_config": config})
-
-
-class wide(hooks.cast):  # noqa: N801
-    """Adds up in float32 among any number of ranks."""
-
-    def has_stages_among(self, ranks: int) -> bool:
-        return True
-
-
-def test_a_cast_that_adds_up_in_float32_has_its_stages(two_ranks: RankPool) -> None:
-    check(two_ranks, "module", wide(), ["encode", "wire", "encode", "wire"], f"{__name__}.wide")
+    check(rank, "module", "blockwise()", TWICE, experimental_config=config)
 
 
 # ---- hooks that users write ----------------------------------------------------------------------
-
-
-def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return collectives.compressed_all_reduce(
-        bucket.buffer(), codecs.blockwise(), scale=0.5, group=bucket.process_group()
-    )
-
-
-@pytest.mark.parametrize("kind", ["ddp", "module"])
-def test_functions_have_their_stages(two_ranks: RankPool, kind: str) -> None:
-    check(two_ranks, kind, through_the_library, TWICE, f"{__name__}.through_the_library")
 
 
 @on_processes

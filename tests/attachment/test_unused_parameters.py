@@ -67,29 +67,27 @@ def _mean(step: int) -> list[Tensor | None]:
     return total
 
 
-def _against_the_mean(rank: int, mode: Mode, set_to_none: bool) -> tuple[list[str], dict[str, int]]:
+def _against_the_mean(rank: int, mode: Mode, set_to_none: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     inner = Skipping()
     model = mode.wrap(inner)
     attach(model, hooks.allreduce(), **mode.attach_options)
-    wrong = []
     with mode.step_function(model) as step:
         for number, skips in enumerate(SKIPPED):
             inner.skip = skips[rank]
             model.zero_grad(set_to_none=set_to_none)
             step(batch(rank, number))
-            for layer, (parameter, want) in enumerate(
-                zip(inner.parameters(), _mean(number), strict=True)
-            ):
+            for parameter, want in zip(inner.parameters(), _mean(number), strict=True):
                 if want is None and set_to_none:
-                    right = parameter.grad is None
+                    assert parameter.grad is None, number
                 else:
                     want = torch.zeros(WIDTH, WIDTH) if want is None else want
-                    right = torch.allclose(parameter.grad, want, rtol=1e-5, atol=1e-6)
-                if not right:
-                    wrong.append(f"step {number}, layer {layer}")
-    return wrong, dict(counters["graph_break"])
+                    torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=1e-6)
+    if mode.compiles_backward:
+        # Calling backward in a compiled function is one, of the forward.
+        breaks = counters["graph_break"]
+        assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []
 
 
 OURS = [mode for mode in TRACED_MODES if mode.model != "ddp"]
@@ -105,14 +103,11 @@ OURS = [mode for mode in TRACED_MODES if mode.model != "ddp"]
         if not mode.compiles_backward or set_to_none == (mode.runner == "context")
     ],
 )
+@on_processes
 def test_gradients_are_the_mean_of_the_ranks_that_have_one(
-    two_ranks: RankPool, mode: Mode, set_to_none: bool
+    rank: int, mode: Mode, set_to_none: bool
 ) -> None:
-    for wrong, breaks in two_ranks.run(_against_the_mean, mode, set_to_none):
-        assert wrong == []
-        if mode.compiles_backward:
-            # Calling backward in a compiled function is one, of the forward.
-            assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []
+    _against_the_mean(rank, mode, set_to_none)
 
 
 #: Micro-batches of one step, in which no rank uses layer 4, and only rank 1 layer 3.
@@ -348,9 +343,9 @@ def test_a_step_after_a_compiled_backward_that_was_left(rank: int) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_over_a_simulated_group(set_to_none: bool) -> None:
-    for wrong, _ in run_ranks(_against_the_mean, 2, Mode("module", "eager"), set_to_none):
-        assert wrong == []
+@on_ranks(2)
+def test_over_a_simulated_group(rank: int, set_to_none: bool) -> None:
+    _against_the_mean(rank, Mode("module", "eager"), set_to_none)
 
 
 def _joined(rank: int) -> list[list[float]]:
@@ -429,7 +424,8 @@ def test_what_micro_batches_have_used_needs_no_other_graph(rank: int) -> None:
     assert graphs == 1
 
 
-def _post_accumulate(rank: int, mode: Mode) -> list[float]:
+def _doubled(rank: int, mode: Mode) -> list[Tensor]:
+    """Gradients that a hook after each bucket doubles; rank 0 does not compute all of them."""
     torch._dynamo.reset()
     inner = Skipping()
     model = mode.wrap(inner)
@@ -444,15 +440,17 @@ def _post_accumulate(rank: int, mode: Mode) -> list[float]:
     with mode.step_function(model) as step:
         inner.skip = (2,) if rank == 0 else ()
         step(batch(rank, 0))
-    return [float(parameter.grad.norm()) for parameter in inner.parameters()]
+    return [parameter.grad for parameter in inner.parameters()]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in OURS if not mode.fullgraph], ids=str)
-def test_post_accumulate_hooks_see_them(two_ranks: RankPool, mode: Mode) -> None:
+@on_processes
+def test_post_accumulate_hooks_see_them(rank: int, mode: Mode) -> None:
     """The gradients that only the other rank has computed."""
-    first, second = two_ranks.run(_post_accumulate, mode)
-    assert first == pytest.approx(second)
-    assert first == pytest.approx(two_ranks.run(_post_accumulate, Mode("module", "eager"))[0])
+    found = [float(gradient.norm()) for gradient in _doubled(rank, mode)]
+    assert of_all_ranks(found)[0] == pytest.approx(found)
+    eager = [float(gradient.norm()) for gradient in _doubled(rank, Mode("module", "eager"))]
+    assert found == pytest.approx(eager)
 
 
 class Complex(nn.Module):

@@ -25,14 +25,6 @@ from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork
 from torch_commhook.step.step_group import StepGroup
 
 TIMEOUT = timedelta(seconds=20)
-HOOKS = {
-    "allreduce": hooks.allreduce,
-    "blockwise": lambda: hooks.blockwise(8),
-    "powersgd": lambda: hooks.powersgd(1),
-    "C++": lambda: hooks.cpp("allreduce"),
-    "local_sgd": lambda: hooks.local_sgd(1),
-    "streaming": lambda: hooks.local_sgd(2, delay=1),
-}
 
 
 def _die() -> None:
@@ -71,7 +63,7 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
     options: dict[str, Any] = {"bucket_cap_mb": capacity}
     if case["model"] == "ddp":
         model, options = DistributedDataParallel(model, bucket_cap_mb=capacity), {}
-    handle = attach(model, HOOKS[case["hook"]](), **options)
+    handle = attach(model, case["hook"], **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     _step(model, optimizer, rank)
     if rank == victim and case["when"] == "where an exchange begins":

@@ -6,22 +6,22 @@ does not cover.
 
 from __future__ import annotations
 
-import copy
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from sharded_models import Mesh, Scenario, Step, Training, at_once, by_layer, local_part
-from sharded_scenarios import BF16, F16, F32, SHARDED, places_of, policy, shard_each
+from sharded_models import Mesh, Scenario, Step, Training, by_layer, local_part
+from sharded_scenarios import BF16, F16, F32, SHARDED, shard_each
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
+
+from torch_commhook import attach, hooks
 
 # ---- training ------------------------------------------------------------------------------------
 
@@ -56,27 +56,6 @@ by_block = partial(shard_each, of="layers")
 mlps = partial(MLPStack, 5)
 
 
-def recomputed(model: Any, mesh: Mesh) -> None:
-    """Shards each part, whose activations are computed again in backward, and the model."""
-    for part in model:
-        checkpoint(part)
-    by_layer(model, mesh)
-
-
-def _recomputed_blocks(model: Any, mesh: Mesh) -> None:
-    for block in model.layers:
-        checkpoint(block)
-    by_block(model, mesh)
-
-
-def _prefetch(model: Any) -> None:
-    blocks = list(model.layers)
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
-        block.set_modules_to_backward_prefetch(blocks[max(i - 2, 0) : i][::-1])
-    model._set_unshard_async_op(True)
-
-
 def _nested(model: Any, mesh: Mesh) -> None:
     for block in model.layers:
         checkpoint(block)
@@ -93,35 +72,6 @@ def _difference_of_two_forwards(at: Training) -> Tensor:
     return loss
 
 
-def _largest_dimension(parameter: nn.Parameter) -> Shard:
-    return Shard(parameter.shape.index(max(parameter.shape)))
-
-
-class _TiedUnevenly(nn.Module):
-    """Has a number of rows that the ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 16)
-        self.output = nn.Linear(16, 17, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.embedding(tokens))
-
-
-def _both_tied(model: Any, mesh: Mesh) -> None:
-    mesh.apply([model.embedding, model.output])
-    mesh.apply(model)
-
-
-def _cross_entropy(at: Training) -> Tensor:
-    tokens = at.tokens()
-    loss = functional.cross_entropy(at.model(tokens).view(-1, 17).float(), tokens.view(-1))
-    loss.backward()
-    return loss
-
-
 def _root_then_a_part(at: Training) -> list[Tensor]:
     """The part's forward and backward are separate from the root's."""
     losses = []
@@ -131,13 +81,13 @@ def _root_then_a_part(at: Training) -> list[Tensor]:
     return losses
 
 
-class Repeated(nn.Module):
+class _Repeated(nn.Module):
     """Runs layers three times, once without gradients, and has a frozen layer."""
 
-    def __init__(self, has_frozen: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 5)
-        self.frozen = nn.Linear(5, 5).requires_grad_(not has_frozen)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.repeated = nn.Linear(5, 5)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -256,27 +206,31 @@ def _chunks_that_add_up(at: Training) -> list[Tensor]:
     return found
 
 
+def _unsharded_by_hand(at: Training) -> Any:
+    """``unshard``, waited for or not, and ``reshard`` before backward, which gathers again."""
+    waited = [part.unshard(async_op=True) for part in at.model]  # before the first forward, too
+    shapes = [[tuple(p.shape) for p in part.parameters()] for part in at.model]
+    for each in waited[:2]:
+        each.wait()
+    loss = at.model(at.batch(0, 4)).sum()
+    for part in at.model:
+        part.reshard()
+    loss.backward()
+    return loss, shapes
+
+
 # ---- autograd ------------------------------------------------------------------------------------
 
 
 class _Pairs(nn.Module):
-    """Modules with two outputs, or with an unused layer."""
+    """Modules with two outputs."""
 
-    def __init__(self, use_second: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = DoubleLinear(5, use_second_linear=use_second)
-        self.second = DoubleLinear(5, use_second_linear=use_second)
+        self.first, self.second = DoubleLinear(5), DoubleLinear(5)
 
     def forward(self, inputs: Tensor) -> Any:
-        hidden = self.first(inputs)
-        return self.second(hidden[0] if isinstance(hidden, tuple) else hidden)
-
-
-def _pairs_by_layer(model: Any, mesh: Mesh) -> None:
-    for pair in (model.first, model.second):
-        mesh.apply(pair.lin1)
-        mesh.apply(pair.lin2)
-    mesh.apply(model)
+        return self.second(self.first(inputs)[0])
 
 
 def _one_output_by_turns(at: Training) -> Tensor:
@@ -356,33 +310,22 @@ def _steps_in_hooks(at: Training) -> tuple[Tensor, list[int]]:
 
 
 class _Casts(nn.Module):
-    """Layers of one group, with float32 between them."""
+    """Two layers, with a cast between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first = nn.Linear(5, 5)
         self.second = nn.Linear(5, 5)
+        self.dtype = dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(self.first(inputs).float())
+        return self.second(self.first(inputs).to(self.dtype)).float()
 
 
 def _grouped_casts(model: Any, mesh: Mesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
     mesh.apply([model.first, model.second], mp_policy=policy)
     mesh.apply(model, mp_policy=policy)
-
-
-class _TwoPrecisions(nn.Module):
-    """A layer in float32 and a layer in float16 that casts its own inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5, bias=False)
-        self.second = nn.Linear(5, 5, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(self.first(inputs).to(F16)).float()
 
 
 def _one_in_half(model: Any, mesh: Mesh) -> None:
@@ -413,14 +356,6 @@ def _norms(model: Any, mesh: Mesh) -> None:
     mesh.apply(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
 
 
-def _micro_batches(at: Training) -> list[Tensor]:
-    losses = []
-    for number in range(3):
-        at.model.set_requires_gradient_sync(number == 2)
-        losses.append(sum_of(at, at.batch(number, 4)))
-    return losses
-
-
 # ---- gradient scaler, clipping -------------------------------------------------------------------
 
 
@@ -441,16 +376,6 @@ def _scaled(at: Training) -> list[Any]:
     scaler.update()
     at.optimizer.zero_grad()
     return [loss.nan_to_num(), scaler.get_scale(), gradients]
-
-
-def _clipped(norm: float) -> Step:
-    def step(at: Training) -> list[Tensor]:
-        loss = sum_of_tokens(at)
-        total = torch.nn.utils.clip_grad_norm_(at.model.parameters(), 0.5, norm_type=norm)
-        assert isinstance(total, DTensor)
-        return [loss, total.full_tensor()]
-
-    return step
 
 
 # ---- extensions ----------------------------------------------------------------------------------
@@ -496,29 +421,26 @@ def _only_biases(model: nn.Module) -> None:
         parameter.requires_grad_("bias" in name)
 
 
-def _three_mlps(freeze: bool) -> nn.Module:
-    model = nn.Sequential(*(MLP(6) for _ in range(3)))
-    if freeze:
-        _only_biases(model)
-    return model
+def _recomputed_biases(model: Any, mesh: Mesh) -> None:
+    """Biases alone are trained, and backward computes each part's activations again."""
+    _only_biases(model)
+    for part in model:
+        checkpoint(part)
+    by_layer(model, mesh)
 
 
-def _six_layers() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU())))
+def _three_mlps() -> nn.Module:
+    return nn.Sequential(*(MLP(6) for _ in range(3)))
 
 
-def _every_other(model: Any, mesh: Mesh) -> None:
-    for layer in model[::2]:
-        mesh.apply(layer)
-    for layer in model[::4]:
-        layer.requires_grad_(False)
-
-
-def _evaluated_between(at: Training) -> Tensor:
-    if at.number == 1:
-        with torch.no_grad():
-            return at.model(at.batch(0, 4, 6)).sum()
-    return sum_of_inputs(6)(at)
+def _unfrozen_later(at: Training) -> Tensor:
+    """Where there is a hook, it is attached again then."""
+    if at.number == 2:
+        at.model[1].requires_grad_(True)
+        if at.handle is not None:
+            at.handle.remove()
+            at.handle = attach(at.model, hooks.allreduce())
+    return sum_of_inputs(5)(at)
 
 
 class _Between(nn.Module):
@@ -541,90 +463,24 @@ def _ignoring_ddp(model: Any, mesh: Mesh) -> None:
 # ---- initialisation ------------------------------------------------------------------------------
 
 
-def _on_meta() -> nn.Module:
-    """With a buffer; the modules' own methods set the values."""
-    with torch.device("meta"):
-        return nn.Sequential(MLP(6, with_buffer=True), MLP(6, bias=False), nn.Linear(6, 3))
-
-
-def _reset(model: nn.Module) -> None:
-    model.to_empty(device="cpu")
-    torch.manual_seed(1)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-
-def _load_another(model: nn.Module, mesh: Mesh) -> None:
-    """A sharded model gets another one's state."""
-    by_layer(model, mesh)
-    other = mlps()
-    by_layer(other, mesh)
-    model.load_state_dict(other.state_dict(), assign=False)
-
-
-def _saved_between(at: Training) -> Any:
-    """The model and the optimizer continue from states that they have returned."""
-    loss = sum_of_inputs(5)(at)
-    state = {name: value.clone() for name, value in at.model.state_dict().items()}
-    names = list(state)
-    at.optimizer.step()
-    if at.number == 1:  # back to the state before the step
-        at.model.load_state_dict(state)
-        at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
-    return loss, names
-
-
 #: By the files of PyTorch's tests.
 SCENARIOS: dict[str, Scenario] = {
     # test_fully_shard_training.py
-    "training: one uneven group": PytorchScenario(
-        lambda: nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 3, bias=False)),
-        at_once,
-        step=sum_of_inputs(7),
-    ),
     "training: a transformer": PytorchScenario(transformer, by_block, step=sum_of_tokens),
-    "training: a transformer, kept whole": PytorchScenario(
-        transformer, partial(by_block, reshard_after_forward=False), step=sum_of_tokens
-    ),
-    "training: a transformer, among two": PytorchScenario(
-        transformer,
-        partial(by_block, reshard_after_forward=2),
-        step=sum_of_tokens,
-        meshes=("fsdp-4",),
-    ),
     # Threads share the generator that dropout draws from.
     "training: a transformer with dropout": PytorchScenario(
         partial(transformer, dropout_p=0.1), by_block, step=sum_of_tokens, meshes=("gloo-fsdp-3",)
-    ),
-    "training: untied": PytorchScenario(
-        partial(transformer, weight_tying=False), by_block, step=sum_of_tokens, meshes=("fsdp-3",)
-    ),
-    "training: the largest dimension": PytorchScenario(
-        transformer,
-        partial(by_block, shard_placement_fn=_largest_dimension),
-        step=sum_of_tokens,
-        meshes=("fsdp-2", "fsdp-4", "hsdp-4"),
-    ),
-    "training: tied, uneven": PytorchScenario(_TiedUnevenly, _both_tied, step=_cross_entropy),
-    "training: recomputed": PytorchScenario(transformer, _recomputed_blocks, step=sum_of_tokens),
-    "training: recomputed by the model": PytorchScenario(
-        partial(transformer, checkpoint_activations=True), by_block, step=sum_of_tokens
     ),
     "training: nested, two forwards": PytorchScenario(
         partial(transformer, 2), _nested, step=_difference_of_two_forwards
     ),
     "training: the root, then parts": PytorchScenario(mlps, step=_root_then_a_part),
-    "training: layers that run again": PytorchScenario(
-        partial(Repeated, False), step=sum_of_inputs(5)
-    ),
     "training: forwards before backwards": PytorchScenario(mlps, step=_forwards_before_backwards),
     "training: methods that are forwards": PytorchScenario(
         _Encoder,
         _own_methods,
         step=lambda at: sum_of(at, at.batch(0, 4, 16).view(4, 1, 4, 4)),
     ),
-    "training: a loss in chunks": PytorchScenario(_ChunkedHead, step=_backward_in_chunks),
     "training: a loss in chunks of a group": PytorchScenario(
         _ChunkedHead, _norm_with_head, step=_backward_in_chunks, needs="reset_iter_state"
     ),
@@ -636,20 +492,14 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "training: losses in chunks add up": PytorchScenario(_ChunkedHead, step=_chunks_that_add_up),
     # test_fully_shard_comm.py
-    "comm: prefetching far ahead": PytorchScenario(
-        transformer, by_block, _prefetch, step=sum_of_tokens
+    "comm: unsharded by hand": PytorchScenario(
+        mlps,
+        partial(by_layer, reshard_after_forward=False),
+        step=_unsharded_by_hand,
+        meshes=("fsdp-3",),
     ),
     # test_fully_shard_autograd.py
-    "autograd: one output of two": PytorchScenario(
-        partial(_Pairs, True), step=_one_output_by_turns, count=6
-    ),
-    "autograd: one output of two, by layers": PytorchScenario(
-        partial(_Pairs, True), _pairs_by_layer, step=_one_output_by_turns, count=6
-    ),
-    "autograd: an unused layer": PytorchScenario(partial(_Pairs, False), step=sum_of_inputs(5)),
-    "autograd: an unused module": PytorchScenario(
-        partial(_Pairs, False), _pairs_by_layer, step=sum_of_inputs(5)
-    ),
+    "autograd: one output of two": PytorchScenario(_Pairs, step=_one_output_by_turns, count=6),
     **{
         f"autograd: a {kind}": PytorchScenario(
             partial(_three_nested, kind),
@@ -662,55 +512,35 @@ SCENARIOS: dict[str, Scenario] = {
     "autograd: optimizers in hooks": PytorchScenario(mlps, step=_steps_in_hooks, steps_itself=True),
     # test_fully_shard_mixed_precision.py
     "mixed precision: inputs of a group": PytorchScenario(
-        _Casts, _grouped_casts, step=sum_of_inputs(5), needs="reset_iter_state"
+        partial(_Casts, F32), _grouped_casts, step=sum_of_inputs(5), needs="reset_iter_state"
     ),
     "mixed precision: one module in float16": PytorchScenario(
-        _TwoPrecisions, _one_in_half, step=sum_of_inputs(5)
+        partial(_Casts, F16), _one_in_half, step=sum_of_inputs(5)
     ),
     "mixed precision: norms in float32": PytorchScenario(_Norms, _norms, step=sum_of_inputs(6)),
-    "mixed precision: reduced in the parameters' dtype": PytorchScenario(
-        mlps, policy(F32, F32), step=sum_of_inputs(5)
-    ),
-    **{
-        f"mixed precision: {name} adds up": PytorchScenario(
-            mlps, policy(BF16, reduce), step=_micro_batches
-        )
-        for name, reduce in (("bfloat16", None), ("float32", F32))
-    },
-    # test_fully_shard_grad_scaler.py, test_fully_shard_clip_grad_norm_.py
+    # test_fully_shard_grad_scaler.py
     "scaler": PytorchScenario(mlps, step=_scaled, count=5, steps_itself=True),
-    **{
-        f"clip: {norm}": PytorchScenario(transformer, by_block, step=_clipped(norm))
-        for norm in (1.0, 2.0, float("inf"))
-    },
     # test_fully_shard_extensions.py
     "extensions": PytorchScenario(
         partial(MLPStack, 12), prepare=_gather_in_half, step=sum_of_inputs(12)
     ),
     # test_fully_shard_frozen.py, test_fully_shard_ignore_params.py
-    "frozen: biases alone": PytorchScenario(partial(_three_mlps, True), step=sum_of_inputs(6)),
     "frozen: biases alone, since sharding": PytorchScenario(
-        partial(_three_mlps, False), prepare=_only_biases, step=sum_of_inputs(6)
+        _three_mlps, prepare=_only_biases, step=sum_of_inputs(6)
     ),
     "frozen: biases alone, recomputed": PytorchScenario(
-        partial(_three_mlps, True), recomputed, step=sum_of_inputs(6)
+        _three_mlps, _recomputed_biases, step=sum_of_inputs(6)
     ),
-    "frozen: every other layer": PytorchScenario(
-        _six_layers, _every_other, step=_evaluated_between
-    ),
-    "frozen: layers that run again": PytorchScenario(
-        partial(Repeated, True), step=sum_of_inputs(5)
+    "frozen: layers that run again": PytorchScenario(_Repeated, step=sum_of_inputs(5)),
+    "frozen: until the third step": PytorchScenario(
+        mlps,
+        prepare=lambda model: model[1].requires_grad_(False),
+        step=_unfrozen_later,
+        meshes=("fsdp-1", "fsdp-3"),
     ),
     "ignored: DDP inside": PytorchScenario(
         _Between, _ignoring_ddp, step=sum_of_inputs(5), meshes=("fsdp-2",)
     ),
-    # test_fully_shard_init.py, test_fully_shard_state_dict.py
-    "init: from the meta device": PytorchScenario(_on_meta, prepare=_reset, step=sum_of_inputs(6)),
+    # test_fully_shard_init.py
     "init: in float64": PytorchScenario(mlps, prepare=nn.Module.double, step=sum_of_inputs(5)),
-    "state dict: loaded": PytorchScenario(mlps, _load_another, step=sum_of_inputs(5)),
-    "state dict: back to before a step": PytorchScenario(
-        mlps, step=_saved_between, steps_itself=True
-    ),
 }
-
-PLACES = places_of(SCENARIOS)

@@ -176,19 +176,16 @@ def recorded_groups(
 # ---- formulas ------------------------------------------------------------------------------------
 
 
-def chunks(place: Place) -> list[list[int]]:
-    """Rows, columns, and 1 for a bias, of each uneven layer's shard, including its padding."""
-    return [[-(-out // place.shards), inputs] for inputs, out in pairwise(UNEVEN)]
+def chunks(place: Place, is_even: bool) -> list[list[int]]:
+    """Rows, columns, and 1 for a bias, of each layer's shard, including its padding."""
+    if is_even:
+        return [[even_rows(place) // place.shards, INPUTS, 0]] * 2
+    return [[-(-out // place.shards), inputs, 1] for inputs, out in pairwise(UNEVEN)]
 
 
-def numels(place: Place) -> list[int]:
-    """Elements of a rank's shard of each uneven layer, weight and bias."""
-    return [rows * (columns + 1) for rows, columns in chunks(place)]
-
-
-def even_numel(place: Place) -> int:
-    """Elements of the even model."""
-    return 2 * even_rows(place) * INPUTS
+def numels(place: Place, is_even: bool) -> list[int]:
+    """Elements of a rank's shard of each layer, weight and bias."""
+    return [rows * (columns + biases) for rows, columns, biases in chunks(place, is_even)]
 
 
 def in_blocks(bits: int, block: int, scales: int = 1) -> Callable[[int], int]:
@@ -220,7 +217,6 @@ class Case:
 
     Attributes:
         hook: makes it.
-        element: bytes for an element, if shards end with blocks.
         message: returns the bytes of a message for a number of elements.
         policy: the policy of mixed precision.
         across: the exchange of messages across replicas.
@@ -228,7 +224,6 @@ class Case:
     """
 
     hook: Callable[[], Any]
-    element: Fraction
     message: Callable[[int], int]
     policy: dict[str, Any] | None = None
     across: str = "two stages"
@@ -240,9 +235,7 @@ class Case:
         return 2 if self.policy else 4
 
 
-INT8 = Fraction(1) + Fraction(4, BLOCK)
-INT4 = Fraction(1, 2) + Fraction(4, BLOCK)
-INT2 = Fraction(1, 4) + Fraction(4, BLOCK)
+INT8, INT4, INT2 = (in_blocks(bits, BLOCK) for bits in (8, 4, 2))
 
 
 class OwnHook(hooks.Hook):
@@ -257,37 +250,24 @@ class OwnHook(hooks.Hook):
 
 
 CASES: dict[str, Case] = {
-    "allreduce": Case(hooks.allreduce, Fraction(4), plain(4), across="ring"),
-    "allreduce of bfloat16": Case(hooks.allreduce, Fraction(2), plain(2), HALF, across="ring"),
-    "cast": Case(hooks.cast, Fraction(2), plain(2), across="cast"),
-    "cast to float16": Case(
-        lambda: hooks.cast(torch.float16), Fraction(2), plain(2), across="cast"
-    ),
-    "int8": Case(hooks.blockwise, INT8, in_blocks(8, BLOCK)),
-    "int8 of bfloat16": Case(hooks.blockwise, INT8, in_blocks(8, BLOCK), HALF),
-    "int8, stochastic": Case(
-        lambda: hooks.blockwise(rounding="stochastic"), INT8, in_blocks(8, BLOCK)
-    ),
-    "int4": Case(lambda: hooks.blockwise(bits=4), INT4, in_blocks(4, BLOCK)),
-    "int2": Case(lambda: hooks.blockwise(bits=2), INT2, in_blocks(2, BLOCK)),
-    "int4 with feedback": Case(
-        lambda: hooks.error_feedback(hooks.blockwise(bits=4)), INT4, in_blocks(4, BLOCK)
-    ),
+    "allreduce": Case(hooks.allreduce, plain(4), across="ring"),
+    "allreduce of bfloat16": Case(hooks.allreduce, plain(2), HALF, across="ring"),
+    "cast": Case(hooks.cast, plain(2), across="cast"),
+    "cast to float16": Case(lambda: hooks.cast(torch.float16), plain(2), across="cast"),
+    "int8": Case(hooks.blockwise, INT8),
+    "int8 of bfloat16": Case(hooks.blockwise, INT8, HALF),
+    "int8, stochastic": Case(lambda: hooks.blockwise(rounding="stochastic"), INT8),
+    "int4": Case(lambda: hooks.blockwise(bits=4), INT4),
+    "int2": Case(lambda: hooks.blockwise(bits=2), INT2),
+    "int4 with feedback": Case(lambda: hooks.error_feedback(hooks.blockwise(bits=4)), INT4),
     "int4 between two numbers": Case(
-        lambda: hooks.blockwise(bits=4, symmetric=False),
-        INT4 + Fraction(4, BLOCK),
-        in_blocks(4, BLOCK, scales=2),
+        lambda: hooks.blockwise(bits=4, symmetric=False), in_blocks(4, BLOCK, scales=2)
     ),
-    "fp8": Case(hooks.fp8, INT8, in_blocks(8, BLOCK)),
-    "sign": Case(
-        hooks.sign,
-        Fraction(1, 8) + Fraction(4, SIGN_BLOCK),
-        in_blocks(1, SIGN_BLOCK),
-        block=SIGN_BLOCK,
-    ),
-    "randomk": Case(lambda: hooks.randomk(0.125), Fraction(4, 8), eighth(4), across="ring"),
-    "int8 after a step": Case(lambda: hooks.after(1, hooks.blockwise()), INT8, in_blocks(8, BLOCK)),
-    "a hook of one's own": Case(lambda: OwnHook(), Fraction(4), plain(4), across="ring"),
+    "fp8": Case(hooks.fp8, INT8),
+    "sign": Case(hooks.sign, in_blocks(1, SIGN_BLOCK), block=SIGN_BLOCK),
+    "randomk": Case(lambda: hooks.randomk(0.125), eighth(4), across="ring"),
+    "int8 after a step": Case(lambda: hooks.after(1, hooks.blockwise()), INT8),
+    "a hook of one's own": Case(lambda: OwnHook(), plain(4), across="ring"),
 }
 
 
@@ -316,21 +296,16 @@ def mean_of_a_function(state: object, bucket: Any) -> torch.futures.Future[Tenso
 
 CASES_ACROSS: dict[str, Case] = {
     **CASES,
-    "topk": Case(lambda: hooks.topk(0.125), Fraction(8, 8), eighth(8), across="gathered"),
+    "topk": Case(lambda: hooks.topk(0.125), eighth(8), across="gathered"),
     "topk with feedback": Case(
-        lambda: hooks.error_feedback(hooks.topk(0.125)),
-        Fraction(8, 8),
-        eighth(8),
-        across="gathered",
+        lambda: hooks.error_feedback(hooks.topk(0.125)), eighth(8), across="gathered"
     ),
-    "allreduce in C++": Case(lambda: hooks.cpp("allreduce"), Fraction(4), plain(4), across="ring"),
-    "cast in C++": Case(
-        lambda: hooks.cpp("cast", dtype=torch.bfloat16), Fraction(2), plain(2), across="ring"
-    ),
+    "allreduce in C++": Case(lambda: hooks.cpp("allreduce"), plain(4), across="ring"),
+    "cast in C++": Case(lambda: hooks.cpp("cast", dtype=torch.bfloat16), plain(2), across="ring"),
     # The first step settles the bits: as many as the budget allows.
-    "adaptive": Case(lambda: hooks.adaptive(10**9), INT8, in_blocks(8, BLOCK)),
-    "adaptive, in 4 bits": Case(lambda: hooks.adaptive(1), INT4, in_blocks(4, BLOCK)),
-    "a function": Case(lambda: mean_of_a_function, Fraction(4), plain(4), across="ring"),
+    "adaptive": Case(lambda: hooks.adaptive(10**9), INT8),
+    "adaptive, in 4 bits": Case(lambda: hooks.adaptive(1), INT4),
+    "a function": Case(lambda: mean_of_a_function, plain(4), across="ring"),
 }
 
 ACROSS = [
@@ -366,15 +341,12 @@ def exchanged(case: Case, numel: int, place: Place, rank: int) -> int:
     return sum(parts) - parts[rank // place.shards] + peers * max(parts)
 
 
-def low_rank(rank: int, place: Place) -> int:
-    """PowerSGD on the uneven model: compresses matrices to at most half as many numbers."""
+def low_rank(rank: int, place: Place, is_even: bool) -> int:
+    """PowerSGD: compresses matrices to at most half as many numbers."""
     total = 0
-    for rows, columns in chunks(place):
-        left = right = 0
-        if 2 * rank * (rows + columns) <= rows * columns:
-            left, right = rank * rows, rank * columns
-        else:
-            left = rows * columns
-        total += ring(4 * (left + rows), place.replicas)  # with the bias
-        total += ring(4 * right, place.replicas)
+    for rows, columns, biases in chunks(place, is_even):
+        left, right = rank * rows, rank * columns
+        if 2 * (left + right) > rows * columns:
+            left, right = rows * columns, 0
+        total += ring(4 * (left + rows * biases), place.replicas) + ring(4 * right, place.replicas)
     return total

@@ -154,27 +154,38 @@ def goes_on(
     steps: int,
     more: int,
     folder: Path | None = None,
+    *,
+    within: Callable[[str], dict[str, Any]] = _hooks_within,
+    gather: bool = False,
+    copies: bool = False,
 ) -> None:
     """Checks that training continues from a hook's state with the same bits.
 
     Args:
         rank, place: the rank, and the mesh.
-        make_hook: makes a hook with the parameters in its state.
+        make_hook: makes a hook.
         steps: taken before the state is saved.
         more: steps taken after it.
         folder: of a distributed checkpoint of the state; None to load the state as it is.
+        within: makes settings of ``attach`` for a mesh.
+        gather: whether each rank loads one state of all ranks.
+        copies: whether to copy the parameters, which the state does not contain.
     """
     model = sharded(place)
-    handle = attach(model, make_hook(), **_hooks_within(place))
+    handle = attach(model, make_hook(), **within(place))
     optimizer = sgd(model.parameters())
     for number in range(steps):
         one_step(model, optimizer, rank, number)
-    state = copy.deepcopy(handle.state_dict())
+    state = copy.deepcopy(handle.state_dict(gather=gather))
+    of_rank = f"rank{dist.get_world_size() - 1 if gather else rank}"
+    assert of_rank in state or of_rank in state["shard_hook"]
     other = sharded(place)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    again = attach(other, make_hook(), **_hooks_within(place))
+    if copies:
+        copy_parameters(model, other)
+    again = attach(other, make_hook(), **within(place))
     if folder is not None:
         checkpoint.save({"hook": state}, checkpoint_id=folder)
         into = {"hook": again.state_dict()}

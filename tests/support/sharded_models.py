@@ -74,11 +74,6 @@ def _kept_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return mesh
 
 
-def two_axes(names: tuple[str, str]) -> DeviceMesh:
-    """Four ranks, two by two."""
-    return device_mesh((2, 2), names)
-
-
 class Layers(nn.Sequential):
     """Linear layers of uneven sizes; the last bias has one element."""
 
@@ -366,26 +361,20 @@ def reference(scenario: Scenario, ranks: int) -> tuple[list[Tensor | None], floa
     Returns:
         It by parameter, and the mean over the ranks of the largest gradient.
     """
-    total: list[Tensor | None] = []
+    every = []
     largest = 0.0
     for rank in range(ranks):
         torch.manual_seed(0)
         model = scenario.net().double()
         scenario.step(Training(model, rank))
-        gradients = [parameter.grad for parameter in model.parameters()]
-        largest += max(float(each.abs().max()) for each in gradients if each is not None) / ranks
-        total = [
-            _add(a, b) for a, b in zip(total or [None] * len(gradients), gradients, strict=True)
-        ]
+        every.append([parameter.grad for parameter in model.parameters()])
+        largest += max(float(each.abs().max()) for each in every[-1] if each is not None)
     factor = scenario.factor or ranks
-    mean = [None if each is None else each / factor for each in total]
-    return mean, largest * ranks / factor
-
-
-def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+    mean: list[Tensor | None] = []
+    for of_ranks in zip(*every, strict=True):
+        given = [each for each in of_ranks if each is not None]
+        mean.append(torch.stack(given).sum(0) / factor if given else None)
+    return mean, largest / factor
 
 
 def far(
@@ -394,20 +383,16 @@ def far(
     """The gradients that are further than a bound from the reference's."""
     found = []
     for number, (mine, other) in enumerate(zip(got, expected, strict=True)):
+        where = f"{what}, gradient {number}"
         if mine is None or other is None:
-            if mine is not None and bool(mine.any()):
-                found.append(f"{what}, gradient {number}: {mine.flatten()[:4]} and None")
-            if mine is None and other is not None:
-                found.append(f"{what}, gradient {number}: None")
-            continue
-        if mine.shape != other.shape:
-            found.append(f"{what}, gradient {number}: {mine.shape} and {other.shape}")
-            continue
-        if not mine.numel():  # an empty shard
-            continue
-        distance = float((mine.double() - other).abs().max())
-        if not distance <= bound:
-            found.append(f"{what}, gradient {number}: {distance} is more than {bound}")
+            if other is not None or (mine is not None and bool(mine.any())):
+                found.append(f"{where}: {mine} and {other}")
+        elif mine.shape != other.shape:
+            found.append(f"{where}: {mine.shape} and {other.shape}")
+        elif mine.numel():  # no empty shard
+            distance = float((mine.double() - other).abs().max())
+            if not distance <= bound:
+                found.append(f"{where}: {distance} is more than {bound}")
     return found
 
 
@@ -466,40 +451,6 @@ def _as_test(places: Any, function: Callable[..., Any]) -> Any:
     return pytest.mark.parametrize("place", places)(test)
 
 
-# ---- errors --------------------------------------------------------------------------------------
-
-
-def error_of(function: Callable[[], Any]) -> str:
-    """The error that a function raises, with its kind."""
-    try:
-        function()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def still_plain(model: nn.Module, rank: int) -> bool:
-    """Whether a model that has refused a hook is unchanged, and accepts another hook."""
-    expected = gradients_of_step(sharded("fsdp-2"), rank)
-    first = gradients_of_step(model, rank)
-    handle = attach(model, hooks.allreduce())
-    second = gradients_of_step(model, rank)
-    handle.remove()
-    return all(a.equal(b) and b.equal(c) for a, b, c in zip(first, second, expected, strict=True))
-
-
-class Custom:
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, **arguments: Any) -> None:
-        raise AssertionError("it is not called")
-
-
-def own_hook(state: object, bucket: Any) -> Tensor:
-    return bucket.buffer()
-
-
 # ---- failures of one rank ------------------------------------------------------------------------
 
 
@@ -513,6 +464,10 @@ class Failing(hooks.Hook):
     def __init__(self) -> None:
         super().__init__()
         self.fails_in: int | None = None
+
+    def set(self, calls: int, fails: bool) -> None:
+        """Makes it fail after so many calls, or never."""
+        self.fails_in = calls if fails else None
 
     def check_shards(self) -> None:
         pass
@@ -548,6 +503,9 @@ class Trap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.raises_in = ""
+
+    def set(self, where: str, raises: bool) -> None:
+        self.raises_in = where if raises else ""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.raises_in == "forward":
@@ -590,13 +548,3 @@ def check_outcome(model: nn.Module, rank: int, number: int, fails: int) -> None:
         # The whole reason of the failed rank, not inside another rank's error.
         assert says.startswith(f"torch_commhook: this step failed on rank {fails}: "), says
         assert says.count("failed on") == 1, says
-
-
-def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
-    """The gradients of ``fully_shard`` without a hook."""
-    return one_step(new_model(place), rank, number)
-
-
-def check_equal(got: list[Tensor], expected: list[Tensor], when: str) -> None:
-    """Gradients have the same bits."""
-    assert unlike(got, expected) == [], when

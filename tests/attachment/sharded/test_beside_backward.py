@@ -6,21 +6,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from rank_pool import RankPool
-from sharded_models import device_mesh
+from sharded_models import Mesh, batch, local, loss_of, on_processes, same_bits, sharded
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_releases import since
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import GradBucket, PeerError, attach, hooks
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 
-WAYS = ("fsdp", "replicate")
+PLACES = ["fsdp-2", "replicate-2"]
 
 
 class _Late(hooks.Hook):
@@ -65,61 +63,48 @@ class _Late(hooks.Hook):
         return "late"
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def _sharded(way: str, policy: MixedPrecisionPolicy | None = None) -> nn.Sequential:
-    mesh = device_mesh((dist.get_world_size(),), ("ranks",))
-    model = _net()
-    apply = replicate if way == "replicate" else fully_shard
-    settings = {} if policy is None else {"mp_policy": policy}
-    for module in model:
-        if isinstance(module, nn.Linear):
-            apply(module, mesh=mesh, **settings)
-    apply(model, mesh=mesh, **settings)
-    return model
-
-
 def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+    return [local(parameter.grad) for parameter in model.parameters()]
 
 
-def _backward(model: nn.Sequential, rank: int, at_first_layer: Callable[[], None]) -> None:
-    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+def _nothing() -> None:
+    pass
 
+
+def _backward(model: Any, rank: int, at_first_layer: Callable[[], None] = _nothing) -> None:
     def watch(module: nn.Module, arguments: object, output: Tensor) -> None:
         output.register_hook(lambda _: at_first_layer())
 
     hidden = model[0].register_forward_hook(watch)
-    model(inputs).square().sum().backward()
+    loss_of(model(batch(rank, 0))).backward()
     hidden.remove()
 
 
-def _is_beside(rank: int, way: str) -> bool:
-    plain = _sharded(way)
-    _backward(plain, rank, lambda: None)
-    model, hook = _sharded(way), _Late()
+def _expected(place: str, rank: int) -> list[Tensor]:
+    plain = sharded(place)
+    _backward(plain, rank)
+    return _gradients(plain)
+
+
+@on_processes(*PLACES)
+def test_the_backward_goes_on(rank: int, place: str) -> None:
+    """It would wait for the hook for ever, and the hook for it."""
+    expected = _expected(place, rank)
+    model, hook = sharded(place), _Late()
     handle = attach(model, hook)
     for _ in range(2):
         hook.may_end.clear()
         model.zero_grad()
         _backward(model, rank, hook.may_end.set)
     handle.remove()
-    return all(map(torch.equal, _gradients(model), _gradients(plain)))
+    assert same_bits(_gradients(model), expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_backward_goes_on(two_ranks: RankPool, way: str) -> None:
-    """It would wait for the hook for ever, and the hook for it."""
-    assert two_ranks.run(_is_beside, way) == [True, True]
-
-
-def _is_removed_in_it(rank: int, way: str) -> bool:
-    plain = _sharded(way)
-    _backward(plain, rank, lambda: None)
-    model, hook = _sharded(way), _Late()
+@on_processes(*PLACES)
+def test_a_hook_that_is_removed_in_the_backward(rank: int, place: str) -> None:
+    """What it has begun is brought to its end."""
+    expected = _expected(place, rank)
+    model, hook = sharded(place), _Late()
     handle = attach(model, hook)
 
     def remove() -> None:
@@ -127,91 +112,66 @@ def _is_removed_in_it(rank: int, way: str) -> bool:
         threading.Timer(0.3, hook.may_end.set).start()
 
     _backward(model, rank, remove)
-    same = all(map(torch.equal, _gradients(model), _gradients(plain)))
+    assert same_bits(_gradients(model), expected)
     model.zero_grad()
-    _backward(model, rank, lambda: None)  # without a hook
-    return same and all(map(torch.equal, _gradients(model), _gradients(plain)))
+    _backward(model, rank)  # without a hook
+    assert same_bits(_gradients(model), expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_hook_that_is_removed_in_the_backward(two_ranks: RankPool, way: str) -> None:
-    """What it has begun is brought to its end."""
-    assert two_ranks.run(_is_removed_in_it, way) == [True, True]
-
-
-def _waits(rank: int, way: str, why: str) -> bool:
-    """Whether gradients are right where PyTorch goes on with what it has reduced."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if why == "cast" else None
-    found = []
-    for hook in (None, hooks.allreduce(), _Late()):
-        model = _sharded(way, policy)
-        handle = None if hook is None else attach(model, hook)
-        if isinstance(hook, _Late):
-            hook.may_end.set()  # nobody is late
-        if why == "hook of a parameter":
-            seen: list[Tensor] = []
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p, seen=seen: seen.append(p.grad.to_local().clone())
-                )
-        if why == "hook of a module":
-            seen = []
-            model[1].register_full_backward_hook(
-                lambda *_, last=model[4], seen=seen: seen.append(
-                    last.weight.grad.to_local().clone()
-                )
-            )
-        for _ in range(2 if why == "gradients add up" else 1):
-            _backward(model, rank, lambda: None)
-        found.append(_gradients(model) + (seen if why.startswith("hook of") else []))
-        if handle is not None:
-            handle.remove()
-    plain, *others = found
-    return all(all(map(torch.equal, other, plain)) for other in others)
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "why", ["cast", "gradients add up", "hook of a parameter", "hook of a module"]
 )
-def test_what_is_needed_at_once_is_waited_for(two_ranks: RankPool, way: str, why: str) -> None:
-    assert two_ranks.run(_waits, way, why) == [True, True]
-
-
-def _fails_late(rank: int, way: str) -> list[str]:
-    """What each backward raises where the last exchange of the first fails on rank 1."""
-    model, hook = _sharded(way), _Late()
-    handle = attach(model, hook)
+@on_processes(*PLACES)
+def test_what_is_needed_at_once_is_waited_for(rank: int, place: str, why: str) -> None:
+    """Gradients are right where PyTorch goes on with what it has reduced."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if why == "cast" else None)
     found = []
-    for step in range(2):
-        model.zero_grad()
-        try:
-            if step == 0 and rank == 1:
-                hook.may_end.wait = lambda _: False  # type: ignore[method-assign]
-            else:
-                hook.may_end = threading.Event()
-                hook.may_end.set()
-            _backward(model, rank, lambda: None)
-        except (RuntimeError, TimeoutError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-            if rank == 1:  # the other one has got all of them
-                left = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-                assert left and all(gradient.isnan().all() for gradient in left)
-        else:
-            found.append("nothing")
-    handle.remove()
-    return found
+    for hook in (None, hooks.allreduce(), _Late()):
+        model: Any = sharded(place, mp_policy=policy)
+        handle = None if hook is None else attach(model, hook)
+        if isinstance(hook, _Late):
+            hook.may_end.set()  # nobody is late
+        seen: list[Tensor] = []
+        if why == "hook of a parameter":
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, seen=seen: seen.append(local(p.grad))
+                )
+        if why == "hook of a module":
+            model[1].register_full_backward_hook(
+                lambda *_, last=model[4], seen=seen: seen.append(local(last.weight.grad))
+            )
+        for _ in range(2 if why == "gradients add up" else 1):
+            _backward(model, rank)
+        assert bool(seen) == why.startswith("hook of")
+        found.append([*_gradients(model), *seen])
+        if handle is not None:
+            handle.remove()
+    plain, *others = found
+    assert all(same_bits(other, plain) for other in others)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_that_fails_at_the_end(two_ranks: RankPool, way: str) -> None:
+@on_processes(*PLACES)
+def test_one_that_fails_at_the_end(rank: int, place: str) -> None:
     """Gradients that have not come are NaN, so that nobody takes them for such."""
-    first, second = two_ranks.run(_fails_late, way)
-    assert second == ["TimeoutError: the backward did not go on", "nothing"]
-    assert first[0].startswith(
-        "PeerError: torch_commhook: this step failed on rank 1: TimeoutError"
-    )
-    assert first[1] == "nothing"
+    model, hook = sharded(place), _Late()
+    handle = attach(model, hook)
+    if rank == 0:
+        hook.may_end.set()
+        told = "^torch_commhook: this step failed on rank 1: TimeoutError"
+        with pytest.raises(PeerError, match=told):  # it has got all gradients
+            _backward(model, rank)
+    else:
+        hook.may_end.wait = lambda _: False  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError, match=r"^the backward did not go on$"):
+            _backward(model, rank)
+        left = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        assert left and all(gradient.isnan().all() for gradient in left)
+    hook.may_end = threading.Event()
+    hook.may_end.set()
+    model.zero_grad()
+    _backward(model, rank)
+    handle.remove()
 
 
 class _Headed(nn.Module):
@@ -227,14 +187,15 @@ class _Headed(nn.Module):
         return self.body(inputs)
 
 
-def _heads_alone(rank: int) -> bool:
+@since("2.13")
+@on_processes("fsdp-2")
+def test_a_part_of_a_group_that_runs_alone(rank: int, place: str) -> None:
     """From the second time on ``fully_shard`` hears of no end of the backward."""
     found = []
     for hook in (None, _Late()):
-        model = _Headed()
-        mesh = device_mesh((dist.get_world_size(),), ("ranks",))
-        fully_shard([model.body, model.head], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        model, mesh = _Headed(), Mesh.of(place)
+        mesh.apply([model.body, model.head])
+        mesh.apply(model)
         handle = None if hook is None else attach(model, hook)
         hidden = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)))
         gradients = []
@@ -249,9 +210,4 @@ def _heads_alone(rank: int) -> bool:
         if handle is not None:
             assert handle.stats().steps == 3
             handle.remove()
-    return all(map(torch.equal, *found))
-
-
-@since("2.13")
-def test_a_part_of_a_group_that_runs_alone(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_heads_alone) == [True, True]
+    assert same_bits(*found)

@@ -34,11 +34,9 @@ def _halves(place: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Layers(5, 7, 6), Layers(6, 5, 1))
     mesh = Mesh.of(place)
-    for half in model:
-        for layer in half:
-            if any(True for _ in layer.parameters()):
-                mesh.apply(layer)
-    mesh.apply(model)
+    for layer in (*model[0], *model[1], model):
+        if any(True for _ in layer.parameters()):
+            mesh.apply(layer)
     return model
 
 

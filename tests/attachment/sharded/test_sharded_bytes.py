@@ -3,15 +3,14 @@
 The ranks are threads of one process, whose simulated groups count what each rank sends. They run
 ``fully_shard`` itself. The expected bytes are written out here: nothing asks a codec or a hook.
 
-There are two models. Shards of the even one end where blocks end, and the bytes are exactly those
-that ``docs/sharded.md`` gives for an element. Shards of the uneven one end inside of blocks, and
-the last ranks have none of the last layer; there each message is added up by itself.
+Shards of the even model end where blocks end, so that the messages have exactly the bytes that
+``docs/sharded.md`` gives for an element. Shards of the uneven one end inside of blocks, and the
+last ranks have none of the last layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ import torch
 import torch.distributed as dist
 from sharded_bytes import (
     ACROSS,
-    BLOCK,
     CASES,
     CASES_ACROSS,
-    INPUTS,
     INT4,
     INT8,
     SIGN_BLOCK,
@@ -32,8 +29,6 @@ from sharded_bytes import (
     bytes_over,
     chunks,
     eighth,
-    even_numel,
-    even_rows,
     exchanged,
     in_blocks,
     low_rank,
@@ -57,31 +52,23 @@ from torch_commhook.metrics import HookStats
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.ranks import run_with_links
 
-# ---- reduce-scatters -----------------------------------------------------------------------------
+both_models = pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
 
 
+@both_models
 @pytest.mark.parametrize("ranks", some_long(range(2, 9), [3, 8]))
-def test_reduce_scatters(ranks: int) -> None:
+def test_reduce_scatters(ranks: int, is_even: bool) -> None:
     place = Place(1, ranks)
-    part = Fraction(ranks - 1, ranks) * even_numel(place)
-    for name, of_ranks in second_steps(place, True, of_cases(CASES)).items():
-        scattered = CASES[name].element * part
-        gathered = 2 * CASES[name].gathered * part  # in forward and in backward
+    shards = numels(place, is_even)
+    for name, of_ranks in second_steps(place, is_even, of_cases(CASES)).items():
+        scattered = (ranks - 1) * sum(map(CASES[name].message, shards))
+        whole = (ranks - 1) * CASES[name].gathered * sum(shards)
         for sent in of_ranks:
             assert (name, sent.stats.bytes_sent_last_step) == (name, scattered)
-            assert (name, sent.shards) == (name, scattered + gathered)
-            assert sent.replicas == sent.others == 0
-
-
-@pytest.mark.parametrize("ranks", some_long(range(2, 9), [5, 8]))
-def test_uneven_reduce_scatters(ranks: int) -> None:
-    place = Place(1, ranks)
-    for name, of_ranks in second_steps(place, False, of_cases(CASES)).items():
-        scattered = (ranks - 1) * sum(map(CASES[name].message, numels(place)))
-        whole = (ranks - 1) * CASES[name].gathered * sum(numels(place))
-        for sent in of_ranks:
-            assert (name, sent.stats.bytes_sent_last_step) == (name, scattered)
+            # Parameters are gathered in forward and in backward.
             assert (name, sent.shards) == (name, scattered + 2 * whole)
+            assert (name, sent.stats.bytes_gathered) == (name, 2 * 2 * whole)  # two steps
+            assert sent.replicas == sent.others == sent.stats.bytes_scattered == 0
             if name != "int8 after a step":
                 assert (name, sent.stats.bytes_sent) == (name, 2 * scattered)
                 assert sent.stats.compression_ratio == pytest.approx(whole / scattered), name
@@ -89,92 +76,76 @@ def test_uneven_reduce_scatters(ranks: int) -> None:
 
 # ---- all-gathers of parameters -------------------------------------------------------------------
 
-WEIGHTS: dict[str, tuple[Callable[[], Any], Fraction, Callable[[int], int]]] = {
-    "int8": (codecs.blockwise, INT8, in_blocks(8, BLOCK)),
-    "int4": (lambda: codecs.blockwise(bits=4), INT4, in_blocks(4, BLOCK)),
-    "fp8": (codecs.fp8, INT8, in_blocks(8, BLOCK)),
-    "fp8 in blocks of 64": (
-        lambda: codecs.fp8("e5m2", 64),
-        Fraction(1) + Fraction(4, 64),
-        in_blocks(8, 64),
-    ),
-    "sign": (
-        codecs.sign,
-        Fraction(1, 8) + Fraction(4, SIGN_BLOCK),
-        in_blocks(1, SIGN_BLOCK),
-    ),
+WEIGHTS: dict[str, tuple[Callable[[], Any], Callable[[int], int]]] = {
+    "int8": (codecs.blockwise, INT8),
+    "int4": (lambda: codecs.blockwise(bits=4), INT4),
+    "fp8": (codecs.fp8, INT8),
+    "fp8 in blocks of 64": (lambda: codecs.fp8("e5m2", 64), in_blocks(8, 64)),
+    "sign": (codecs.sign, in_blocks(1, SIGN_BLOCK)),
 }
 
 
+@both_models
 @pytest.mark.parametrize("ranks", some_long(range(2, 9), [2, 7]))
-def test_gathers_of_weights(ranks: int) -> None:
+def test_gathers_of_weights(ranks: int, is_even: bool) -> None:
     """Of a step with int8 on both, ``3 (1 + 4 / B) (W - 1) / W`` bytes for an element."""
     place = Place(1, ranks)
+    shards = numels(place, is_even)
     attachments: dict[str, Attachment] = {
-        name: (hooks.blockwise, None, {"weights": make()}) for name, (make, _, _) in WEIGHTS.items()
+        name: (hooks.blockwise, None, {"weights": make()}) for name, (make, _) in WEIGHTS.items()
     }
-    part = Fraction(ranks - 1, ranks) * even_numel(place)
-    for name, of_ranks in second_steps(place, True, attachments).items():
-        _, element, _ = WEIGHTS[name]
+    scattered = (ranks - 1) * sum(map(INT8, shards))
+    for name, of_ranks in second_steps(place, is_even, attachments).items():
+        gathered = 2 * (ranks - 1) * sum(map(WEIGHTS[name][1], shards))
         for sent in of_ranks:
-            assert (name, sent.stats.bytes_gathered) == (name, 2 * 2 * element * part)  # two steps
-            assert (name, sent.shards) == (name, (2 * element + INT8) * part)
-
-    scattered = (ranks - 1) * sum(map(in_blocks(8, BLOCK), numels(place)))
-    for name, of_ranks in second_steps(place, False, attachments).items():
-        _, _, message = WEIGHTS[name]
-        gathered = 2 * (ranks - 1) * sum(map(message, numels(place)))
-        for sent in of_ranks:
-            assert (name, sent.stats.bytes_gathered) == (name, 2 * gathered)
+            assert (name, sent.stats.bytes_gathered) == (name, 2 * gathered)  # two steps
             assert (name, sent.shards) == (name, gathered + scattered)
+
+
+@pytest.mark.parametrize("name", [None, "int8"])
+def test_gathers_of_weights_that_stay_whole(name: str | None) -> None:
+    """They are gathered once in a step."""
+    place = Place(1, 3)
+    make, message = (lambda: None, plain(4)) if name is None else WEIGHTS[name]
+    gathered = 2 * sum(map(message, numels(place, True)))
+    for sent in second_step(
+        place, True, hooks.blockwise, reshard_after_forward=False, weights=make()
+    ):
+        assert sent.stats.bytes_gathered == 2 * gathered  # two steps
 
 
 @pytest.mark.parametrize("among", [2, 4])
 def test_gathers_in_backward_among_fewer_ranks(among: int) -> None:
     """They are as they are; the forward's are in int8."""
     place = Place(1, 8)
-    numel = even_numel(place)
-    forward = INT8 * Fraction(7, 8) * numel
-    backward = 4 * Fraction(among - 1, among) * numel
+    shards = numels(place, True)
     for sent in second_step(
         place, True, hooks.blockwise, reshard_after_forward=among, weights=codecs.blockwise()
     ):
-        assert sent.shards == forward + INT8 * Fraction(7, 8) * numel
-        assert sent.others == backward
+        assert sent.shards == 2 * 7 * sum(map(INT8, shards))  # the reduce-scatter is in int8, too
+        assert sent.others == 4 * (among - 1) * (8 // among) * sum(shards)
 
 
 # ---- across replicas -----------------------------------------------------------------------------
 
 
 @quiet
+@both_models
 @pytest.mark.parametrize("place", some_long(ACROSS, [Place(3, 1), Place(2, 2)]), ids=named)
-def test_across_replicas(place: Place) -> None:
-    part = Fraction(place.replicas - 1, place.replicas * place.shards) * even_numel(place)
-    within = Fraction(place.shards - 1, place.shards) * even_numel(place)
-    for name, of_ranks in second_steps(place, True, of_cases(CASES_ACROSS)).items():
+def test_across_replicas(place: Place, is_even: bool) -> None:
+    shards = numels(place, is_even)
+    for name, of_ranks in second_steps(place, is_even, of_cases(CASES_ACROSS)).items():
         case = CASES_ACROSS[name]
-        messages = place.replicas if case.across == "gathered" else 2
-        averaged = messages * case.element * part
-        for sent in of_ranks:
-            assert (name, sent.replicas) == (name, averaged)
-            assert (name, sent.stats.bytes_sent_last_step) == (name, averaged)
-            # Two all-gathers and a reduce-scatter.
-            assert (name, sent.shards) == (name, 3 * case.gathered * within)
-            assert sent.others == 0
-
-
-@quiet
-@pytest.mark.parametrize("place", some_long(ACROSS, [Place(5, 1), Place(2, 4)]), ids=named)
-def test_uneven_across_replicas(place: Place) -> None:
-    for name, of_ranks in second_steps(place, False, of_cases(CASES_ACROSS)).items():
-        case = CASES_ACROSS[name]
-        within = 3 * (place.shards - 1) * case.gathered * sum(numels(place))
+        within = (place.shards - 1) * case.gathered * sum(shards)
         for rank, sent in enumerate(of_ranks):
-            averaged = sum(exchanged(case, numel, place, rank) for numel in numels(place))
+            averaged = sum(exchanged(case, numel, place, rank) for numel in shards)
             assert (name, sent.replicas) == (name, averaged)
-            assert (name, sent.shards) == (name, within)
+            # Two all-gathers and a reduce-scatter.
+            assert (name, sent.shards) == (name, 3 * within)
+            assert (name, sent.stats.bytes_scattered) == (name, 2 * within)  # two steps
+            assert sent.others == 0
             # In C++ half a byte of a layer is rounded up, and in Python to an even number.
-            rounding = len(numels(place)) if "C++" in name else 0
+            rounding = len(shards) if "C++" in name and not is_even else 0
             assert abs(sent.stats.bytes_sent_last_step - averaged) <= rounding, name
 
 
@@ -182,22 +153,17 @@ def low_rank_hook(rank: int) -> Callable[[], Any]:
     return lambda: hooks.error_feedback(hooks.powersgd(rank=rank))
 
 
+@both_models
 @pytest.mark.parametrize("place", some_long(ACROSS, [Place(8, 1), Place(4, 2)]), ids=named)
-def test_powersgd(place: Place) -> None:
+def test_powersgd(place: Place, is_even: bool) -> None:
     """A matrix of n rows of a shard and m columns costs ``r (n + m)`` numbers."""
     attachments: dict[str, Attachment] = {
         str(rank): (low_rank_hook(rank), None, {}) for rank in (1, 3)
     }
-    part = Fraction(place.replicas - 1, place.replicas)
-    for name, of_ranks in second_steps(place, True, attachments).items():
-        numbers = 2 * int(name) * (even_rows(place) // place.shards + INPUTS)  # of two layers
+    for name, of_ranks in second_steps(place, is_even, attachments).items():
+        expected = low_rank(int(name), place, is_even)
         for sent in of_ranks:
-            assert sent.replicas == sent.stats.bytes_sent_last_step
-            # What a collective sends is rounded to a byte.
-            assert abs(sent.replicas - 2 * 4 * part * numbers) < 3
-    for name, of_ranks in second_steps(place, False, attachments).items():
-        for sent in of_ranks:
-            assert sent.replicas == sent.stats.bytes_sent_last_step == low_rank(int(name), place)
+            assert sent.replicas == sent.stats.bytes_sent_last_step == expected
 
 
 @pytest.mark.parametrize("place", some_long(ACROSS, [Place(2, 3), Place(6, 1)]), ids=named)
@@ -211,23 +177,22 @@ def test_policy(place: Place) -> None:
     for rank, sent in enumerate(second_step(place, False, make)):
         assert sent.replicas == sum(
             ring(4 * rows, place.replicas) + exchanged(case, rows * columns, place, rank)
-            for rows, columns in chunks(place)
+            for rows, columns, _ in chunks(place, False)
         )
 
 
 WITHIN = ("cast", "int8", "fp8", "sign", "randomk", "int4 with feedback")
 
 
+@both_models
 @pytest.mark.parametrize(
     "place",
     some_long([place for place in ACROSS if place.shards > 1], [Place(2, 2)]),
     ids=named,
 )
-def test_a_hook_within_replicas(place: Place) -> None:
+def test_a_hook_within_replicas(place: Place, is_even: bool) -> None:
     """``shard_hook`` in the reduce-scatters, and int8 across replicas and in all-gathers."""
-    numel = even_numel(place)
-    part = Fraction(place.shards - 1, place.shards) * numel
-    across = 2 * INT8 * Fraction(place.replicas - 1, place.replicas * place.shards) * numel
+    shards, peers = numels(place, is_even), place.shards - 1
     attachments: dict[str, Attachment] = {
         name: (
             hooks.blockwise,
@@ -236,13 +201,14 @@ def test_a_hook_within_replicas(place: Place) -> None:
         )
         for name in WITHIN
     }
-    for name, of_ranks in second_steps(place, True, attachments).items():
-        element = CASES[name].element
-        for sent in of_ranks:
-            assert (name, sent.shards) == (name, (2 * INT8 + element) * part)
+    for name, of_ranks in second_steps(place, is_even, attachments).items():
+        scattered = peers * sum(map(CASES[name].message, shards))
+        for rank, sent in enumerate(of_ranks):
+            across = sum(exchanged(CASES["int8"], numel, place, rank) for numel in shards)
+            assert (name, sent.shards) == (name, scattered + 2 * peers * sum(map(INT8, shards)))
             assert (name, sent.replicas) == (name, across)
             assert sent.stats.bytes_sent_last_step == across
-            assert sent.stats.bytes_scattered == 2 * element * part  # of two steps
+            assert sent.stats.bytes_scattered == 2 * scattered  # of two steps
 
 
 def test_hierarchical_across_replicas() -> None:
@@ -260,13 +226,13 @@ def test_hierarchical_across_replicas() -> None:
             own.append(next(group for ranks, group in made if rank in ranks))
         return hooks.hierarchical(codecs.blockwise(), intra_group=own[0], inter_group=own[1])
 
-    shard = Fraction(even_numel(place), 2)
-    inside = 2 * 4 * Fraction(1, 2) * shard
-    between = 2 * INT8 * Fraction(1, 2) * shard / 2
+    shards = numels(place, True)
+    inside = sum(ring(4 * numel, 2) for numel in shards)
+    between = sum(2 * INT8(numel // 4) for numel in shards)  # half of what a rank has of its node
     for sent in second_step(place, True, make):
         assert sent.others == sent.stats.bytes_sent_last_step == inside + between
         assert sent.replicas == 0
-        assert sent.shards == 3 * 4 * Fraction(1, 2) * even_numel(place)
+        assert sent.shards == 3 * 4 * sum(shards)
 
 
 # ---- collectives with chunks of any length -------------------------------------------------------
@@ -278,9 +244,9 @@ def chunk_lengths(ranks: int) -> list[int]:
 
 
 CHUNK_CODECS: dict[str, tuple[Callable[[], Any], Callable[[int], int]]] = {
-    "int8": (codecs.blockwise, in_blocks(8, BLOCK)),
-    "int4": (lambda: codecs.blockwise(bits=4), in_blocks(4, BLOCK)),
-    "fp8": (codecs.fp8, in_blocks(8, BLOCK)),
+    "int8": (codecs.blockwise, INT8),
+    "int4": (lambda: codecs.blockwise(bits=4), INT4),
+    "fp8": (codecs.fp8, INT8),
     "sign": (codecs.sign, in_blocks(1, SIGN_BLOCK)),
     "randomk": (lambda: codecs.randomk(0.125), eighth(4)),
     "topk": (lambda: codecs.topk(0.125), eighth(8)),
@@ -339,9 +305,9 @@ def _second_step_over_gloo(place: str, name: str, weights: Any = None) -> tuple[
 @on_processes("fsdp-3")
 def test_reduce_scatters_over_gloo(rank: int, place: str, name: str, in_int4: bool) -> None:
     """Parameters are gathered in int4, or as they are."""
-    of_weights = in_blocks(4, BLOCK) if in_int4 else plain(4)
+    of_weights = INT4 if in_int4 else plain(4)
     sent, stats = _second_step_over_gloo(place, name, codecs.blockwise(bits=4) if in_int4 else None)
-    shards = numels(Place(1, 3))
+    shards = numels(Place(1, 3), False)
     scattered = 2 * sum(map(CASES[name].message, shards))
     assert stats.bytes_sent_last_step == scattered
     # Each layer's parameters are gathered in forward and in backward.
@@ -354,7 +320,7 @@ def test_all_reduces_over_gloo(rank: int, place: str, name: str) -> None:
     of_mesh = Place(2, 2)
     _, stats = _second_step_over_gloo(place, name)
     whole, averaged = (
-        sum(exchanged(CASES[each], numel, of_mesh, rank) for numel in numels(of_mesh))
+        sum(exchanged(CASES[each], numel, of_mesh, rank) for numel in numels(of_mesh, False))
         for each in ("allreduce", name)
     )
     assert (stats.bytes_sent_last_step, stats.bytes_sent) == (averaged, 2 * averaged)

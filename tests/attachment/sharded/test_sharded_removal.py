@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from sharded_models import (
     batch,
@@ -135,22 +136,15 @@ def test_model_and_hook_are_collected(rank: int, place: str, remove: bool) -> No
 class _Custom:
     """A reduce-scatter of the user's own."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
-        return nn.Parameter(None).new_empty(size, dtype=dtype, device=device).detach()
+        return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+        options.pop("async_op", None)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **options)
 
 
 @on_ranks("fsdp-2")

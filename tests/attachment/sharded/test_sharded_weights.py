@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from rank_pool import RankPool
-from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, on_ranks, reshard, run_on
+from on_ranks import of_all_ranks
+from sharded_models import (
+    Layers,
+    Mesh,
+    batch,
+    by_layer,
+    gradients_of_step,
+    local,
+    loss_of,
+    on_processes,
+    on_ranks,
+    reshard,
+    run_on,
+    same_bits,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -57,55 +68,48 @@ CODECS: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-def _gather(rank: int, place: str, codec: str, settings: dict[str, Any]) -> None:
+def _check_restored(module: _Watching, exact: Tensor, part: float) -> Tensor:
+    """The weights that forward and backward have seen are near the exact ones, and not these."""
+    forward, backward = module.seen
+    assert forward.equal(backward), "backward sees other weights"
+    distance = float((forward - exact).abs().max())
+    assert 0 < distance <= part * float(exact.abs().max()), f"{distance}"
+    return forward
+
+
+def _gather(rank: int, place: str, codec: str, reshard_after_forward: bool | int | None) -> None:
     model = _net()
-    whole = [parameter.detach().clone() for parameter in model.parameters()]
-    by_layer(model, Mesh.of(place), **settings)
+    whole = model[2].weight.detach().clone()
+    by_layer(model, Mesh.of(place), reshard_after_forward=reshard_after_forward)
     exact = [local(parameter) for parameter in model.parameters()]
     weights, part = CODECS[codec]
     handle = attach(model, hooks.allreduce(), weights=weights())
     loss_of(model(batch(rank, 0))).backward()
     reshard(model)
-    after = [local(parameter) for parameter in model.parameters()]
-    assert all(a.equal(b) for a, b in zip(after, exact, strict=True)), "a shard has changed"
-    forward, backward = model[2].seen
-    assert forward.equal(backward), "backward sees other weights"
-    distance = float((forward - whole[2]).abs().max())
-    bound = part * float(whole[2].abs().max())
-    assert 0 < distance <= bound, f"{distance} is none, or more than {bound}"
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(forward.numpy().tobytes()).hexdigest())
-    assert len(set(digests)) == 1, "ranks have restored other weights"
+    assert same_bits([local(parameter) for parameter in model.parameters()], exact)
+    restored = _check_restored(model[2], whole, part)
+    assert all(each.equal(restored) for each in of_all_ranks(restored)), "ranks have others"
     handle.remove()
     loss_of(model(batch(rank, 0)))
-    assert model[2].seen[-1].equal(whole[2]), "removed, the weights are not exact"
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@on_ranks(*PLACES)
-def test_weights_through_a_codec(rank: int, place: str, codec: str) -> None:
-    _gather(rank, place, codec, {})
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "whole after forward": {"reshard_after_forward": False},
-    "sharded after forward": {"reshard_after_forward": True},
-    "sharded among two after forward": {"reshard_after_forward": 2},
-}
+    assert model[2].seen[-1].equal(whole), "removed, the weights are not exact"
 
 
 @pytest.mark.parametrize(
-    ("settings", "place"),
+    ("place", "codec", "reshard_after_forward"),
     [
-        ("whole after forward", "fsdp-3"),
-        ("sharded after forward", "fsdp-3"),
-        ("sharded among two after forward", "fsdp-4"),
+        *((place, codec, None) for place in PLACES for codec in CODECS),
+        ("fsdp-3", "int8", False),
+        ("fsdp-3", "int8", True),
+        ("fsdp-4", "int8", 2),
     ],
 )
-def test_backward_sees_the_same_weights(
-    request: pytest.FixtureRequest, place: str, settings: str
+def test_weights_through_a_codec(
+    request: pytest.FixtureRequest,
+    place: str,
+    codec: str,
+    reshard_after_forward: bool | int | None,
 ) -> None:
-    run_on(request, place, _gather, "int8", SETTINGS[settings])
+    run_on(request, place, _gather, codec, reshard_after_forward)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +120,12 @@ def test_backward_sees_the_same_weights(
 @on_ranks(*PLACES, "gloo-hsdp-4")
 def test_gradients_are_those_at_the_restored_weights(
     rank: int, place: str, policy: dict[str, Any]
-) -> list[str]:
+) -> None:
     """Those at the weights that were gathered, to the bits."""
     model = _net()
     by_layer(model, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
     handle = attach(model, hooks.allreduce(), weights=codecs.blockwise())
-    loss_of(model(batch(rank, 0))).backward()
-    reshard(model)
-    got = [local(parameter.grad) for parameter in model.parameters()]
+    got = gradients_of_step(model, rank)
     model.unshard()
     for layer in model:
         if hasattr(layer, "unshard"):
@@ -135,14 +137,7 @@ def test_gradients_are_those_at_the_restored_weights(
         for parameter, value in zip(plain.parameters(), restored, strict=True):
             parameter.copy_(value)
     by_layer(plain, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
-    loss_of(plain(batch(rank, 0))).backward()
-    reshard(plain)
-    expected = [local(parameter.grad) for parameter in plain.parameters()]
-    return [
-        f"gradient {number}"
-        for number, (a, b) in enumerate(zip(got, expected, strict=True))
-        if not a.equal(b)
-    ]
+    assert same_bits(got, gradients_of_step(plain, rank))
 
 
 @on_ranks("fsdp-3")
@@ -152,16 +147,13 @@ def test_columns(rank: int, place: str) -> None:
     whole = model[2].weight.detach().clone()
     by_layer(
         model,
-        Mesh.of("fsdp-3"),
+        Mesh.of(place),
         shard_placement_fn=lambda p: Shard(1) if tuple(p.shape) == (6, 6) else None,
     )
     handle = attach(model, hooks.blockwise(), weights=codecs.blockwise())
     loss_of(model(batch(rank, 0))).backward()
-    forward, backward = model[2].seen
     handle.remove()
-    assert forward.equal(backward), "backward sees other weights"
-    distance = float((forward - whole).abs().max())
-    assert 0 < distance <= 0.51 / 127 * float(whole.abs().max()), f"{distance}"
+    _check_restored(model[2], whole, CODECS["int8"][1])
 
 
 @on_ranks("fsdp-2")
@@ -170,60 +162,45 @@ def test_frozen_modules_are_gathered_through_the_codec(rank: int, place: str) ->
     model = _net()
     whole = model[2].weight.detach().clone()
     model[2].requires_grad_(False)
-    by_layer(model, Mesh.of("fsdp-2"))
+    by_layer(model, Mesh.of(place))
     handle = attach(model, hooks.allreduce(), weights=codecs.blockwise())
     loss_of(model(batch(rank, 0))).backward()
     handle.remove()
-    forward, backward = model[2].seen
-    assert forward.equal(backward), "backward sees other weights"
-    assert not forward.equal(whole), "gathered as they are"
+    _check_restored(model[2], whole, CODECS["int8"][1])
 
 
-def _evaluations(rank: int, place: str, settings: dict[str, Any]) -> list[bool]:
-    """Whether a model is exact after the hook is gone, and what inference mode gives."""
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_processes("fsdp-2", "hsdp-4")
+def test_evaluations(rank: int, place: str, reshard_after_forward: bool) -> None:
+    """They are through the codec, also in inference mode, and exact after the hook is gone."""
     model = _net()
     exact = model(batch(rank, 0)).detach()
-    by_layer(model, Mesh.of(place), **settings)
+    by_layer(model, Mesh.of(place), reshard_after_forward=reshard_after_forward)
     handle = attach(model, hooks.allreduce(), weights=codecs.blockwise(bits=4))
     with torch.no_grad():
         through_codec = model(batch(rank, 0))
+    assert not torch.allclose(through_codec, exact)
     with torch.inference_mode():
-        inference = model(batch(rank, 0))
+        assert torch.equal(model(batch(rank, 0)), through_codec)
     loss_of(model(batch(rank, 1))).backward()
     with torch.inference_mode():
-        again = model(batch(rank, 0))
+        assert torch.equal(model(batch(rank, 0)), through_codec)
     handle.remove()
     with torch.no_grad():
-        after = model(batch(rank, 0))
-    return [
-        torch.allclose(after, exact),
-        not torch.allclose(through_codec, exact),
-        torch.equal(inference, through_codec),
-        torch.equal(again, through_codec),
-    ]
+        assert torch.allclose(model(batch(rank, 0)), exact)
 
 
-@pytest.mark.parametrize("place", ["fsdp-2", "hsdp-4"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_evaluations(ranks: RankPool, place: str, reshard_after_forward: bool) -> None:
-    settings = {"reshard_after_forward": reshard_after_forward}
-    assert ranks.run(_evaluations, place, settings) == [[True] * 4] * ranks.world_size
-
-
-def _removed_in_forward(rank: int, settings: dict[str, Any]) -> list[bool]:
+@on_processes("fsdp-2")
+def test_removed_in_forward(rank: int, place: str, reshard_after_forward: bool) -> None:
     """The module that runs keeps its parameters; the next forward has exact ones."""
     model = _net()
     exact = model(batch(rank, 0)).detach()
-    by_layer(model, Mesh.of("fsdp-2"), **settings)
+    by_layer(model, Mesh.of(place), reshard_after_forward=reshard_after_forward)
     handle = attach(model, hooks.allreduce(), weights=codecs.blockwise(bits=4))
     hidden = model[2].register_forward_pre_hook(lambda *_: handle.remove())
     output = model(batch(rank, 0))
     hidden.remove()
     loss_of(output).backward()
-    return [bool(output.isfinite().all()), torch.allclose(model(batch(rank, 0)), exact)]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_removed_in_forward(two_ranks: RankPool, reshard_after_forward: bool) -> None:
-    settings = {"reshard_after_forward": reshard_after_forward}
-    assert two_ranks.run(_removed_in_forward, settings) == [[True] * 2] * 2
+    assert output.isfinite().all()
+    assert torch.allclose(model(batch(rank, 0)), exact)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from mode_cases import OwnError
+from on_ranks import of_all_ranks
+from sharded_local import tensors_by_path
 from sharded_models import (
     Failing,
     Mesh,
@@ -15,15 +22,16 @@ from sharded_models import (
     device_mesh,
     differences,
     far,
-    local,
+    gradients_of_step,
     loss_of,
     on_processes,
     on_ranks,
     reference,
     reshard,
+    same_bits,
     sgd_at,
     take_steps,
-    two_axes,
+    unlike,
     whole,
 )
 from torch import Tensor, nn
@@ -35,7 +43,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_commhook import PeerError, attach, hooks
+from torch_commhook import PeerError, attach, hooks, reshard_states
 
 
 def _net() -> nn.Module:
@@ -43,28 +51,25 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def _shard_over(model: nn.Module, mesh: DeviceMesh, *axes: str) -> None:
+def _shard_over(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...] = ("dp",)) -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh[axes])
 
 
-def _shard(model: nn.Module, mesh: Mesh) -> None:
-    _shard_over(model, mesh.mesh, "dp")
-
-
-def _in_replicas() -> nn.Module:
-    model = _net()
-    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
-    _shard_over(model, mesh, "replicas", "shards")
-    return model
-
-
-SCENARIO = Scenario(net=_net, shard=_shard)
-
-
 def _mesh() -> Mesh:
-    return Mesh("fsdp", two_axes(("dp", "tp")))
+    return Mesh("fsdp", device_mesh((2, 2), ("dp", "tp")))
+
+
+SCENARIO = Scenario(net=_net, shard=lambda model, mesh: _shard_over(model, mesh.mesh))
+SHARDS, REPLICAS = ("dp",), ("replicas", "shards")
+
+
+def _sharded(axes: tuple[str, ...] = SHARDS) -> nn.Module:
+    """Over two shards, or over two replicas of one shard; two ranks have columns of each."""
+    model = _net()
+    _shard_over(model, device_mesh((2, 2) if axes == SHARDS else (2, 1, 2), (*axes, "tp")), axes)
+    return model
 
 
 @on_ranks("fsdp-4")
@@ -87,81 +92,62 @@ def test_hooks_are_near_the_mean(rank: int, place: str, with_feedback: bool) -> 
 
 
 @on_processes("fsdp-4")
-def test_a_hook_that_fails(rank: int, place: str) -> list[str]:
+def test_a_hook_that_fails(rank: int, place: str) -> None:
     """The last reduction of one rank fails; ranks with other columns have no part in it."""
-    mesh = _mesh()
-    plain, model = SCENARIO.net(), SCENARIO.net()
-    for each in (plain, model):
-        SCENARIO.shard(each, mesh)
-    expected = _gradients(plain, rank)
-    hook = Failing()
+    expected = gradients_of_step(_sharded(), rank // 2)
+    model, hook = _sharded(), Failing()
     handle = attach(model, hook)
-    found = []
     for fails in range(4):
         hook.fails_in = 2 if rank == fails else None
-        try:
-            _gradients(model, rank)
-            found.append("no error")
-        except (OwnError, PeerError) as error:
-            if isinstance(error, OwnError) != (rank == fails):
-                found.append(f"{error}")
+        with pytest.raises(OwnError if rank == fails else PeerError):
+            gradients_of_step(model, rank // 2)
         hook.fails_in = None
-        got = _gradients(model, rank)
-        if not all(a.equal(b) for a, b in zip(got, expected, strict=True)):
-            found.append(f"other bits after rank {fails} has failed")
+        assert same_bits(gradients_of_step(model, rank // 2), expected), fails
     handle.remove()
-    return found
-
-
-def _gradients(model: nn.Module, rank: int) -> list[Tensor]:
-    model.zero_grad()
-    loss_of(model(batch(rank // 2, 0))).backward()
-    reshard(model)
-    return [local(parameter.grad) for parameter in model.parameters()]
 
 
 @on_ranks("fsdp-4")
 def test_ranks_that_differ(rank: int, place: str) -> None:
     """From the rank that has other columns of the same rows."""
-    model = SCENARIO.net()
-    SCENARIO.shard(model, _mesh())
     with pytest.raises(RuntimeError, match="the hook must be the same on all ranks"):
-        attach(model, hooks.blockwise(bits=4 if rank % 2 else 8))
+        attach(_sharded(), hooks.blockwise(bits=4 if rank % 2 else 8))
 
 
 # ---- replicas that are apart ---------------------------------------------------------------------
 
 
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> str:
+    """Takes a step, and returns the kind of the error that the optimizer's step raises."""
+    optimizer.zero_grad()
+    loss_of(model(batch(rank // 2, number))).backward()
+    try:
+        optimizer.step()
+    except (OwnError, PeerError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
 @pytest.mark.parametrize("fails_in", [None, 0, 3])
 @on_processes("fsdp-4")
-def test_replicas_that_are_apart(rank: int, place: str, fails_in: int | None) -> list[str]:
+def test_replicas_that_are_apart(rank: int, place: str, fails_in: int | None) -> None:
     """Two replicas, each of which two ranks have columns of; one rank fails at an exchange."""
-    model, plain = _in_replicas(), _net().double()
-    hook = Failing()
+    model, hook = _sharded(REPLICAS), Failing()
     handle = attach(model, hooks.local_sgd(2, outer=hooks.outer_sgd(1.0, 0.0), hook=hook))
-    models = [plain, _net().double()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, *models)]
-    found = []
+    models = [_net().double() for _ in range(2)]
+    optimizer, *others = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, *models)]
     for number in range(4):
         hook.fails_in = 1 if number == 1 and rank == fails_in else None
-        for each in optimizers:
-            each.zero_grad()
-        loss_of(model(batch(rank // 2, number))).backward()
-        for data_rank, each in enumerate(models):
+        said = _step(model, optimizer, rank, number)
+        for data_rank, (each, its) in enumerate(zip(models, others, strict=True)):
+            its.zero_grad()
             each(batch(data_rank, number).double()).square().sum().backward()
-        for each in optimizers[1:]:
-            each.step()
-        try:
-            optimizers[0].step()
-            said = "nothing"
-        except (OwnError, PeerError) as error:
-            said = type(error).__name__
-        wanted = "nothing"
+            its.step()
         if number == 1 and fails_in is not None:
-            wanted = "OwnError" if rank == fails_in else "PeerError"
+            assert said == ("OwnError" if rank == fails_in else "PeerError")
             hook.fails_in = None
             handle.synchronize()
-        found += [] if said == wanted else [f"step {number}: {said}, not {wanted}"]
+        else:
+            assert said == "nothing", number
         if number % 2:
             with torch.no_grad():
                 for one, other in zip(*(m.parameters() for m in models), strict=True):
@@ -171,9 +157,8 @@ def test_replicas_that_are_apart(rank: int, place: str, fails_in: int | None) ->
         reshard(model)
         got = [whole(parameter) for parameter in model.parameters()]
         expected = [parameter.detach() for parameter in models[rank // 2].parameters()]
-        found += far(got, expected, 1e-5, f"step {number}")
+        assert far(got, expected, 1e-5, f"step {number}") == []
     handle.remove()
-    return found
 
 
 @pytest.mark.parametrize("fails_in", [None, 0, 3])
@@ -183,27 +168,77 @@ def test_a_fragment_in_the_background(rank: int, place: str, fails_in: int | Non
 
     Fragments end after steps 3 and 5, or after 5 and 6 where the first fails.
     """
-    model = _in_replicas()
-    hook = Failing()
+    model, hook = _sharded(REPLICAS), Failing()
     handle = attach(model, hooks.local_sgd(4, hook=hook, fragments=2, delay=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     said = []
     for number in range(6):
         hook.fails_in = 0 if number == 1 and rank == fails_in else None
-        optimizer.zero_grad()
-        loss_of(model(batch(rank // 2, number))).backward()
-        try:
-            optimizer.step()
-            said.append("")
-        except (OwnError, PeerError) as error:
-            said.append(type(error).__name__)
+        said.append(_step(model, optimizer, rank, number))
     steps = handle.stats().steps
     handle.synchronize()
     reshard(model)
     handle.remove()
-    every: list[object] = [None] * 4
-    torch.distributed.all_gather_object(every, [whole(p).tolist() for p in model.parameters()])
+    every = of_all_ranks([whole(p).tolist() for p in model.parameters()])
     kind = "OwnError" if rank == fails_in else "PeerError"
-    assert said == ["", "", "" if fails_in is None else kind, "", "", ""]
+    fails = "nothing" if fails_in is None else kind
+    assert said == ["nothing", "nothing", fails, "nothing", "nothing", "nothing"]
     assert steps == 2
     assert every[0] == every[rank]
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "int4": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
+    "local_sgd": lambda: hooks.local_sgd(3, hook=HOOKS["int4"]()),
+}
+
+
+def _steps(model: nn.Module, rank: int, numbers: range) -> list[list[Tensor]]:
+    return [gradients_of_step(model, rank // 2, number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("int4", SHARDS), ("int4", REPLICAS), ("local_sgd", REPLICAS)]
+)
+@on_processes("fsdp-4")
+def test_a_checkpoint_of_all_ranks(
+    rank: int, place: str, name: str, axes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Ranks that have other columns of a parameter have other entries in it."""
+    model = _sharded(axes)
+    handle = attach(model, HOOKS[name]())
+    _steps(model, rank, range(3))
+    state = handle.state_dict()
+    loaded = {"hook": copy.deepcopy(state)}
+    checkpoint.save({"hook": state}, checkpoint_id=tmp_path)
+    expected = _steps(model, rank, range(3, 5))
+    handle.remove()
+    for value in tensors_by_path(loaded).values():
+        value.zero_()
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    other = _sharded(axes)
+    other_handle = attach(other, HOOKS[name]())
+    other_handle.load_state_dict(loaded["hook"])
+    got = _steps(other, rank, range(3, 5))
+    other_handle.remove()
+    assert unlike(got, expected) == []
+    keys = of_all_ranks([key for key in state if "rank" in key])
+    assert len({key for each in keys for key in each}) == 4
+
+
+@on_ranks("fsdp-4")
+def test_a_state_of_another_part(rank: int, place: str) -> None:
+    model = _sharded()
+    handle = attach(model, HOOKS["int4"]())
+    _steps(model, rank, range(1))
+    state = handle.state_dict()
+    others = of_all_ranks(state)
+    with pytest.raises(ValueError, match=f"must contain part {rank % 2}"):
+        handle.load_state_dict(others[rank ^ 1])
+    with pytest.raises(ValueError, match="must be of 2 parts"):
+        handle.load_state_dict({key: state[key] for key in state if key != "parts"})
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        reshard_states(others, 2)
+    handle.remove()
