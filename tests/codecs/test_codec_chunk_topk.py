@@ -177,12 +177,6 @@ def test_threads_do_not_matter(name: str) -> None:
     assert all(map(torch.equal, found[0], each) for each in found[1:])
 
 
-def test_chunks_cross_the_borders_of_tensors() -> None:
-    codec = chunk_topk(8, 64)
-    pieces = [torch.randn(n) for n in (1, 0, 100, 3, 64, 200)]
-    assert torch.equal(encode(codec, pieces), encode(codec, [torch.cat(pieces)]))
-
-
 # ---- wire bytes and bounds -----------------------------------------------------------------------
 
 
@@ -250,25 +244,6 @@ def test_one_magnitude_leaves_exactly_its_part() -> None:
     for bits in (2, 4, 8):
         square, left = lost_of(chunk_topk(bits=bits), torch.randn(8192).sign() * 3)
         assert square == left == (1 - 64 / 4096) * 9 * 8192
-
-
-def test_zeros_are_not_sent() -> None:
-    """Where fewer values than k are not zero, no other comes back."""
-    x = torch.zeros(8192)
-    x[[5, 100, 5000]] = torch.tensor([1.0, -2.0, 3.0])
-    for bits in (2, 4, 8):
-        assert torch.equal(restore(chunk_topk(bits=bits), x), x)
-
-
-def test_finite_values_beside_one_that_is_not_stay_in_the_error() -> None:
-    x, error = torch.randn(128), torch.randn(128)
-    right = (x + error).index_fill(0, torch.tensor([70]), 0.0)
-    x[70] = torch.inf
-    out = restore(chunk_topk(8, 64), x, error=error)
-    assert out[64:].isnan().sum() == 8
-    assert out[70].isnan()
-    assert out[:64].isfinite().all()
-    assert torch.equal(error[64:], right[64:])
 
 
 # ---- errors; more in test_codec_operators.py -----------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,39 +11,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, Around, X, as_long, backward, gloo_groups, gradients_of, model
+from staged_steps import (
+    BLOCKWISE,
+    Around,
+    Failure,
+    OwnError,
+    X,
+    as_long,
+    backward,
+    gloo_groups,
+    gradients_of,
+    model,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives import compressed_all_reduce
+from torch_commhook.collectives import (
+    compressed_all_gather,
+    compressed_all_reduce,
+    compressed_reduce_scatter,
+)
 from torch_commhook.testing import run_ranks
 
 TOPK_OF_ALL = CODECS["topk"](1.0)
 #: Codecs, and what of them runs once messages have come.
 AFTER_ENCODING = [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")]
-
-
-class OwnError(Exception):
-    pass
-
-
-class Failure:
-    """Raises in one call of one of a codec's methods, when it is told to."""
-
-    def __init__(self) -> None:
-        self.method, self.calls, self.error = "", 0, OwnError
-
-    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
-        self.method, self.calls, self.error = method, calls, error
-
-    def __call__(self, method: str) -> None:
-        if method == self.method:
-            self.calls -= 1
-            if self.calls < 0:
-                self.method = ""
-                raise self.error("boo")
 
 
 def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
@@ -115,7 +110,7 @@ def _outcome(future: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
+def _fails_alone(rank: int, call: Callable[..., Any], codec: Codec, method: str) -> list[str]:
     """Called directly, where nobody tells the others."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     failure = Failure()
@@ -124,24 +119,33 @@ def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
     for number in range(4):
         if rank == number == 1:
             failure.arm(method)
-        happened.append(_outcome(compressed_all_reduce(X, around, group=group)))
+        happened.append(_outcome(call(X, around, group=group)))
     dist.destroy_process_group(group)
     return happened
 
 
 @pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
+@pytest.mark.parametrize(
+    ("call", "codec", "method"),
+    [
+        *((compressed_all_reduce, *each) for each in AFTER_ENCODING),
+        (compressed_reduce_scatter, TOPK_OF_ALL, "decode_sum"),
+        (compressed_all_gather, TOPK_OF_ALL, "decode"),
+    ],
+)
 def test_a_codec_that_raises_outside_of_a_model(
-    two_ranks: RankPool, codec: Codec, method: str, long: bool
+    two_ranks: RankPool, call: Callable[..., Any], codec: Codec, method: str, long: bool
 ) -> None:
-    first, second = two_ranks.run(as_long, long, _fails_alone, codec, method)
+    """Its error keeps its type, also on a thread of the backend."""
+    first, second = two_ranks.run(as_long, long, _fails_alone, call, codec, method)
+    right = "600.0" if call is compressed_reduce_scatter else "1200.0"
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3
         assert all(each.startswith("RuntimeError: ") for each in first[1:])
     else:  # what others need of this rank, it has sent
-        assert first == ["1200.0"] * 4
-        assert second == ["1200.0", "OwnError: boo", "1200.0", "1200.0"]
+        assert first == [right] * 4
+        assert second == [right, "OwnError: boo", right, right]
 
 
 @pytest.mark.parametrize("method", ["encode", "reduce", "decode"])

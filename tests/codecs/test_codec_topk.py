@@ -1,7 +1,11 @@
-"""The values of largest magnitude: exact values against NumPy, bounds, errors."""
+"""topk and randomk: exact values against NumPy, statistics, errors.
+
+What topk loses is at most ``(1 - k / d) |x|^2``, since it sends the largest values exactly.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -11,11 +15,11 @@ import pytest
 import sparse_codecs
 import torch
 from codec_examples import restore
-from hypothesis import HealthCheck, given, settings
-from ops_reference import limited_cpu, threads
-from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
+from ops_reference import threads
+from sparse_codecs import each_level  # noqa: F401
 from torch import Tensor
 
+from torch_commhook.codecs.randomk import randomk
 from torch_commhook.codecs.topk import topk
 
 commhook = torch.ops.commhook
@@ -43,6 +47,11 @@ def check(x: Tensor, count: int, scale: float = 1.0, error: Tensor | None = None
     indices, values = encode([x], count, scale=scale, error=error)
     np.testing.assert_array_equal(indices.numpy(), right)
     np.testing.assert_array_equal(values.numpy(), p[right])
+    message, out = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]), x.clone()
+    commhook.topk_decode(message, [out])
+    restored = np.zeros_like(p)
+    restored[right] = p[right]
+    np.testing.assert_array_equal(out.numpy(), restored)
     if error is not None:
         left = np.where(np.isfinite(p), p, 0)
         left[right] = 0
@@ -94,22 +103,6 @@ def test_every_nan_is_the_same() -> None:
             assert (values.view(torch.int32) == 0x7FC00000).all()
 
 
-@pytest.mark.usefixtures("each_level")
-def test_nothing_that_is_not_finite_is_held_back() -> None:
-    """Where there is more of it than is sent: first NaN, then infinities."""
-    for d in (1000, D):
-        x, error = torch.randn(d), torch.randn(d)
-        x[::3] = float("inf")
-        x[1::3] = float("nan")
-        indices, values = encode([x], d // 10, error=error)
-        assert values.isnan().all()
-        assert torch.equal(indices, torch.arange(1, d, 3)[: d // 10].int())
-        assert error.isfinite().all()
-        indices, values = encode([x], d // 2, error=error)
-        assert int(values.isnan().sum()) == len(x[1::3])
-        assert error.isfinite().all()
-
-
 def test_a_guess_may_be_wrong() -> None:
     """What is large comes in runs, so that a sample often sees too many of them."""
     for _ in range(60):
@@ -128,42 +121,6 @@ def test_threads_do_not_matter(name: str) -> None:
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             assert torch.equal(one.view(torch.int32), another.view(torch.int32))
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=sparse_cases(most=40, dimensions=3))
-def test_any_tensors(case: SparseCase) -> None:
-    drawn, codec = case.drawn(special=0.3), topk(case.density)
-    count = codec.entries(len(drawn.values))
-    with limited_cpu(case.level):
-        indices, values = encode(drawn.tensors, count, scale=drawn.scale, error=drawn.error)
-        message = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)])
-        out = drawn.empty()
-        codec.decode(message, out)
-    right = torch.from_numpy(right_indices(drawn.values.numpy(), count))
-    np.testing.assert_array_equal(indices.numpy(), right.numpy())
-    np.testing.assert_array_equal(values.numpy(), drawn.values[right].numpy())
-    drawn.check_error(right)
-    drawn.check_decoded(out, right, drawn.values[right])
-
-
-# ---- bounds --------------------------------------------------------------------------------------
-
-
-def lost(x: Tensor, density: float) -> tuple[float, float]:
-    """The square of what is lost, as a part of the square of all, and its bound 1 - k / d."""
-    codec = topk(density)
-    square = (x - restore(codec, x)).double().square().sum() / x.double().square().sum()
-    return square.item(), 1 - codec.entries(len(x)) / len(x)
-
-
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
-def test_the_bound(density: float) -> None:
-    for x in (torch.randn(50_000), torch.rand(777), torch.randn(3000).exp()):
-        square, bound = lost(x, density)
-        assert square < bound
-    square, bound = lost(torch.randn(10_000).sign() * 3, density)
-    assert square == pytest.approx(bound, rel=1e-12)
 
 
 def test_how_many_are_sent() -> None:
@@ -201,3 +158,170 @@ def test_indices_are_checked(indices: list[int]) -> None:
 def test_too_many_values() -> None:
     with pytest.raises(ValueError, match=r"topk: numel must be at least 0 and less than 2\^31"):
         topk().nbytes(1 << 31)
+
+
+# ---- randomk: places that all ranks draw alike ---------------------------------------------------
+
+WORD = 0xFFFFFFFF
+
+
+def random_values(tensors: list[Tensor], count: int, rounding: Tensor, **options: Any) -> Tensor:
+    """The values of a message of so many entries."""
+    message = torch.full((4 * count,), 77, dtype=torch.uint8)
+    commhook.randomk_encode(tensors, message, rounding, **options)
+    return message.view(torch.float32)
+
+
+def drawn(numel: int, count: int, rounding: Tensor) -> Tensor:
+    """The indices of a message's entries, as the operator says them."""
+    return random_values([torch.arange(numel, dtype=torch.float64)], count, rounding).long()
+
+
+# ---- randomk: which values are sent --------------------------------------------------------------
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10, written down from the paper."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [second >> 32 ^ c[1] ^ k[0], second & WORD, first >> 32 ^ c[3] ^ k[1], first & WORD]
+        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
+    return c
+
+
+def drawn_indices(numel: int, count: int, seed: int, step: int) -> list[int]:
+    key = [seed & WORD, seed >> 32 & WORD]
+    bits = max(8, (numel - 1).bit_length())
+    low_bits = bits // 2
+
+    def word(half: int, number: int) -> int:
+        return philox([half, number, 0x72646D6B, step & WORD], key)[0]
+
+    def permuted(index: int) -> int:
+        low, high = index & ((1 << low_bits) - 1), index >> low_bits
+        for number in (0, 2, 4):
+            low ^= word(high, number) & ((1 << low_bits) - 1)
+            high ^= word(low, number + 1) & ((1 << (bits - low_bits)) - 1)
+        return high << low_bits | low
+
+    offset = (word(1, 6) << 32 | word(0, 6)) * numel >> 64
+    found = []
+    for entry in range(count):
+        index = permuted(entry)
+        while index >= numel:
+            index = permuted(index)
+        found.append((index + offset) % numel)
+    return found
+
+
+def test_philox_is_that_of_the_paper() -> None:
+    """Its known answers (Random123, kat_vectors)."""
+    assert philox([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox([WORD] * 4, [WORD] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.usefixtures("each_level")
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 100, 255, 256, 257, 1000, 70_000, 1 << 24])
+def test_indices(numel: int) -> None:
+    count = min(numel, 60)
+    for seed, step in ((0, 0), (1, 2), (-1, 2**32 + 5), (2**40 + 3, 2**31)):
+        got = drawn(numel, count, torch.tensor([seed, step]))
+        assert got.tolist() == drawn_indices(numel, count, seed, step)
+
+
+@pytest.mark.usefixtures("each_level")
+@pytest.mark.parametrize("numel", [1, 2, 5, 255, 256, 300, 2049, 5000])
+def test_all_entries_are_all_values(numel: int) -> None:
+    for step in range(3):
+        got = drawn(numel, numel, torch.tensor([random.getrandbits(60), step]))
+        assert torch.equal(got.sort().values, torch.arange(numel))
+
+
+@pytest.mark.parametrize(("numel", "count"), [(2, 1), (5, 2), (10, 3), (16, 5), (60, 20)])
+def test_each_value_is_as_likely_as_any_other(numel: int, count: int) -> None:
+    """And each pair of values; both within five standard deviations."""
+    draws, seed = 10_000, random.getrandbits(60)
+    sent = torch.zeros(draws, numel)
+    for step in range(draws):
+        sent[step, drawn(numel, count, torch.tensor([seed, step]))] = 1
+    part = count / numel
+    off = (sent.sum(0) - draws * part) / (draws * part * (1 - part)) ** 0.5
+    assert off.abs().max() < 5
+    part *= (count - 1) / (numel - 1)
+    off = (sent.T @ sent - draws * part) / max(1e-9, draws * part * (1 - part)) ** 0.5
+    assert off.fill_diagonal_(0).abs().max() < 5
+
+
+# ---- randomk: what is sent -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("each_level")
+@pytest.mark.parametrize("density", [1e-9, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("name", sparse_codecs.INPUTS)
+def test_values_and_error(name: str, density: float) -> None:
+    """All of a message is NaN where any value is not finite.
+
+    Each value is as likely as any other: what is lost is ``(1 - k / d) |x|^2`` on average. What is
+    not biased is scaled by d / k, and ``(d / k - 1) |x|^2``.
+    """
+    codec, rounding = randomk(density), torch.tensor([7, 5])
+    for numel in (1, 500):
+        x, count = sparse_codecs.INPUTS[name](numel), codec.entries(numel)
+        error = torch.where(x.isfinite(), x, 0).roll(1) * 0.5
+        values = x * 0.25 + error
+        indices = torch.tensor(drawn_indices(numel, count, 7, 5))
+        is_good = bool(values.isfinite().all())
+        right = values[indices] if is_good else torch.full((count,), torch.nan)
+        left = torch.where(values.isfinite(), values, 0)
+        left[indices if is_good else indices[:0]] = 0
+        message, out = (
+            random_values([x], count, rounding, scale=0.25, error=error),
+            torch.ones(numel),
+        )
+        np.testing.assert_array_equal(message.numpy(), right.numpy())
+        np.testing.assert_array_equal(error.numpy(), left.numpy())
+        codec.decode(message.view(torch.uint8), [out], rounding=rounding)
+        restored = torch.zeros(numel).index_copy(0, indices, right)
+        np.testing.assert_array_equal(out.numpy(), restored.numpy())
+        unbiased = random_values([x], count, rounding, scale=0.25, unbiased=True)
+        right = (x.double() * 0.25 * numel / count).float()
+        if right.isfinite().all():
+            torch.testing.assert_close(unbiased, right[indices], rtol=1e-6, atol=2.0**-148)
+        else:
+            assert unbiased.isnan().all()
+
+
+def test_messages_add_up() -> None:
+    codec, rounding, out = randomk(0.1), torch.tensor([1, 2]), torch.empty(3000)
+    xs = [torch.randn(3000) for _ in range(3)]
+    total = sum(random_values([x], codec.entries(3000), rounding) for x in xs)
+    assert isinstance(total, Tensor)
+    codec.decode(total.view(torch.uint8), [out], rounding=rounding)
+    assert torch.equal(out, restore(codec, xs[0] + xs[1] + xs[2], rounding=rounding))
+
+
+@pytest.mark.usefixtures("each_level")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_told_wherever_it_is(value: float) -> None:
+    rounding = torch.tensor([1, 2])
+    for place in (0, 70_000, 99_999):
+        x, error = torch.randn(100_000), torch.randn(100_000)
+        x[place] = value
+        assert random_values([x], 1, rounding).isnan().all()
+        right = x + error
+        right[place] = 0
+        assert random_values([x], 10, rounding, error=error).isnan().all()
+        assert torch.equal(error, right)
+    huge = torch.full((100,), 3e38)
+    assert random_values([huge], 3, rounding).isfinite().all()
+    assert random_values([huge], 3, rounding, scale=2.0).isnan().all()
+
+
+def test_settings_of_randomk() -> None:
+    assert randomk().nbytes(1 << 20) == 4 * 10486
+    assert randomk().takes_error and not randomk(unbiased=True).takes_error
+    with pytest.raises(ValueError, match=r"randomk\(unbiased=True\)\.encode: error must be None"):
+        restore(randomk(unbiased=True), torch.ones(64), error=torch.zeros(64))
+    with pytest.raises(ValueError, match=r"randomk\(\)\.decode: rounding must be given"):
+        randomk().decode(torch.zeros(4, dtype=torch.uint8), [torch.ones(64)])

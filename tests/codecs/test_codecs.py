@@ -14,6 +14,7 @@ from codec_examples import (
     EXAMPLES,
     LARGEST,
     encode,
+    encode_chunks,
     everything,
     of_each_codec,
     restore,
@@ -73,14 +74,14 @@ def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shard
 def test_one_shard_is_all(codec: Codec) -> None:
     message, x = encode(codec, [torch.randn(600)]), torch.randn(600)
     rounding = rounding_for(codec)
-    with pytest.raises(ValueError, match="shards must be 1"):
-        codec.shards(600, 2)
-    with pytest.raises(ValueError, match="shards must be 1"):
-        codec.nbytes(600, 2)
-    with pytest.raises(ValueError, match="shards must be 1"):
-        codec.encode([x], message, shards=2, rounding=rounding)
-    with pytest.raises(ValueError, match="shards must be 1"):
-        codec.decode(message, [x], shards=2, rounding=rounding)
+    for call in (
+        lambda: codec.shards(600, 2),
+        lambda: codec.nbytes(600, 2),
+        lambda: codec.encode([x], message, shards=2, rounding=rounding),
+        lambda: codec.decode(message, [x], shards=2, rounding=rounding),
+    ):
+        with pytest.raises(ValueError, match="shards must be 1"):
+            call()
     with pytest.raises(ValueError, match=r"\.reduce: exchange must be 'all_to_all', got"):
         codec.reduce(message[None], message.clone(), 600, rounding=rounding)
 
@@ -99,27 +100,35 @@ def test_each_shard_is_a_message(codec: Codec) -> None:
 
 @of_each_codec
 def test_tensors_of_any_form(codec: Codec) -> None:
-    """As one flat tensor of their values."""
-    tensors = [
-        torch.randn(7, 50),
-        torch.randn(50, 7).t(),
-        torch.randn(()),
-        torch.randn(0),
-        torch.randn(100, dtype=torch.float64),
-        torch.randn(33).bfloat16(),
-        torch.randn(33).half(),
-        torch.randn(40)[::2],
-    ]
-    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-    message, rounding = encode(codec, tensors), rounding_for(codec)
-    assert torch.equal(message, encode(codec, [flat]))
-    right = torch.empty_like(flat)
-    codec.decode(message, [right], rounding=rounding)
-    out = [torch.full_like(tensor, 7.0) for tensor in tensors]
-    codec.decode(message, out, rounding=rounding)
-    pieces = right.split([tensor.numel() for tensor in tensors])
-    for got, piece in zip(out, pieces, strict=True):
-        assert torch.equal(got, piece.view(got.shape).to(got.dtype))
+    """As one flat tensor of their values, with the same errors; chunks end anywhere in them."""
+    rng = random.Random(repr(codec))
+    torch.manual_seed(0)
+    rounding = torch.tensor([1, 0])
+    dtypes = [None, *(codec.error_dtypes if codec.takes_error else [])]
+    for number in range(40):
+        tensors, sizes = some_chunks(rng)
+        tensors += [torch.randn(()), torch.randn(40)[::2]]
+        sizes.append(21)
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        dtype, scale = dtypes[number % len(dtypes)], rng.choice([1.0, 0.25, 1 / 3])
+        noise = torch.randn(flat.numel()) * 0.01
+        found = []
+        for given in (tensors, [flat]):
+            errors = [None if dtype is None else noise.to(dtype, copy=True) for _ in range(2)]
+            options = {"scale": scale, "rounding": rounding}
+            message = encode(codec, given, error=errors[0], **options)
+            chunks = encode_chunks(codec, given, sizes, error=errors[1], **options)
+            out, of_chunks = ([torch.full_like(tensor, 7) for tensor in given] for _ in range(2))
+            codec.decode(message, out, rounding=rounding)
+            codec.decode_chunks(chunks, of_chunks, sizes, rounding=rounding)
+            found.append((out, of_chunks, [message, chunks, *errors]))
+        *own, written = found[0]
+        *right, all_right = found[1]
+        assert all(a is b is None or same(a, b) for a, b in zip(written, all_right, strict=True))
+        for got, (values,) in zip(own, right, strict=True):
+            pieces = values.split([tensor.numel() for tensor in tensors])
+            for tensor, piece in zip(got, pieces, strict=True):
+                assert same(tensor, piece.view(tensor.shape).to(tensor.dtype))
 
 
 @pytest.mark.parametrize("codec", [*WITH_ERROR, *STOCHASTIC], ids=repr)
@@ -279,36 +288,45 @@ FIRST = [cls.examples()[0] for cls in CODECS.values()]
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("backend", "codec"),
-    [*(("aot_eager", codec) for codec in EXAMPLES), *(("inductor", codec) for codec in FIRST)],
+    ("backend", "dynamic", "codec"),
+    [
+        *(("aot_eager", dynamic, codec) for codec in EXAMPLES for dynamic in (False, True)),
+        *(("inductor", False, codec) for codec in FIRST),
+    ],
     ids=repr,
 )
-def test_compiled(backend: str, codec: Codec) -> None:
+def test_compiled(backend: str, dynamic: bool, codec: Codec) -> None:
+    """Shards, sums and chunks."""
     shards = 2 if codec.exchange == "all_to_all" else 1
 
-    def run(tensors: list[Tensor], error: Tensor, rounding: Tensor) -> list[Tensor]:
+    def run(tensors: list[Tensor], errors: list[Tensor], rounding: Tensor) -> list[Tensor]:
         made = [tensor * 2 for tensor in tensors]
-        message = torch.empty(codec.nbytes(1300, shards), dtype=torch.uint8)
-        lost = error if codec.takes_error else None
+        numel = sum(tensor.numel() for tensor in tensors)
+        message = torch.empty(codec.nbytes(numel, shards), dtype=torch.uint8)
+        lost = errors if codec.takes_error else [None, None]
         drawn = rounding.clone()
-        codec.encode(made, message, shards=shards, error=lost, rounding=rounding)
+        codec.encode(made, message, shards=shards, error=lost[0], rounding=rounding)
         rounding[1] += 1
-        out = [torch.empty_like(tensor) for tensor in tensors]
+        out, sums, pieces = ([torch.empty_like(tensor) for tensor in tensors] for _ in range(3))
         codec.decode(message, out, shards=shards, rounding=drawn)
-        whole = torch.empty(codec.nbytes(1300), dtype=torch.uint8)
+        whole = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
         codec.encode(made, whole, rounding=drawn)
-        sums = [torch.empty_like(tensor) for tensor in tensors]
         codec.decode_sum(torch.stack([whole, whole]), sums, scale=0.5, rounding=drawn)
-        return [message, *out, *sums]
+        sizes = [numel // 3, 0, numel - numel // 3]
+        nbytes = sum(part.nbytes for part in codec.chunks(sizes))
+        chunks = torch.empty(nbytes, dtype=torch.uint8)
+        codec.encode_chunks(made, chunks, sizes, error=lost[1], rounding=drawn)
+        codec.decode_chunks(chunks, pieces, sizes, rounding=drawn)
+        return [message, *out, *sums, chunks, *(piece + 1 for piece in pieces)]
 
     results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
+    for call in (run, torch.compile(run, fullgraph=True, backend=backend, dynamic=dynamic)):
         torch.manual_seed(0)
-        tensors, error = [torch.randn(300), torch.randn(10, 100)], torch.randn(1300) * 0.1
-        rounding = torch.tensor([1, 2])
+        tensors = [torch.randn(300), torch.randn(10, 100)]
+        errors, rounding = [torch.randn(1300) * 0.1 for _ in range(2)], torch.tensor([1, 2])
         for _ in range(2):
-            written = call(tensors, error, rounding)
-        results.append([*written, error, rounding])
+            written = call(tensors, errors, rounding)
+        results.append([*written, *errors, rounding])
     assert all(map(torch.equal, *results))
 
 
@@ -398,9 +416,9 @@ def test_text_and_bytes(text: str, bytes_each: float) -> None:
     assert codec.nbytes(1 << 20) == (1 << 20) * bytes_each
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
+#: Of each error, codecs, settings, and messages.
+SETTINGS: dict[type[Exception], list[tuple[str, dict[str, Any], str]]] = {
+    ValueError: [
         ("blockwise", {"bits": 3}, "bits must be 2, 4 or 8, got 3"),
         ("blockwise", {"block_size": 100}, "block_size must be a multiple of 8"),
         ("blockwise", {"rounding": "up"}, "rounding must be 'nearest' or"),
@@ -412,15 +430,7 @@ def test_text_and_bytes(text: str, bytes_each: float) -> None:
             for density in (0, -0.1, 1.5, float("nan"))
         ),
     ],
-)
-def test_settings_out_of_range(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {message}"):
-        CODECS[name](**settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
+    TypeError: [
         ("blockwise", {"bits": 8.0}, "bits must be an int, got 8.0"),
         ("blockwise", {"bits": "8"}, "bits must be an int, got '8'"),
         ("blockwise", {"block_size": 256.0}, "block_size must be an int"),
@@ -432,7 +442,15 @@ def test_settings_out_of_range(name: str, settings: dict[str, Any], message: str
         ("topk", {"density": "a"}, "density must be a number"),
         ("randomk", {"unbiased": 1}, "unbiased must be a bool"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "settings", "message"),
+    [(error, *wrong) for error, every in SETTINGS.items() for wrong in every],
 )
-def test_settings_of_other_types(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}: {message}"):
+def test_wrong_settings(
+    error: type[Exception], name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(error, match=f"{name}: {message}"):
         CODECS[name](**settings)

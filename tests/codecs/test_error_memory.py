@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from codec_examples import EXAMPLES, LARGEST, encode, encode_chunks, restore, rounding_for
+from codec_examples import EXAMPLES, LARGEST, encode, restore, rounding_for
 from ops_reference import LEVELS, cpu_level
 from staged_steps import Around
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.testing import run_ranks
 
 WITH_ERROR = [codec for codec in EXAMPLES if codec.takes_error]
-of_each_codec = pytest.mark.parametrize("codec", WITH_ERROR, ids=repr)
 BLOCKS = [codec for codec in WITH_ERROR if codec.exchange == "all_to_all"]
 SPARSE = [codec for codec in WITH_ERROR if codec.exchange != "all_to_all"]
 of_each_sparse = pytest.mark.parametrize("codec", SPARSE, ids=repr)
@@ -80,20 +79,6 @@ def test_all_kernels_sort_out_many_values(codec: Codec, guess: str) -> None:
             found.append(with_both(codec, [x], error, rounding=drawn()))
     assert all(torch.equal(each[0], each[2]) for each in found)
     assert all(torch.equal(each[3], found[0][3]) for each in found)
-
-
-@of_each_codec
-def test_chunks(codec: Codec) -> None:
-    """The errors of chunks lie one after another."""
-    sizes = [7000, 0, 5001, 7999]
-    x, error = torch.randn(NUMEL), (torch.randn(NUMEL) * 0.1).bfloat16()
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        lost = error.to(dtype, copy=True)
-        message = encode_chunks(codec, [x], sizes, error=lost, rounding=drawn())
-        found.append((message, lost))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[1][1].float(), found[0][1], rtol=2**-7, atol=0)
 
 
 @of_each_sparse

@@ -1,43 +1,21 @@
-"""What theory says of codecs and hooks, line by line, and where each line is checked.
+"""What theory says of codecs and hooks, beyond what the codecs' and collectives' own tests show.
 
-Rounding
-    step, bound and mean square of blocks of 8 and 4 bits, both symmetric and between least and
-    largest value: ``test_codec_blockwise.py`` (test_nearest, test_mean_square_on_smooth_data,
-    test_stochastic_rounding_is_unbiased); variance of stochastic rounding: here. No codec has the
-    levels of QSGD, which are parts of a norm; its variance is that of any such rounding, with a
-    block's step for a level.
-    unit roundoffs: ``test_codec_fp8.py`` (test_bounds, test_rounding_is_pytorchs), for 16 bits:
-    here. Scaled before the cast: ``test_hooks.py``
-    (test_sixteen_bits_scale_before_they_cast). Saturation of fp8: ``test_codec_fp8.py``
-    (test_blocks_of_any_range).
-    zeros, and what is not finite: ``test_codecs.py`` (test_zeros_are_exact,
-    test_what_is_not_finite_does_not_become_a_number), and whole hooks:
-    ``test_hooks_properties.py``.
-Sparse and sign
-    top-k: ``test_codec_topk.py`` (test_the_bound). Sign: ``test_codec_sign.py``
-    (test_magnitude_and_error, test_error_on_a_gaussian). Majority vote, which is what the second
-    encoding of a sum of signs is: here.
-Error feedback
-    what a rank remembers of its own message: ``test_codecs.py`` (test_the_error_is_what_is_lost),
-    ``test_compressed_all_reduce.py``. The path of SGD, memory that stays bounded, quadratics and
-    stuck signs: here, and longer with ``make error-feedback``.
-Bytes on the wire
-    ``test_compressed_all_reduce.py`` (test_bytes), ``test_simulate.py``; the figures: here. Of
-    chunks: ``test_compressed_chunks_calls.py`` (test_bytes, test_bytes_are_those_of_the_formulas).
+These show bounds and exact values (test_block_codecs.py, test_codec_topk.py), zeros and what is not
+finite (test_codecs.py), what a rank remembers of its own message (test_compressed_all_reduce.py),
+and bytes of sums and of chunks. test_balance.py shows that error feedback loses nothing in a model;
+``make error-feedback`` tries the claims here for longer.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from codec_examples import EXAMPLES, restore
+from codec_examples import EXAMPLES
 from error_feedback_runs import (
     OF_QUADRATICS,
     Steps,
@@ -46,12 +24,12 @@ from error_feedback_runs import (
     quadratics,
     stuck,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_commhook import attach, collectives, hooks
+from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.metrics import WireMeter, counting, ring_all_reduce_bytes
+from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 
 WITH_ERROR = [codec for codec in EXAMPLES if codec.takes_error]
@@ -59,26 +37,6 @@ EPSILON = 2.0**-24  # unit roundoff of float32
 
 
 # ---- rounding ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
-def test_variance_of_stochastic_rounding(bits: int, levels: int) -> None:
-    """``step^2 sum p (1 - p)``, p what a value is above the level below it."""
-    codec = CODECS["blockwise"](bits=bits, rounding="stochastic")
-    x = torch.randn(256 * 16)
-    steps = x.view(-1, 256).abs().amax(1, keepdim=True) / levels
-    p = (x.view(-1, 256).double() / steps) % 1
-    exact = (steps.double().square() * p * (1 - p)).sum().item()
-    draws, seed, total = 400, random.randrange(1 << 40), 0.0
-    for step in range(draws):
-        lost = restore(codec, x, rounding=torch.tensor([seed, step])).double() - x
-        total += lost.square().sum().item()
-    # A draw's square is at most a step's, and its deviation at most half of that.
-    fourth = steps.double().square().square().sum().item() * 256
-    deviation = math.sqrt(draws * fourth) / 2
-    assert abs(total - draws * exact) < 6 * deviation
-    assert 6 * deviation < 0.05 * draws * exact, "this test shows nothing"
-    assert exact <= steps.double().square().sum().item() * 256 / 4
 
 
 @pytest.mark.parametrize(("dtype", "roundoff"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
@@ -96,21 +54,12 @@ def test_unit_roundoff(dtype: torch.dtype, roundoff: float) -> None:
 # ---- majority vote -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "right"), [(3, 0.6), (5, 0.7), (7, 0.8)])
-def test_majority_vote(ranks: int, right: float) -> None:
-    """Of values that differ in nothing but the sign."""
-    numel = 60_000
-    grads = [[torch.where(torch.rand(numel) < right, 1.0, -1.0)] for _ in range(ranks)]
+@pytest.mark.parametrize("ranks", [3, 5, 7])
+def test_majority_vote(ranks: int) -> None:
+    """Of an odd number of ranks, whose values differ in nothing but the sign."""
+    grads = [[torch.where(torch.rand(60_000) < 0.6, 1.0, -1.0)] for _ in range(ranks)]
     (got,) = simulate(hooks.sign(), grads).result
-    votes = sum(gradients[0] for gradients in grads)
-    assert torch.equal(got.sign(), votes.sign())  # an odd number of ranks
-    tail = sum(
-        math.comb(ranks, votes) * right**votes * (1 - right) ** (ranks - votes)
-        for votes in range(ranks // 2 + 1)
-    )
-    wrong = (got < 0).double().mean().item()
-    assert abs(wrong - tail) < 6 * math.sqrt(tail / numel)
-    assert tail <= math.exp(-2 * ranks * (right - 0.5) ** 2)
+    assert torch.equal(got.sign(), sum(gradients[0] for gradients in grads).sign())
 
 
 # ---- error feedback: the path of SGD -------------------------------------------------------------
@@ -149,11 +98,8 @@ def _follows_sgd(
     if end > begin:
         held[begin:end] = run.memory["shard_error"].double()
     error = run.memory["error"].double()
-    return {
-        "x": x, "observed": observed, "error": error, "held": held, "largest": largest, **{
-            f"squares of {name}": square for name, square in squares.items()
-        },
-    }  # fmt: skip
+    found = {"x": x, "observed": observed, "error": error, "held": held, "largest": largest}
+    return {**found, **{f"squares of {name}": square for name, square in squares.items()}}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -202,99 +148,6 @@ def test_error_feedback_in_16_bits_follows_sgd(codec: Codec) -> None:
     # Each rounding is off by a third of the most on average, or less.
     most = RATE * IN_16_BITS[codec] * squares**0.5
     assert 0.1 * most < off < 0.8 * most, f"seed {seed}"
-
-
-class Net(nn.Module):
-    """Its gradients come in another order than its parameters stand in, so buckets change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in (3, 0, 4, 1, 2):
-            x = self.layers[number](x)
-        return x.square().mean()
-
-
-def _trains(rank: int, hook: hooks.Hook, steps: int, seed: int) -> dict[str, Any]:
-    """A model in several buckets, trained by SGD; its memory as a checkpoint has it."""
-    model = Net()
-    handle = attach(model, hook, bucket_cap_mb=0.003)
-    names = dict(model.named_parameters())
-    observed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in names.items()}
-    start = {name: p.detach().double() for name, p in names.items()}
-    largest = 0.0
-
-    def observe(name: str, gradient: Tensor) -> None:
-        observed[name] += gradient
-
-    for name, parameter in names.items():
-        parameter.register_hook(partial(observe, name))
-    generator = torch.Generator().manual_seed(seed + rank)
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.randn(4, 24, generator=generator)).backward()
-        with torch.no_grad():
-            for parameter in names.values():
-                largest = max(largest, parameter.grad.abs().max().item(), parameter.abs().max())
-                parameter -= RATE * parameter.grad
-    buckets = len(handle.stats().buckets)
-    state = handle.state_dict()
-    handle.remove()
-    end = {name: p.detach().double() for name, p in names.items()}
-    return {
-        "start": start, "end": end, "observed": observed, "memory": state[f"rank{rank}"],
-        "buckets": buckets, "largest": float(largest),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    "hook",
-    [
-        hooks.error_feedback(hooks.blockwise(bits=4)),
-        hooks.error_feedback(hooks.topk(0.05)),
-        hooks.error_feedback(hooks.chunk_topk(8, 64)),
-        hooks.after(10, hooks.error_feedback(hooks.sign(64))),
-        hooks.policy(
-            [
-                ("dim <= 1", hooks.allreduce()),
-                ("layers.2.*", hooks.error_feedback(hooks.topk(0.1))),
-            ],
-            hooks.error_feedback(hooks.fp8("e5m2")),
-        ),
-    ],
-    ids=repr,
-)
-def test_a_model_follows_sgd(hook: hooks.Hook, world_size: int) -> None:
-    """In buckets that are formed anew, with the memory found by the parameters' names."""
-    seed = random.randrange(1 << 30)
-    ranks = run_ranks(_trains, world_size, hook, 50, seed)
-    assert ranks[0]["buckets"] > 2
-    is_policy = isinstance(hook, hooks.policy)
-    lost = 0.0
-    for name, end in ranks[0]["end"].items():
-        assert all(torch.equal(end, found["end"][name]) for found in ranks)
-        memory = torch.zeros_like(end)
-        for found in ranks:
-            error = found["memory"]["error"].get(name)
-            if error is None:
-                assert is_policy and end.dim() == 1, "only what is not compressed has no error"
-                continue
-            memory += error.double().view(end.shape) / world_size
-            shard = found["memory"].get("shard_error", {}).get(name)
-            if shard is not None:
-                memory += shard.double().view(end.shape)
-        lost = max(lost, RATE * memory.abs().max().item())
-        observed = torch.stack([found["observed"][name] for found in ranks]).mean(0)
-        right = ranks[0]["start"][name] - RATE * observed
-        # Parameters are float32 themselves.
-        largest = max(found["largest"] for found in ranks)
-        tolerance = 20 * (world_size + 8) * EPSILON * max(largest, lost / RATE)
-        assert (end - RATE * memory - right).abs().max() < tolerance, f"{name}, seed {seed}"
-    assert lost > 10 * tolerance, "nothing was lost, so that this test shows nothing"
 
 
 # ---- error feedback: in the long run -------------------------------------------------------------
@@ -365,17 +218,6 @@ def test_wire_table(hook: hooks.Hook, figures: list[float]) -> None:
         found = simulate(hook, [[torch.ones(numel)]] * world_size)
         assert found.wire_bytes / numel == pytest.approx(bytes_each, abs=0.0051)
         assert min(found.bytes_sent) == found.wire_bytes
-
-
-def test_wire_of_gathered_bytes() -> None:
-    def sent(rank: int) -> int:
-        meter = WireMeter()
-        with counting(meter):
-            collectives.all_gather(torch.ones(100, dtype=torch.uint8)).wait()
-        return meter.bytes_sent
-
-    for world_size in (2, 8, 64):
-        assert run_ranks(sent, world_size) == [100 * (world_size - 1)] * world_size
 
 
 def test_top_k_warns_where_a_cast_sends_less() -> None:

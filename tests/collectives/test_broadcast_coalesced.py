@@ -259,76 +259,80 @@ def test_a_group_that_returns_no_work(returned: object) -> None:
 
 X, FREED = torch.ones(4), torch.ones(4)
 FREED.untyped_storage().resize_(0)
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "group": ({"process_group": 3}, TypeError, "process_group must be a ProcessGroup, got int"),
-    "non-member": (
-        {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
-        ValueError,
-        "not a member of the given process group",
-    ),
-    "none": ({"process_group": None}, RuntimeError, "a process group is needed"),
-    "a tensor": ({"tensors": X}, TypeError, "tensors must be a list of tensors, got Tensor"),
-    "no list": ({"tensors": 3}, TypeError, "tensors must be a list of tensors, got int"),
-    "no tensor": ({"tensors": [X, 3]}, TypeError, r"tensors\[1\] must be a tensor, got int"),
-    "no element": ({"tensors": [None]}, TypeError, r"\[0\] must be a tensor, got NoneType"),
-    "zero size": ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1 byte, got 0"),
-    "negative": ({"buffer_size": -1}, ValueError, "buffer_size must be at least 1 byte, got -1"),
-    "float size": ({"buffer_size": 1e6}, TypeError, "buffer_size must be an int, got float"),
-    "bool size": ({"buffer_size": True}, TypeError, "buffer_size must be an int, got bool"),
-    "huge size": ({"buffer_size": 1 << 64}, ValueError, "buffer_size must be an int of 64 bits"),
-    "high rank": ({"rank": 2}, ValueError, "rank must be a rank below 2, got 2"),
-    "low rank": ({"rank": -1}, ValueError, "rank must be a rank of the group, got -1"),
-    "no rank": ({"rank": "0"}, TypeError, "rank must be an int, got str"),
-    "sparse": (
-        {"tensors": [X, X.to_sparse()]},
-        TypeError,
-        r"tensors\[1\] must be dense \(torch.strided\), got layout torch.sparse_coo",
-    ),
-    "expanded": (
-        {"tensors": [X, torch.ones(1).expand(3)]},
-        ValueError,
-        r"tensors\[1\] must reach each of its elements once, got sizes \[3\] with strides \[0\]; "
-        r"pass tensor.contiguous\(\)",
-    ),
-    "nested": (
-        {"tensors": [X, torch.nested.nested_tensor([X, X[:2]])]},
-        TypeError,
-        r"tensors\[1\] must be a dense tensor, got a nested one",
-    ),
-    "overlapping": (
-        {"tensors": [torch.ones(1), X[:3], X[2:]]},
-        ValueError,
-        r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
-    ),
-    "freed": (
-        {"tensors": [FREED]},
-        ValueError,
-        r"tensors\[0\] must have a storage of 16 bytes or more",
-    ),
-    "meta": (
-        {"tensors": [torch.ones(3, device="meta")]},
-        ValueError,
-        r"tensors\[0\] must have memory, got one on the meta device",
-    ),
-    "leaf": (
-        {"tensors": [torch.ones(3, requires_grad=True)]},
-        RuntimeError,
-        r"tensors\[0\] must not require grad while gradients are recorded, got a leaf tensor that "
-        r"does; pass tensor.detach\(\), or call it under torch.no_grad\(\)",
-    ),
-    "recorded": (
-        {"tensors": [torch.ones(3, requires_grad=True) * 2]},
-        RuntimeError,
-        "got a non-leaf tensor that does; pass",
-    ),
+RECORDED = torch.ones(3, requires_grad=True)
+#: An argument, its wrong value, and the message.
+WRONG: dict[type[Exception], list[tuple[str, Any, str]]] = {
+    TypeError: [
+        ("process_group", 3, "process_group must be a ProcessGroup, got int"),
+        ("tensors", X, "tensors must be a list of tensors, got Tensor"),
+        ("tensors", 3, "tensors must be a list of tensors, got int"),
+        ("tensors", [X, 3], r"tensors\[1\] must be a tensor, got int"),
+        ("tensors", [None], r"tensors\[0\] must be a tensor, got NoneType"),
+        ("buffer_size", 1e6, "buffer_size must be an int, got float"),
+        ("buffer_size", True, "buffer_size must be an int, got bool"),
+        ("rank", "0", "rank must be an int, got str"),
+        (
+            "tensors",
+            [X, X.to_sparse()],
+            r"tensors\[1\] must be dense \(torch.strided\), got layout torch.sparse_coo",
+        ),
+        (
+            "tensors",
+            [X, torch.nested.nested_tensor([X, X[:2]])],
+            r"tensors\[1\] must be a dense tensor, got a nested one",
+        ),
+    ],
+    ValueError: [
+        (
+            "process_group",
+            dist.GroupMember.NON_GROUP_MEMBER,
+            "not a member of the given process group",
+        ),
+        ("buffer_size", 0, "buffer_size must be at least 1 byte, got 0"),
+        ("buffer_size", -1, "buffer_size must be at least 1 byte, got -1"),
+        ("buffer_size", 1 << 64, "buffer_size must be an int of 64 bits"),
+        ("rank", 2, "rank must be a rank below 2, got 2"),
+        ("rank", -1, "rank must be a rank of the group, got -1"),
+        (
+            "tensors",
+            [X, torch.ones(1).expand(3)],
+            r"tensors\[1\] must reach each of its elements once, got sizes \[3\] with strides "
+            r"\[0\]; pass tensor.contiguous\(\)",
+        ),
+        (
+            "tensors",
+            [torch.ones(1), X[:3], X[2:]],
+            r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
+        ),
+        ("tensors", [FREED], r"tensors\[0\] must have a storage of 16 bytes or more"),
+        (
+            "tensors",
+            [torch.ones(3, device="meta")],
+            r"tensors\[0\] must have memory, got one on the meta device",
+        ),
+    ],
+    RuntimeError: [
+        ("process_group", None, "a process group is needed"),
+        (
+            "tensors",
+            [RECORDED],
+            r"tensors\[0\] must not require grad while gradients are recorded, got a leaf tensor "
+            r"that does; pass tensor.detach\(\), or call it under torch.no_grad\(\)",
+        ),
+        ("tensors", [RECORDED * 2], "got a non-leaf tensor that does; pass"),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name: str) -> None:
-    wrong, error, message = WRONG[name]
+@pytest.mark.parametrize(
+    ("error", "argument", "value", "message"),
+    [(error, *wrong) for error, every in WRONG.items() for wrong in every],
+)
+def test_wrong_arguments(
+    error: type[Exception], argument: str, value: object, message: str
+) -> None:
     group, version = Alone(2), X._version
-    arguments = {"process_group": group, "tensors": [X], "buffer_size": 8, **wrong}
+    arguments = {"process_group": group, "tensors": [X], "buffer_size": 8, argument: value}
     with pytest.raises(error, match=message):
         broadcast_coalesced(**arguments)
     assert (group.started, X._version) == (0, version)

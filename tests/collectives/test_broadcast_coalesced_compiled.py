@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,20 +133,31 @@ def _counting(name: str) -> Counting:
     return group
 
 
-def _as_eager(rank: int, backend: str, source: int, buffer_size: int) -> dict[str, Any]:
+def _large(rank: int) -> dict[str, Tensor]:
+    """Tensors that travel alone, some in pieces."""
+    generator = torch.Generator().manual_seed(rank)
+    large = torch.randn(6000, 1500, generator=generator)
+    return {"large": large, "small": large[0, :9].clone(), "integers": (1000 * large).int()}
+
+
+def _as_eager(
+    rank: int, is_large: bool, backend: str, source: int, buffer_size: int
+) -> dict[str, Any]:
     group = _counting("as eager")
 
     def run(tensors: list[Tensor]) -> None:
         broadcast_coalesced(group, tensors, buffer_size, source)
 
-    tensors, expected = of_layouts(DTYPES, rank), of_layouts(DTYPES, source)
+    make = _large if is_large else functools.partial(of_layouts, DTYPES)
+    tensors, expected = make(rank), make(source)
     _compile(run, backend)(list(tensors.values()))
     compiled = list(group.sent)
     group.sent.clear()
     run(list(expected.values()))  # all ranks have it already
     reply = {
-        "differing": differing(tensors, of_layouts(DTYPES, source)),
-        "same broadcasts": compiled == group.sent and len(compiled) > 0,
+        "differing": differing(tensors, make(source)),
+        "same broadcasts": compiled == group.sent,
+        "broadcasts": len(compiled),
         "in flight": (group.in_flight, group.most_in_flight),
         "versions": {t._version for t in tensors.values() if t.numel()},
     }
@@ -154,33 +166,44 @@ def _as_eager(rank: int, backend: str, source: int, buffer_size: int) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("backend", "source", "buffer_size"),
-    [("inductor", 0, 500), ("aot_eager", 1, 1 << 20), ("eager", 0, 100)],
+    ("is_large", "backend", "source", "buffer_size"),
+    [
+        (False, "inductor", 0, 500),
+        (False, "aot_eager", 1, 1 << 20),
+        (False, "eager", 0, 100),
+        (True, "inductor", 1, 1 << 30),
+    ],
 )
-def test_as_eager(two_ranks: RankPool, backend: str, source: int, buffer_size: int) -> None:
-    for reply in two_ranks.run(_as_eager, backend, source, buffer_size, timeout=200):
+def test_as_eager(
+    two_ranks: RankPool, is_large: bool, backend: str, source: int, buffer_size: int
+) -> None:
+    for reply in two_ranks.run(_as_eager, is_large, backend, source, buffer_size, timeout=200):
         assert reply["differing"] == []
-        assert reply["same broadcasts"]
+        assert reply["same broadcasts"] and reply["broadcasts"] > 0
+        assert reply["broadcasts"] == 5 or not is_large
         assert reply["in flight"] == (0, 2)
         assert 0 not in reply["versions"]
 
 
-def _tied(rank: int, backend: str) -> tuple[list[int], list[float]]:
+def _tied_and_negated(rank: int, backend: str) -> tuple[list[int], list[float], list[float]]:
     group = _counting("tied")
     weight = torch.full((3,), float(rank))
+    negated = torch.full((3,), complex(0, rank + 1.0)).conj().imag
+    assert negated.is_neg()
 
     def run(tensors: list[Tensor]) -> None:
         made = tensors[0] * 2
         broadcast_coalesced(group, [*tensors, tensors[0], made, made], 100, 1)
 
-    _compile(run, backend)([weight, weight])
+    _compile(run, backend)([weight, weight, negated])
     dist.destroy_process_group(group)
-    return [numel for _, numel in group.sent], weight.tolist()
+    return [numel for _, numel in group.sent], weight.tolist(), negated.tolist()
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
-def test_tied_weights_travel_once(two_ranks: RankPool, backend: str) -> None:
-    assert two_ranks.run(_tied, backend, timeout=200) == [([6], [1.0] * 3)] * 2
+def test_tied_weights_travel_once_and_negated_tensors(two_ranks: RankPool, backend: str) -> None:
+    replies = two_ranks.run(_tied_and_negated, backend, timeout=200)
+    assert replies == [([9], [1.0] * 3, [-2.0] * 3)] * 2
 
 
 def _one_rank_compiled(rank: int) -> list[list[float]]:
@@ -229,29 +252,6 @@ def test_collectives_keep_their_order(two_ranks: RankPool) -> None:
         assert sent == lengths
 
 
-def _pieces(rank: int) -> tuple[list[bool], bool]:
-    group = _counting("pieces")
-    generator = torch.Generator().manual_seed(0)
-    sent = [torch.randn(6000, 1500, generator=generator), torch.randn(9, generator=generator)]
-    sent.append((1000 * sent[0]).int())
-
-    def run(tensors: list[Tensor]) -> None:
-        broadcast_coalesced(group, tensors, 1 << 30, 1)
-
-    tensors = [tensor.clone() if rank == 1 else torch.zeros_like(tensor) for tensor in sent]
-    _compile(run)(tensors)
-    compiled = list(group.sent)
-    group.sent.clear()
-    run(tensors)
-    dist.destroy_process_group(group)
-    same = compiled == group.sent and len(compiled) == 5
-    return [torch.equal(*pair) for pair in zip(tensors, sent, strict=True)], same
-
-
-def test_large_tensors_in_pieces(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_pieces, timeout=200) == [([True] * 3, True)] * 2
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_errors_while_compiling() -> None:
     group = dist.group.WORLD
@@ -263,17 +263,3 @@ def test_errors_while_compiling() -> None:
         with pytest.raises(Exception, match=message) as caught:
             _compile(broadcast_coalesced, "aot_eager")(group, *arguments)
         assert isinstance(caught.value, error) or error.__name__ in str(caught.value)
-
-
-def _negated(rank: int, backend: str) -> list[float]:
-    group = _counting("negated")
-    x = torch.full((3,), complex(0, rank + 1.0)).conj().imag
-    assert x.is_neg()
-    _compile(lambda tensors: broadcast_coalesced(group, tensors, 100, 1), backend)([x])
-    dist.destroy_process_group(group)
-    return x.tolist()
-
-
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_lazily_negated_tensors(two_ranks: RankPool, backend: str) -> None:
-    assert two_ranks.run(_negated, backend, timeout=200) == [[-2.0] * 3] * 2

@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import (
-    RANKS,
-    STEPS,
-    Modes,
-    bytes_of_value,
-    counted_bytes,
-    in_both_modes,
-    of_each_codec,
-)
+from chunk_cases import RANKS, STEPS, Modes, bytes_of_value, counted_bytes, in_both_modes
+from codec_examples import of_each_codec
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
 from torch import Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import FIRST, error_of, of_each_codec, rounding_of, values
+from chunk_cases import FIRST, error_of, rounding_of, values
+from codec_examples import of_each_codec
 from collective_cases import NO_GROUP
 from rank_pool import RankPool
 from staged_steps import Around
@@ -23,14 +25,14 @@ from torch_commhook.collectives import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
+from torch_commhook.collectives.message_error import _places, _values_at, begin_measuring
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.metrics import CallMeter
 from torch_commhook.testing import run_ranks
 
 Call = Callable[..., Any]
-SUMS: list[Call] = [compressed_all_reduce]
 CHUNKS: list[Call] = [compressed_reduce_scatter, compressed_all_gather]
-CALLS = SUMS + CHUNKS
+CALLS: list[Call] = [compressed_all_reduce, *CHUNKS]
 of_each_call = pytest.mark.parametrize("call", CALLS)
 
 
@@ -49,158 +51,117 @@ SEED = torch.ones(2, dtype=torch.int64)
 META = torch.zeros(600, device="meta")
 EXPANDED = torch.ones(1).expand(600)
 
+INT64 = r"rounding must be of dtype torch\.int64, got torch\.float32"
+SHAPE = (
+    r"rounding must be of shape \({}\) for blockwise\(rounding='stochastic'\), {}seed and step, "
+)
+SIZES = "sizes must be 1 numbers of at least 0, one for each rank, got "
 #: What differs from a good call, and its message.
-Wrong = dict[str, tuple[dict[str, Any], str]]
-
-TYPES: Wrong = {
-    "no codec": ({"codec": "blockwise"}, "codec must be a Codec, got str"),
-    "a codec's class": ({"codec": CODECS["topk"]}, "codec must be a Codec, got ABCMeta"),
-    "no tensor": ({"tensors": [X, 3]}, r"tensors\[1\] must be a tensor, got int"),
-    "no tensors at all": ({"tensors": None}, "tensors must be a tensor or a list of tensors, got "),
-    "integers": (
+Wrong = list[tuple[dict[str, Any], str]]
+TYPES: Wrong = [
+    ({"codec": "blockwise"}, "codec must be a Codec, got str"),
+    ({"codec": CODECS["topk"]}, "codec must be a Codec, got ABCMeta"),
+    ({"tensors": [X, 3]}, r"tensors\[1\] must be a tensor, got int"),
+    ({"tensors": None}, "tensors must be a tensor or a list of tensors, got "),
+    (
         {"tensors": X.long()},
         r"tensors\[0\] must be of dtype float64, float32, float16 or bfloat16, got torch\.int64",
     ),
-    "sparse": ({"tensors": X.to_sparse()}, "must be dense"),
-    "sparse, of a codec without an operator": (
-        {"tensors": X.to_sparse(), "codec": CODECS["topk"]()},
-        "must be dense",
-    ),
-    "integers to write": ({"out": X.long()}, r"out\[0\] must be of dtype"),
-    "error in float64": (
+    ({"tensors": X.to_sparse()}, "must be dense"),
+    # Of a codec without an operator.
+    ({"tensors": X.to_sparse(), "codec": CODECS["topk"]()}, "must be dense"),
+    ({"out": X.long()}, r"out\[0\] must be of dtype"),
+    (
         {"error": ZEROS.double()},
         "error must be of dtype torch.float32 or torch.bfloat16, got torch.float64",
     ),
-    "rounding in a list": ({"rounding": [[1, 2], [3, 4]]}, "rounding must be a tensor, got list"),
-    "buffers that are none": (
-        {"buffers": {}},
-        "buffers must be a MessageBuffers or None, got dict",
-    ),
-    "a meter that is none": ({"meter": 3}, "meter must be a CallMeter or None, got int"),
-    "a timeout in seconds": ({"timeout": 3}, "timeout must be a timedelta or None, got int"),
-    "no group": ({"group": 3}, NO_GROUP[1]),
-}
-VALUES: Wrong = {
-    "nothing": ({"tensors": []}, "tensors must hold at least one tensor, got none"),
-    "several devices": (
+    ({"rounding": [[1, 2], [3, 4]]}, "rounding must be a tensor, got list"),
+    ({"buffers": {}}, "buffers must be a MessageBuffers or None, got dict"),
+    ({"meter": 3}, "meter must be a CallMeter or None, got int"),
+    ({"timeout": 3}, "timeout must be a timedelta or None, got int"),
+    ({"group": 3}, NO_GROUP[1]),
+]
+VALUES: Wrong = [
+    ({"tensors": []}, "tensors must hold at least one tensor, got none"),
+    (
         {"tensors": [X, META]},
         r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta",
     ),
-    "nothing to write": ({"out": []}, "out must hold at least one tensor, got none"),
-    "too little to write": (
+    ({"out": []}, "out must hold at least one tensor, got none"),
+    (
         {"out": [X[:300], X[:299]]},
         "out must hold 600 elements, as many as "
         "(tensors|this rank's chunk|the chunks of all ranks), got 599",
     ),
-    "one place to write": ({"out": EXPANDED}, "must reach each of its elements once"),
-    "short error": ({"error": ZEROS[:599]}, "^{call}: error must be flat and hold 600 elements"),
-    "error elsewhere": ({"error": META}, "error must be on the tensors' device, cpu, got meta"),
-    "an error that is sparse": ({"error": ZEROS.to_sparse()}, "error must be dense and flat"),
-}
-
-# ---- of sums over all ranks ----------------------------------------------------------------------
-
-SHARD_TYPES: Wrong = {
-    "an error of the shard that is none": (
-        {"shard_error": [0.0] * 600},
-        "shard_error must be a tensor, got list",
-    ),
-    "random floats": (
-        {"codec": STOCHASTIC, "rounding": torch.ones(2, 2)},
-        "rounding must be of dtype torch.int64, got torch.float32",
-    ),
-}
-SHARD_VALUES: Wrong = {
-    "short error of the shard": (
+    ({"out": EXPANDED}, "must reach each of its elements once"),
+    ({"error": ZEROS[:599]}, "^{call}: error must be flat and hold 600 elements"),
+    ({"error": META}, "error must be on the tensors' device, cpu, got meta"),
+    ({"error": ZEROS.to_sparse()}, "error must be dense and flat"),
+]
+SUM_TYPES: Wrong = [
+    ({"shard_error": [0.0] * 600}, "shard_error must be a tensor, got list"),
+    ({"codec": STOCHASTIC, "rounding": torch.ones(2, 2)}, INT64),
+]
+SUM_VALUES: Wrong = [
+    (
         {"shard_error": ZEROS[:599]},
         "compressed_all_reduce: shard_error must be flat and hold 600 elements",
     ),
-    "error of the shard elsewhere": (
-        {"shard_error": META},
-        "shard_error must be on the tensors' device, cpu, got meta",
-    ),
-    "error of the shard in steps": (
+    ({"shard_error": META}, "shard_error must be on the tensors' device, cpu, got meta"),
+    (
         {"shard_error": torch.zeros(1200)[::2]},
         r"shard_error must be contiguous, got strides \[2\]",
     ),
-    "no random numbers": (
-        {"codec": STOCHASTIC},
-        r"rounding must be of shape \(2, 2\) for blockwise\(rounding='stochastic'\), rows of seed "
-        "and step, got None",
-    ),
-    "a row of random numbers": (
-        {"codec": STOCHASTIC, "rounding": SEED},
-        r"rounding must be of shape \(2, 2\) .*got \[2\]",
-    ),
-    "another exchange": (
+    ({"codec": STOCHASTIC}, SHAPE.format("2, 2", "rows of ") + "got None"),
+    ({"codec": STOCHASTIC, "rounding": SEED}, SHAPE.format("2, 2", "rows of ") + r"got \[2\]"),
+    (
         {"codec": ELSEWHERE},
         "the codec's exchange must be 'all_to_all', 'all_gather' or 'all_reduce', got 'by_post'",
     ),
-}
-SCALE_TYPES: Wrong = {
-    "a scale that is none": ({"scale": "a"}, "scale must be a number, got str"),
-    "no scale": ({"scale": None}, "scale must be a number, got NoneType"),
-}
-SCALE_VALUES: Wrong = {
-    "a scale past all floats": ({"scale": 10**400}, "scale must be a number that a float can hold"),
-}
-
-# ---- of chunks -----------------------------------------------------------------------------------
-
-CHUNK_TYPES: Wrong = {
-    "sizes that are no numbers": (
-        {"sizes": ["600"]},
-        r"sizes must be a list of ints, got \['600'\]",
-    ),
-    "a number as sizes": ({"sizes": 600}, "sizes must be a list of ints, got 600"),
-    "random floats": (
-        {"codec": STOCHASTIC, "rounding": SEED.float()},
-        "rounding must be of dtype torch.int64, got torch.float32",
-    ),
-}
-CHUNK_VALUES: Wrong = {
-    "sizes of more ranks": (
-        {"sizes": [300, 300]},
-        r"sizes must be 1 numbers of at least 0, one for each rank, got \[300, 300\]",
-    ),
-    "a size below 0": (
-        {"sizes": [-1]},
-        r"sizes must be 1 numbers of at least 0, one for each rank, got \[-1\]",
-    ),
-    "sizes of other tensors": (
+]
+CHUNK_TYPES: Wrong = [
+    ({"sizes": ["600"]}, r"sizes must be a list of ints, got \['600'\]"),
+    ({"sizes": 600}, "sizes must be a list of ints, got 600"),
+    ({"codec": STOCHASTIC, "rounding": SEED.float()}, INT64),
+]
+CHUNK_VALUES: Wrong = [
+    ({"sizes": [300, 300]}, SIZES + r"\[300, 300\]"),
+    ({"sizes": [-1]}, SIZES + r"\[-1\]"),
+    (
         {"sizes": [599]},
-        r"sizes must (add up to 600, as tensors have|give rank 0 the 600 elements of its tensors), "
-        r"got \[599\]",
+        r"sizes must (add up to 600, as tensors have|"
+        r"give rank 0 the 600 elements of its tensors), got \[599\]",
     ),
-    "no random numbers": (
-        {"codec": STOCHASTIC},
-        r"rounding must be of shape \(2,\) for blockwise\(rounding='stochastic'\), seed and step, "
-        "got None",
-    ),
-    "two rows of random numbers": (
+    ({"codec": STOCHASTIC}, SHAPE.format("2,", "") + "got None"),
+    (
         {"codec": STOCHASTIC, "rounding": torch.stack([SEED, SEED])},
-        r"rounding must be of shape \(2,\) .*got \[2, 2\]",
+        SHAPE.format("2,", "") + r"got \[2, 2\]",
     ),
-    "an error of a codec that scales": (
+    (
         {"codec": UNBIASED, "error": ZEROS, "rounding": SEED},
         "error must be None for an unbiased codec",
     ),
-}
+]
+SCALE_TYPES: Wrong = [
+    ({"scale": "a"}, "scale must be a number, got str"),
+    ({"scale": None}, "scale must be a number, got NoneType"),
+]
+SCALE_VALUES: Wrong = [({"scale": 10**400}, "scale must be a number that a float can hold")]
 
 SCALED = [compressed_all_reduce, compressed_reduce_scatter]
 ERRORS = [
-    pytest.param(call, given, error, message, id=f"{name}-{call.__name__}")
+    (call, given, error, message)
     for calls, error, table in [
         (CALLS, TypeError, TYPES),
         (CALLS, ValueError, VALUES),
-        (SUMS, TypeError, SHARD_TYPES),
-        (SUMS, ValueError, SHARD_VALUES),
+        ([compressed_all_reduce], TypeError, SUM_TYPES),
+        ([compressed_all_reduce], ValueError, SUM_VALUES),
         (SCALED, TypeError, SCALE_TYPES),
         (SCALED, ValueError, SCALE_VALUES),
         (CHUNKS, TypeError, CHUNK_TYPES),
         (CHUNKS, ValueError, CHUNK_VALUES),
     ]
-    for name, (given, message) in table.items()
+    for given, message in table
     for call in calls
 ]
 
@@ -208,7 +169,7 @@ ERRORS = [
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("call", "given", "error", "message"), ERRORS)
 def test_errors(call: Call, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message.format(call=call.__name__)):
+    with pytest.raises(error, match=message.replace("{call}", call.__name__)):
         call(**{"tensors": X, "codec": BLOCKWISE, **given}).wait()
     call(X, BLOCKWISE).wait()  # the group is as good as before
 
@@ -326,3 +287,70 @@ def test_ranges_of_shards() -> None:
                 assert [end - begin for begin, end in ranges] == counts
             else:
                 assert ranges == [(0, 0)] * 3
+
+
+# ---- what a message has lost, measured on a sample -----------------------------------------------
+
+
+def _measured(codec: Codec, values: Tensor, error: Tensor | None) -> tuple[float, float]:
+    """What a meter finds, and what was lost in truth."""
+    meter = CallMeter()
+    wanted = values.double() + (0 if error is None else error.double())
+    measured = begin_measuring(meter, [values[:1000], values[1000:]], error)
+    message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+    codec.encode([values], message, error=error)
+    assert measured is not None
+    measured.note(meter, codec, error, None)
+    restored = torch.empty_like(values)
+    codec.decode(message, [restored])
+    lost = torch.linalg.vector_norm(wanted - restored) / torch.linalg.vector_norm(wanted)
+    assert meter.relative_error is not None
+    return meter.relative_error, float(lost)
+
+
+@pytest.mark.parametrize("numel", [5_000, 20_000, 3_000_000])
+@pytest.mark.parametrize("keeps_error", [False, True])
+@pytest.mark.parametrize(
+    "codec",
+    [CODECS["blockwise"](bits=4), CODECS["fp8"](), CODECS["topk"](0.05), CODECS["sign"]()],
+    ids=str,
+)
+def test_the_error_of_a_sample(codec: Codec, keeps_error: bool, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator)
+    error = torch.randn(numel, generator=generator) if keeps_error else None
+    found, truth = _measured(codec, values, error)
+    assert found == pytest.approx(truth, rel=1e-5 if numel == 5_000 else 0.03)
+
+
+def test_places() -> None:
+    assert _places(0) == [(0, 0)]
+    assert _places(16384) == [(0, 16384)]
+    for numel in (16385, 20_000, 600_000, 10**8 + 1):
+        places = _places(numel)
+        count = sum(end - begin for begin, end in places)
+        assert 16384 <= count <= 1 << 20 and count <= max(16384, numel / 32)
+        ends = [0, *(end for _, end in places)]
+        assert all(end <= begin for end, (begin, _) in zip(ends, places, strict=False))
+        assert all(begin % 4096 == 0 for begin, _ in places) and places[-1][1] <= numel
+        # They are spread over all values.
+        assert places[-1][1] > 0.7 * numel
+
+
+def test_values_of_several_tensors() -> None:
+    tensors = [torch.arange(5), torch.arange(5, 5), torch.arange(5, 12).view(7, 1)]
+    found = _values_at(tensors, [(1, 3), (4, 9), (11, 12)])
+    assert found.dtype == torch.float32
+    assert found.tolist() == [1, 2, 4, 5, 6, 7, 8, 11]
+    assert _values_at([torch.empty(0)], [(0, 0)]).tolist() == []
+    column = torch.arange(12).view(3, 4).t()
+    assert _values_at([column], [(0, 3)]).tolist() == [0, 4, 8]
+
+
+def test_only_what_is_due_is_measured() -> None:
+    meter = CallMeter()
+    values = [torch.ones(10)]
+    assert begin_measuring(None, values, None) is None
+    due = [begin_measuring(meter, values, None) is not None for _ in range(201)]
+    assert [number for number, is_due in enumerate(due) if is_due] == [0, 100, 200]
+    assert math.isclose(sum(due), 3)

@@ -1,12 +1,12 @@
-"""Reduce-scatters and all-gathers of messages: values and memory.
+"""Reduce-scatters and all-gathers of messages: values, memory, forms, bytes, failures, compilers.
 
-Values are those of the codec's own methods, called one after another by hand, and within the
-codec's bound of a float64 reference.
+Values are those of the codec's own methods, called one after another by hand.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,22 +19,31 @@ from chunk_cases import (
     LONG,
     RANKS,
     STEPS,
+    Modes,
+    bytes_of_value,
+    counted_bytes,
     error_of,
-    most_lost,
-    of_each_codec,
+    in_both_modes,
     options_of,
     rounding_of,
     sizes_of,
     values,
 )
+from codec_examples import of_each_codec
+from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
 from rank_pool import RankPool
-from torch import Tensor
+from staged_steps import Around, Failure
+from torch import Tensor, nn
 
-from torch_commhook.codecs import Codec
+from torch_commhook import GradBucket, attach
+from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.testing import run_ranks
+
+BLOCKWISE = CODECS["blockwise"]()
+F64, F16, BF16 = torch.float64, torch.float16, torch.bfloat16
 
 KINDS: dict[str, Callable[..., torch.futures.Future[Tensor]]] = {
     "sums": compressed_reduce_scatter,
@@ -143,21 +152,185 @@ def test_on_gloo(pools: dict[int, RankPool], kind: str, codec: Codec, world_size
     check(kind, codec, pools[world_size].run(_calls, kind, codec, names, seed), names, seed)
 
 
-# ---- how far a sum is off ------------------------------------------------------------------------
+# ---- tensors of any form -------------------------------------------------------------------------
 
 
-def _sum(rank: int, codec: Codec, numel: int, seed: int) -> Tensor:
-    rounding = rounding_of(codec, rank, seed)
-    return compressed_reduce_scatter(values(rank, numel, seed), codec, rounding=rounding).wait()
+def _forms(rank: int, codec: Codec) -> list[Tensor]:
+    """Several tensors of several dtypes, as one flat tensor of their values."""
+    drawn = rounding_of(codec, rank, 3)
+    tensors = [
+        values(rank, 350, 1).view(7, 50).t(),
+        values(rank, 33, 2).bfloat16(),
+        values(rank, 0, 2),
+        values(rank, 617, 3).double(),
+    ]
+    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    right = compressed_reduce_scatter(flat, codec, rounding=drawn).wait()
+    out = [torch.full((10, 20), 7.0).t(), torch.full((len(right) - 200,), 7.0, dtype=BF16)]
+    got = compressed_reduce_scatter(tensors, codec, out=out, rounding=drawn).wait()
+    assert got is out[0]
+    assert torch.equal(out[0], right[:200].view(20, 10))
+    assert torch.equal(out[1], right[200:].bfloat16())
+    whole = compressed_all_gather(flat, codec, rounding=drawn).wait()
+    out = [torch.empty(40, 50, dtype=F64), torch.empty(10, len(whole) // 10 - 200).t()]
+    got = compressed_all_gather(tensors, codec, out=out, rounding=drawn).wait()
+    assert got is out[0]
+    assert torch.equal(torch.cat([tensor.reshape(-1).double() for tensor in out]), whole.double())
+    return [right, whole]
 
 
-@pytest.mark.parametrize("world_size", RANKS)
 @of_each_codec
-def test_a_sum_is_off_by_one_encoding_of_each_rank(codec: Codec, world_size: int) -> None:
-    seed, numel = 4 * random.randrange(1 << 18) + 2, 5003
+def test_tensors_of_any_form(codec: Codec) -> None:
+    """The second all-gather's results are 2000 values and a multiple of ten."""
+    run_ranks(_forms, 4, codec)
+
+
+@pytest.mark.parametrize("dtype", [F64, F16, BF16], ids=str)
+@pytest.mark.usefixtures("one_rank")
+def test_a_result_has_the_dtype_of_the_tensors(dtype: torch.dtype) -> None:
+    x = torch.randn(600).to(dtype)
+    for call in (compressed_reduce_scatter, compressed_all_gather):
+        assert call(x, BLOCKWISE).wait().dtype is dtype
+
+
+def _in_place(rank: int, codec: Codec) -> bool:
+    """Into the tensors that are sent."""
+    x = values(rank, 2000, 1)
+    right = compressed_reduce_scatter(x, codec).wait()
+    own = x[1000 * rank : 1000 * rank + 1000]
+    compressed_reduce_scatter(x, codec, out=own).wait()
+    whole = compressed_all_gather(own.clone(), codec).wait()
+    compressed_all_gather(own, codec, out=x).wait()
+    return torch.equal(x, whole) and float((own - right).abs().max()) < 0.1
+
+
+def test_results_may_go_where_the_tensors_are(two_ranks: RankPool) -> None:
+    assert all(two_ranks.run(_in_place, BLOCKWISE))
+
+
+# ---- bytes on the wire ---------------------------------------------------------------------------
+
+
+def _bytes(rank: int, codec: Codec, numel: int) -> list[tuple[int, int, int]]:
+    drawn, own = rounding_of(codec, rank, 3), -(-numel // dist.get_world_size())
+    return [
+        counted_bytes(compressed_reduce_scatter, numel, codec, drawn),
+        counted_bytes(compressed_all_gather, own, codec, drawn),
+    ]
+
+
+def check_bytes(codec: Codec, numel: int, ranks: list[list[tuple[int, int, int]]]) -> None:
+    """``b (W - 1) / W`` of each unsharded value, b bytes of a value on the wire."""
+    world_size = len(ranks)
+    formula = bytes_of_value(codec) * numel * (world_size - 1) / world_size
+    # A chunk's last block has all its parameters. These and its values fill up 16 bytes each. Of
+    # few values at least one is sent.
+    padding = (world_size - 1) * (bytes_of_value(codec) + 8 + 27)
+    if isinstance(codec, CODECS["chunk_topk"]):  # a short chunk sends as many values as a whole one
+        padding += (world_size - 1) * codec.nbytes(4096)
     sizes = chunk_sizes(numel, world_size)
-    every = [values(rank, numel, seed).split(sizes) for rank in range(world_size)]
-    for rank, got in enumerate(run_ranks(_sum, world_size, codec, numel, seed)):
-        exact = torch.stack([chunks[rank].double() for chunks in every]).sum(0)
-        bound = sum(most_lost(codec, chunks[rank]) for chunks in every)
-        assert float((got - exact).norm()) <= bound * (1 + 1e-5) + 1e-4
+    for rank, counts in enumerate(ranks):
+        others = [codec.nbytes(size) for other, size in enumerate(sizes) if other != rank]
+        right = sum(others), codec.nbytes(sizes[0]) * (world_size - 1)
+        for sent, exact in zip(counts, right, strict=True):
+            assert sent == (exact,) * 3
+            assert abs(exact - formula) <= padding + bytes_of_value(codec) * world_size
+
+
+@pytest.mark.parametrize("numel", [1 << 16, 10_001])
+@of_each_codec
+def test_bytes(codec: Codec, numel: int) -> None:
+    for world_size in range(2, 9):
+        check_bytes(codec, numel, run_ranks(_bytes, world_size, codec, numel))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "int8", "int4"), [(2, 0.51, 0.26), (4, 0.76, 0.39), (8, 0.89, 0.45)]
+)
+def test_bytes_are_those_of_the_formulas(ranks: int, int8: float, int4: float) -> None:
+    """``(1 + 4 / B) (W - 1) / W`` and ``(0.5 + 4 / B) (W - 1) / W``, to two digits."""
+    for bits, figure in ((8, int8), (4, int4)):
+        for counts in run_ranks(_bytes, ranks, CODECS["blockwise"](bits=bits), 1 << 16):
+            assert [round(sent[0] / (1 << 16), 2) for sent in counts] == [figure] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("numel", [20_000, 600_000])
+def test_bytes_on_gloo(pools: dict[int, RankPool], numel: int, world_size: int) -> None:
+    """Also point to point."""
+    codec = CODECS["blockwise"]()
+    check_bytes(codec, numel, pools[world_size].run(_bytes, codec, numel))
+
+
+def test_chunks_are_cut_as_torch_cuts() -> None:
+    for numel, ranks in itertools.product((0, 1, 5, 8, 1000, 1001), (1, 2, 3, 4, 7, 8)):
+        chunks = [len(chunk) for chunk in torch.zeros(numel).chunk(ranks)]
+        assert chunk_sizes(numel, ranks) == chunks + [0] * (ranks - len(chunks))
+
+
+# ---- a rank that fails ---------------------------------------------------------------------------
+
+
+class Flaky:
+    """Averages by a reduce-scatter and an all-gather through a codec that fails when told to."""
+
+    def __init__(self) -> None:
+        self.failure = Failure()
+        self.codec = Around(CODECS["topk"](1.0), self.failure)
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        group, buffer = bucket.process_group(), bucket.buffer()
+        numel, ranks = buffer.numel(), group.size()
+        own = compressed_reduce_scatter(buffer, self.codec, scale=1 / ranks, group=group).wait()
+        sizes = chunk_sizes(numel, ranks)
+        return compressed_all_gather(own, self.codec, sizes=sizes, group=group)
+
+
+def _fails(rank: int, method: str) -> list[Any]:
+    torch.manual_seed(0)
+    model, hook = nn.Linear(3, 5), Flaky()
+    handle = attach(model, hook)
+    found: list[Any] = []
+    for step in range(3):
+        model.zero_grad()
+        if rank == 0 and step == 1:
+            hook.failure.arm(method)
+        try:
+            model(torch.full((2, 3), rank + 1.0)).sum().backward()
+            found.append(model.weight.grad.tolist())
+        except Exception as error:
+            found.append(type(error).__name__)
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "decode_sum"])
+def test_a_rank_that_fails(two_ranks: RankPool, method: str) -> None:
+    """All ranks raise in the same step, and the next one works: nothing is left under way."""
+    for rank, found in enumerate(two_ranks.run(_fails, method)):
+        assert found == [[[3.0] * 3] * 5, ("OwnError", "PeerError")[rank], [[3.0] * 3] * 5]
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, codec: Codec, backend: str) -> Modes:
+    sizes = chunk_sizes(1301, dist.get_world_size())
+
+    def call(x: Tensor, y: Tensor, error: Any, lost: Any, rounding: Any) -> Tensor:
+        summed = compressed_reduce_scatter(
+            [x * 2, y.t() * 3], codec, scale=0.5, error=error, rounding=rounding
+        )
+        own = summed.then(lambda done: done.value() + 1).wait()
+        whole = compressed_all_gather(own, codec, sizes=sizes, error=lost, rounding=rounding)
+        return whole.wait() * 3
+
+    def memory() -> list[Tensor | None]:
+        return [error_of(codec, rank, numel, 2) for numel in (1301, sizes[rank])]
+
+    return in_both_modes(rank, backend, call, memory, lambda step: rounding_of(codec, rank, step))
+
+
+@pytest.mark.parametrize(("backend", "codec"), COMPILED_CODECS, ids=repr)
+def test_compiled(two_ranks: RankPool, backend: str, codec: Codec) -> None:
+    assert_the_bits_of_eager(two_ranks.run(_compiled, codec, backend, timeout=180))

@@ -1,10 +1,14 @@
-"""Exchanges of messages: of any lengths, in any order of stages, and what ends them."""
+"""Exchanges of messages: of any lengths, in any order of stages, and what ends them.
+
+Waiting for messages ends with the connection, even where Gloo reports nothing.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -16,12 +20,24 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import exchange
-from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.gloo_groups import exchanges_of, finish_messages, second_group
+from torch_commhook.step.step_end import StepEnd
 
 
 def message(source: int, destination: int, length: int, number: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(10000 * number + 100 * source + destination)
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
+
+
+def messages(rank: int, length: int, number: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of a rank to both ranks, and the memory for those to this rank."""
+    inputs = [message(rank, to, length, number) for to in range(2)]
+    return inputs, [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+
+
+def have_come(rank: int, outputs: list[Tensor], number: int = 0) -> bool:
+    every = enumerate(outputs)
+    return all(torch.equal(got, message(to, rank, len(got), number)) for to, got in every)
 
 
 #: Whether there is a second group, whether the stage is the second one, how many more pairs of
@@ -79,20 +95,17 @@ def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -
 def _in_another_order(rank: int) -> bool:
     first = dist.new_group()
     stages = [first, second_group(first)]
-    length, waiting = 300_000, {}
+    waiting = {}
     for number in range(4):
         # The stages of one rank are not in step with the other's; those of each stage are.
         for stage in (0, 1) if rank == 0 else (1, 0):
             seed = 2 * number + stage
-            inputs = [message(rank, to, length, seed) for to in range(2)]
-            outputs = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+            inputs, outputs = messages(rank, 300_000, seed)
             result = torch.tensor(seed)
             waiting[seed] = exchange(inputs, outputs, result, stages[stage]), outputs
     right = []
     for seed, (future, outputs) in waiting.items():
-        right.append(int(future.wait()) == seed)
-        for source, got in enumerate(outputs):
-            right.append(torch.equal(got, message(source, rank, length, seed)))
+        right += [int(future.wait()) == seed, have_come(rank, outputs, seed)]
     dist.barrier()
     dist.destroy_process_group(first)
     return all(right)
@@ -158,16 +171,21 @@ def test_a_rank_that_leaves_ends_them(two_ranks: RankPool) -> None:
     assert two_ranks.run(_left, timeout=60)[0]
 
 
-LOST_HALFWAY = """
+#: How each rank of the following programs begins.
+BEGIN = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch_commhook import _C
+from torch_commhook.collectives.gloo_groups import finish_messages
 
-rank, is_second = int(sys.argv[1]), bool(int(sys.argv[2]))
+rank, choice = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(sys.argv[3], 2)
 dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+"""
+
+LOST_HALFWAY = """
 up, down = dist.new_group(), dist.new_group()
-exchanges = _C.Exchanges(up, down, is_second)
+exchanges = _C.Exchanges(up, down, choice == "second")
 nothing = torch.empty(0, dtype=torch.uint8)
 messages = [[nothing] * 2, [nothing] * 2]
 for many in messages:
@@ -186,10 +204,10 @@ os._exit(0)  # with connections that are lost
 """
 
 
-@pytest.mark.parametrize("is_second", [0, 1])
-def test_a_rank_that_is_killed_halfway(tmp_path: Path, is_second: int) -> None:
+@pytest.mark.parametrize("stage", ["first", "second"])
+def test_a_rank_that_is_killed_halfway(tmp_path: Path, stage: str) -> None:
     """Gloo tells nothing of a message of which a part is there; its timeout is half an hour."""
-    assert first_says(LOST_HALFWAY, tmp_path, is_second) == "it is told\n"
+    assert first_says(BEGIN + LOST_HALFWAY, tmp_path, stage) == "it is told\n"
 
 
 def _from_a_thread_of_gloo(rank: int) -> bool:
@@ -199,9 +217,8 @@ def _from_a_thread_of_gloo(rank: int) -> bool:
         first = dist.new_group()
         second = second_group(first)
         exchanges_of(second)
-        length, waiting = 200_000, torch.futures.Future()
-        inputs = [message(rank, to, length, number) for to in range(2)]
-        outputs = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+        waiting = torch.futures.Future()
+        inputs, outputs = messages(rank, 200_000, number)
 
         def issue(done: object, args: tuple = (inputs, outputs, second, waiting)) -> None:
             inputs, outputs, second, waiting = args
@@ -210,10 +227,7 @@ def _from_a_thread_of_gloo(rank: int) -> bool:
         work = first.allreduce([torch.ones(1)], dist.AllreduceOptions())
         work.get_future().add_done_callback(issue)
         waiting.wait().wait()
-        right = right and all(
-            torch.equal(got, message(source, rank, length, number))
-            for source, got in enumerate(outputs)
-        )
+        right = right and have_come(rank, outputs, number)
         del work, issue, second
         dist.barrier()
         dist.destroy_process_group(first)
@@ -239,11 +253,7 @@ def test_what_is_refused(one_rank: None) -> None:
     for groups in ((None, group), (group, None)):
         with pytest.raises(ValueError, match="a process group must be given, got None"):
             _C.Exchanges(*groups, False)
-    for inputs, outputs in (
-        ([], []),
-        ([byte], [byte.view(1, 1)]),
-        ([torch.zeros(1)], [byte]),
-    ):
+    for inputs, outputs in (([], []), ([byte], [byte.view(1, 1)]), ([torch.zeros(1)], [byte])):
         with pytest.raises(ValueError, match="hold a flat uint8 tensor on the CPU for each rank"):
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
 
@@ -259,8 +269,7 @@ def _one_leaves_first(rank: int) -> list[bool]:
     for _ in range(20):
         group = dist.new_group()
         exchanges = _C.Exchanges(group, group, False)
-        inputs = [message(rank, to, 100) for to in range(2)]
-        outputs = [torch.zeros(100, dtype=torch.uint8) for _ in range(2)]
+        inputs, outputs = messages(rank, 100)
         place = exchanges.reserve()
         exchanges.expect(outputs, place)  # so that messages need no answer
         dist.barrier()
@@ -358,3 +367,153 @@ def test_what_is_refused_of_expected_messages(two_ranks: RankPool) -> None:
         assert few == "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank"
         assert place.startswith("exchange: place must be one that reserve() gave")
         assert uneven == "exchange: ups and downs must have the same length, got 1 and 0"
+
+
+# ---- waiting for messages of a group -------------------------------------------------------------
+
+#: How rank 0 ends.
+ENDED = """
+try:
+    finish_messages(group, works)
+except RuntimeError as error:
+    assert "exchange: with rank 1: " in str(error) and "gloo" in str(error), error
+    print("it ended", flush=True)
+os._exit(0)  # with connections that are lost
+"""
+
+#: Rank 1 is killed while a large message fills the connection and a small one waits behind it.
+KILLED_RECEIVER = """
+group = dist.new_group()
+large, small = torch.zeros(50_000_000), torch.zeros(1)
+if rank == 1:
+    works = [group.recv([large], 0, 1), group.recv([small], 0, 2)]
+    store.set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+pid = int(store.get("pid"))
+while ") T " not in open(f"/proc/{pid}/stat").read():  # stopped
+    time.sleep(0.01)
+sends = [(1, group.send([large], 1, 1)), (1, group.send([small], 1, 2))]
+os.kill(pid, signal.SIGKILL)
+works = sends if choice == "both" else sends[1:]
+"""
+
+
+@pytest.mark.parametrize("waits_for", ["both", "the second"])
+def test_a_killed_receiver_ends_the_wait(tmp_path: Path, waits_for: str) -> None:
+    assert first_says(BEGIN + KILLED_RECEIVER + ENDED, tmp_path, waits_for) == "it ended\n"
+
+
+#: Rank 1 is killed when rank 0 has received a part of a large message.
+KILLED_SENDER = """
+if rank == 1:
+    store.set("pid", str(os.getpid()))
+group = dist.new_group()
+large = torch.zeros(100_000_000)
+if rank == 1:
+    work = group.send([large + 1], 0, 1)
+    while True:
+        time.sleep(1)
+work = group.recv([large], 1, 1)
+while not large[0]:
+    time.sleep(0.001)
+os.kill(int(store.get("pid")), signal.SIGKILL)
+assert not large[-1]
+works = [(1, work)]
+"""
+
+
+def test_a_killed_sender_ends_the_wait(tmp_path: Path) -> None:
+    assert first_says(BEGIN + KILLED_SENDER + ENDED, tmp_path, "") == "it ended\n"
+
+
+def _receiver_leaves(rank: int) -> bool:
+    group, value = dist.new_group(), torch.full((3,), float(rank))
+    if rank == 1:
+        group.recv([value], 0, 1).wait()
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        return bool((value == 0).all())
+    sends = [(1, group.send([value], 1, 1))]
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="gloo"):
+        while True:  # until the end of the connection arrives
+            finish_messages(group, [(1, group.send([value], 1, 1))])
+    finish_messages(group, sends)
+    dist.destroy_process_group(group)
+    return True
+
+
+def test_a_message_counts_whose_receiver_has_left(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_receiver_leaves, timeout=60) == [True, True]
+
+
+def _works_in(error: BaseException) -> list[object]:
+    """The Works that an error's traceback keeps, in variables and in lists of pairs."""
+    found: list[object] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            values = value if isinstance(value, list) else [value]
+            parts = [part for each in values for part in (each if type(each) is tuple else [each])]
+            found += [part for part in parts if isinstance(part, dist.Work)]
+    return found
+
+
+def _held_error(rank: int, early: bool) -> bool:
+    group = dist.new_group()
+    step_end = StepEnd(group)
+    dist.barrier()
+    if rank == 1:
+        if not early:  # rank 0 gets the flag, and waits for its own to be sent
+            step_end.any_rank()
+        dist.destroy_process_group(group)
+        del group, step_end
+        dist.barrier()
+        return True
+    if not early:
+        exchanges_of(group).stop()
+    try:
+        step_end.any_rank()
+    except RuntimeError as error:
+        held = error
+    assert _works_in(held) == []
+    assert step_end._sends == [] and not any(step_end._works)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return True
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_keeps_no_work(two_ranks: RankPool, early: bool) -> None:
+    """A Work in use, as by a traceback, would keep the connection open."""
+    assert two_ranks.run(_held_error, early, timeout=60) == [True, True]
+
+
+def _after_the_end(rank: int) -> bool:
+    group, value = dist.new_group(), torch.ones(1)
+    if rank == 1:
+        group.recv([value], 0, 1).wait()
+    else:
+        send = group.send([value], 1, 1)
+        exchanges = exchanges_of(group)
+        finish_messages(group, [(1, send)])
+        exchanges.stop()
+        with pytest.raises(RuntimeError, match="closed"):
+            finish_messages(group, [(1, send)])
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return True
+
+
+def test_a_closed_group_sends_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_after_the_end, timeout=60) == [True, True]
+
+
+def test_which_messages_are_refused(one_rank: None) -> None:
+    exchanges = exchanges_of(dist.group.WORLD)
+    with pytest.raises(ValueError, match="must have the same length, got 1 and 0"):
+        exchanges.finish_messages([0], [])
+    for rank in (-1, 0, 1):
+        with pytest.raises(ValueError, match=f"must be other ranks of 1, got {rank}"):
+            exchanges.finish_messages([rank], [dist.Work()])
+    finish_messages(dist.group.WORLD, [])

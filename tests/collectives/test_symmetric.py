@@ -12,14 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from symmetric_ranks import BLOCK_CODECS, SIZES, Case, SharedRanks, same
+from kernel_device import KernelDevice
+from symmetric_ranks import (
+    CODEC,
+    Case,
+    SharedRanks,
+    assert_the_bits_of_collectives,
+    test_a_barrier_that_waits_in_vain,  # noqa: F401
+    test_a_rank_that_does_not_come,  # noqa: F401
+    test_gathered_shards,  # noqa: F401
+    test_shards_at_any_addresses,  # noqa: F401
+    test_the_bits_of_the_collectives,  # noqa: F401
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.collectives.symmetric_ops import (
     control_words,
@@ -28,26 +36,15 @@ from torch_commhook.collectives.symmetric_ops import (
 )
 
 commhook = torch.ops.commhook
-of_each_codec = pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
-CODEC = CODECS["blockwise"]()
+
+
+@pytest.fixture
+def device() -> KernelDevice:
+    return KernelDevice("cpu")
 
 
 def shared_for(case: Case) -> SharedRanks:
     return SharedRanks(case.ranks, case.codec.nbytes(case.numel, case.ranks))
-
-
-def assert_the_bits_of_collectives(case: Case, got: list[list[Tensor]]) -> None:
-    for rank, (own, right) in enumerate(zip(got, case.over_collectives(), strict=True)):
-        wrong = [i for i, pair in enumerate(zip(own, right, strict=True)) if not same(*pair)]
-        assert not wrong, f"rank {rank}"
-
-
-@of_each_codec
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_bits_of_the_collectives(codec: Codec, ranks: int) -> None:
-    for numel in SIZES:
-        case = Case(codec, ranks, numel)
-        assert_the_bits_of_collectives(case, shared_for(case).run(case.of_rank))
 
 
 def test_values_that_are_not_finite() -> None:
@@ -80,32 +77,6 @@ def sum_of(rank: int, numel: int = 1000, **options: Any) -> Tensor:
     out = torch.zeros(numel)
     compressed_all_reduce(torch.full((numel,), 1.0 + rank), CODEC, out=out, **options).wait()
     return out
-
-
-@pytest.mark.real_time
-def test_a_rank_that_does_not_come() -> None:
-    shared = SharedRanks(3, CODEC.nbytes(1000, 3))
-
-    def without_rank_1(rank: int, **options: Any) -> None:
-        if rank == 1:
-            return
-        begin, end = shard_range(CODEC, 1000, rank=rank, world_size=3)
-        shard_error = torch.full((end - begin,), 0.25)
-        assert sum_of(rank, shard_error=shard_error, **options).isnan().all()
-        assert (shard_error == 0.25).all()
-        with pytest.raises(RuntimeError, match=r"rank [012] of the group did not reach"):
-            sum_of(rank, **options)
-
-    def rank_1_alone(rank: int, **options: Any) -> None:
-        if rank == 1:  # learns of it, and waits for nobody
-            assert sum_of(rank, **options).isnan().all()
-            with pytest.raises(RuntimeError, match=r"rank [02] of the group did not reach"):
-                sum_of(rank, **options)
-
-    begun = time.monotonic()
-    shared.run(without_rank_1, timeout=0.3)
-    shared.run(rank_1_alone, timeout=60)
-    assert time.monotonic() - begun < 10
 
 
 def test_a_group_whose_timeout_is_longer_than_a_barrier_takes() -> None:
@@ -142,18 +113,12 @@ def controls(ranks: int = 2, **options: Any) -> list[Tensor]:
     return [torch.zeros(control_words(ranks), dtype=torch.int64, **options) for _ in range(ranks)]
 
 
-def test_a_barrier_that_waits_in_vain() -> None:
-    given = controls()
-    begun = time.monotonic()
-    symmetric_barrier(given, 0, timeout=0.05)
-    assert time.monotonic() - begun >= 0.05
-    assert [each.tolist() for each in given] == [[0, 0, 1, 2], [~1, 0, 0, 0]]
-    symmetric_barrier(given, 0, timeout=60)  # waits no more
-    assert [each.tolist() for each in given] == [[0, 0, 1, 2], [~1, 0, 0, 0]]
-    symmetric_barrier(given, 1, timeout=60)  # to which the other rank came
-    assert given[1].tolist() == [~1, 0, 1, 0]
-    symmetric_barrier(given, 1, timeout=60)
-    assert given[1].tolist() == [~1, 0, 2, 1]
+def unlike() -> list[Tensor]:
+    return [controls(2)[0], controls(3)[0]]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 BARRIER_ERRORS: list[tuple[Any, type[Exception], str]] = [
@@ -162,12 +127,8 @@ BARRIER_ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: (controls(17), 0), ValueError, "must be 2 to 16 tensors, one for each rank, got 17"),
     (lambda: (controls(), 2), ValueError, "rank must be at least 0 and below 2"),
     (lambda: (controls(), -1), ValueError, "rank must be at least 0 and below 2"),
-    (lambda: ([*controls()[:1], torch.zeros(4)], 0), TypeError, r"controls\[1\] must be .* int64"),
-    (
-        lambda: ([*controls()[:1], torch.zeros(5, dtype=torch.int64)], 0),
-        ValueError,
-        r"controls\[1\] must be flat and hold 4 numbers",
-    ),
+    (lambda: ([controls()[0], torch.zeros(4)], 0), TypeError, r"controls\[1\] must be .* int64"),
+    (lambda: (unlike(), 0), ValueError, r"controls\[1\] must be flat and hold 4 numbers"),
 ]
 
 
@@ -179,98 +140,42 @@ def test_what_a_barrier_refuses(make: Any, error: Any, message: str, is_fake: bo
 
 
 def test_memory_that_a_barrier_refuses() -> None:
-    whole = torch.zeros(8, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"controls\[1\] must share no memory with controls\[0\]"):
-        symmetric_barrier([whole[:4], whole[2:6]], 0, timeout=0.01)
-    with pytest.raises(ValueError, match=r"controls\[0\] must be flat and hold 4"):
-        symmetric_barrier([whole[::2], controls()[0]], 0, timeout=0.01)
-    gone = controls()
+    whole, gone, other = zeros(8, dtype=torch.int64), controls(), controls()[0]
     gone[1].untyped_storage().resize_(8)
-    with pytest.raises(ValueError, match=r"controls\[1\] must have a storage"):
-        symmetric_barrier(gone, 0, timeout=0.01)
-    misaligned = torch.zeros(40, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="must begin at an address that is a multiple of 8"):
-        strange = torch.frombuffer(misaligned.numpy(), dtype=torch.int64, offset=4, count=4)
-        symmetric_barrier([strange, controls()[0]], 0, timeout=0.01)
+    strange = torch.frombuffer(zeros(40).numpy(), dtype=torch.int64, offset=4, count=4)
+    for given, message in (
+        ([whole[:4], whole[2:6]], r"controls\[1\] must share no memory with controls\[0\]"),
+        ([whole[::2], other], r"controls\[0\] must be flat and hold 4"),
+        (gone, r"controls\[1\] must have a storage"),
+        ([strange, other], "must begin at an address that is a multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            symmetric_barrier(given, 0, timeout=0.01)
     for timeout in (0.0, -1.0, float("nan"), 1e10):
         with pytest.raises(ValueError, match="timeout must be above 0"):
             symmetric_barrier(controls(), 0, timeout=timeout)
 
 
-def test_gathered_shards() -> None:
-    shards = [torch.arange(first, first + size).byte() for first, size in [(1, 4), (9, 0), (5, 8)]]
-    message = torch.zeros(12, dtype=torch.uint8)
-    symmetric_gather(shards, message)
-    assert message.tolist() == list(range(1, 13))
-    symmetric_gather(shards, message, failed=torch.tensor([0]))
-    assert message.tolist() == list(range(1, 13))
-    symmetric_gather(shards, message, failed=torch.tensor([3]))
-    assert message.tolist() == [255] * 12
-
-
 @pytest.mark.parametrize("is_fake", [False, True])
 def test_what_a_gather_refuses(is_fake: bool) -> None:
-    def shard(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
     with FakeTensorMode() if is_fake else nullcontext():
+        one, two = zeros(4), zeros(2, dtype=torch.int64)
         for shards, message, failed, error, text in [
-            ([], shard(0), None, ValueError, "shards must be 1 to 16 tensors"),
-            ([shard(4)] * 17, shard(68), None, ValueError, "shards must be 1 to 16 tensors"),
-            ([shard(4), shard(4)], shard(12), None, ValueError, "message must .*hold 8 bytes"),
-            (
-                [shard(4, torch.int8)],
-                shard(4),
-                None,
-                TypeError,
-                r"shards\[0\] must be of dtype uint8",
-            ),
-            ([shard(4)], shard(4), torch.zeros(1), TypeError, "failed must be .* int64"),
-            (
-                [shard(4)],
-                shard(4),
-                shard(2, torch.int64),
-                ValueError,
-                "failed must hold one number",
-            ),
+            ([], zeros(0), None, ValueError, "shards must be 1 to 16 tensors"),
+            ([one] * 17, zeros(68), None, ValueError, "shards must be 1 to 16 tensors"),
+            ([one, zeros(4)], zeros(12), None, ValueError, "message must .*hold 8 bytes"),
+            ([one.char()], zeros(4), None, TypeError, r"shards\[0\] must be of dtype uint8"),
+            ([one], zeros(4), torch.zeros(1), TypeError, "failed must be .* int64"),
+            ([one], zeros(4), two, ValueError, "failed must hold one number"),
         ]:
             with pytest.raises(error, match=text):
                 symmetric_gather(shards, message, failed=failed)
     if not is_fake:
         with pytest.raises(ValueError, match="must hold a multiple of 4 bytes, got 3"):
-            symmetric_gather([shard(3)], shard(3))
-        whole = shard(8)
+            symmetric_gather([zeros(3)], zeros(3))
+        whole = zeros(8)
         with pytest.raises(ValueError, match="message must share no memory with shards"):
             symmetric_gather([whole[:4], whole[4:]], whole)
-
-
-@of_each_codec
-def test_the_sum_of_shards(codec: Codec) -> None:
-    """It is that of a matrix of messages; where the exchange has failed, a message of NaNs."""
-    assert isinstance(codec, BlockCodec)
-    generator = torch.Generator().manual_seed(0)
-    rounding = torch.tensor([3, 4]) if codec.is_random else None
-    nbytes = codec.nbytes(600)
-    messages = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(5)]
-    for each in messages:
-        codec.encode([torch.randn(600, generator=generator)], each, rounding=rounding)
-    error = torch.randn(600, generator=generator)
-    right, right_error = torch.empty_like(messages[0]), error.clone()
-    codec.reduce(torch.stack(messages), right, 600, scale=0.2, error=right_error, rounding=rounding)
-    for failed in (None, torch.tensor([0])):
-        got, got_error = torch.empty_like(right), error.clone()
-        codec.reduce_shards(
-            messages, got, 600, scale=0.2, error=got_error, rounding=rounding, failed=failed
-        )
-        assert torch.equal(got, right)
-        assert torch.equal(got_error, right_error)
-    # Other ranks may still read what it holds.
-    got_error = error.clone()
-    codec.reduce_shards(
-        messages[1:], got, 600, error=got_error, rounding=rounding, failed=torch.tensor([1])
-    )
-    assert torch.equal(got_error, error)
-    assert torch.equal(got, right)
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
@@ -280,18 +185,22 @@ def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
         short = torch.zeros(8, dtype=torch.uint8)
         message = torch.zeros_like(good)
         reduce: Any = CODEC.reduce_shards
-        with pytest.raises(ValueError, match="messages must be 1 to 16 tensors"):
-            reduce([], message, 100)
-        with pytest.raises(ValueError, match="messages must be 1 to 16 tensors"):
-            reduce([good] * 17, message, 100)
-        with pytest.raises(ValueError, match=r"messages\[1\] must .*hold 128 bytes"):
-            reduce([good, short], message, 100)
-        with pytest.raises(ValueError, match=r"message must .*hold 128 bytes"):
-            reduce([good, good], short, 100)
-        with pytest.raises(TypeError, match=r"messages\[0\] must be of dtype uint8"):
-            reduce([good.char(), good], message, 100)
-        with pytest.raises(TypeError, match=r"failed must be .* int64"):
-            reduce([good], message, 100, failed=torch.zeros(1))
+        for messages, own, failed, error, text in [
+            ([], message, None, ValueError, "messages must be 1 to 16 tensors"),
+            ([good] * 17, message, None, ValueError, "messages must be 1 to 16 tensors"),
+            ([good, short], message, None, ValueError, r"messages\[1\] must .*hold 128 bytes"),
+            ([good, good], short, None, ValueError, "message must .*hold 128 bytes"),
+            (
+                [good.char(), good],
+                message,
+                None,
+                TypeError,
+                r"messages\[0\] must be of dtype uint8",
+            ),
+            ([good], message, torch.zeros(1), TypeError, "failed must be .* int64"),
+        ]:
+            with pytest.raises(error, match=text):
+                reduce(messages, own, 100, failed=failed)
     if not is_fake:
         with pytest.raises(ValueError, match=r"message must share no memory with messages\[1\]"):
             reduce([good.clone(), message], message, 100)

@@ -53,18 +53,35 @@ def listing(source: str) -> list[str]:
     return printed
 
 
-def test_the_shortest_way_with_the_wanted_accesses() -> None:
+def test_a_kernel_of_a_listing() -> None:
     (kernel,) = machine_code.kernels_in(listing(LOOP))
     assert (kernel.name, kernel.arch, len(kernel.code)) == (KERNEL, "sm_90", 16)
-    path = machine_code.shortest_loop(kernel, {"LDG.128": 1, "STG.128": 1})
-    assert path == machine_code.Path(instructions=9, narrow=1)
-    assert machine_code.shortest_loop(kernel, {"LDG.128": 2}) is None
     assert not machine_code.divides_64_bits(kernel)
+    assert machine_code.shortest_loop(kernel, {"FADD": 1}) is not None
 
 
-def test_code_outside_of_a_loop_does_not_count() -> None:
-    (kernel,) = machine_code.kernels_in(listing(LOOP.replace("@P2 BRA head", "NOP")))
-    assert machine_code.shortest_loop(kernel, {"LDG.128": 1}) is None
+NINE, TWELVE = (machine_code.Path(*each) for each in ((9, 1), (12, 4)))
+OF_SLOW = {"LDG": 3, "LDG.128": 1}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "path"),
+    [
+        ({"LDG.128": 1, "STG.128": 1}, LOOP, NINE),
+        ({"LDG.128": 2}, LOOP, None),
+        ({"LDG.128": 1}, LOOP.replace("@P2 BRA head", "NOP"), None),  # outside of a loop
+        ({"FMUL": 1}, LOOP, None),  # other operations tell loops apart
+        # A call with a condition goes on at its target.
+        (OF_SLOW, LOOP, TWELVE),
+        (OF_SLOW, LOOP.replace("@P0 BRA slow", "@P0 CALL.REL.NOINC slow"), TWELVE),
+        (OF_SLOW, LOOP.replace("@P0 BRA slow", "CALL.REL.NOINC slow"), None),
+    ],
+)
+def test_the_shortest_way(
+    wanted: dict[str, int], code: str, path: machine_code.Path | None
+) -> None:
+    (kernel,) = machine_code.kernels_in(listing(code))
+    assert machine_code.shortest_loop(kernel, wanted) == path
 
 
 @pytest.mark.parametrize(
@@ -111,21 +128,6 @@ def test_a_row_that_no_kernel_matches_fails() -> None:
     assert list(checks.unmatched(["sm_90", "sm_70"])) == [
         "another (sm_90): budgets.py has a row that no kernel matches"
     ]
-
-
-def test_other_operations_tell_loops_apart() -> None:
-    (kernel,) = machine_code.kernels_in(listing(LOOP))
-    assert machine_code.shortest_loop(kernel, {"FADD": 1}) is not None
-    assert machine_code.shortest_loop(kernel, {"FMUL": 1}) is None
-
-
-def test_a_call_with_a_condition_goes_on_at_its_target() -> None:
-    of_slow = {"LDG": 3, "LDG.128": 1}
-    paths = []
-    for branch in ("@P0 BRA", "@P0 CALL.REL.NOINC", "CALL.REL.NOINC"):
-        (kernel,) = machine_code.kernels_in(listing(LOOP.replace("@P0 BRA slow", f"{branch} slow")))
-        paths.append(machine_code.shortest_loop(kernel, of_slow))
-    assert paths == [machine_code.Path(instructions=12, narrow=4)] * 2 + [None]
 
 
 def test_names_without_namespaces() -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from kernel_device import COUNTS, DEVICE
-from ops_reference import DTYPES, NAN, SHAPE_CLASSES, SOURCE_CLASSES, make, maker, spoil
+from kernel_device import COUNTS, DEVICE, captured, no_waiting_on_gpu
+from ops_reference import (
+    DTYPES,
+    NAN,
+    SHAPE_CLASSES,
+    SOURCE_CLASSES,
+    check_counts,
+    check_counts_of_16_bits,
+    counted,
+    expected_count,
+    maker,
+    new_count,
+    spoil,
+)
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch_releases import since
@@ -22,33 +32,13 @@ on_gpu = pytest.mark.cuda
 commhook = torch.ops.commhook
 
 
-def new_count() -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=DEVICE.name)
-
-
-def counted(*tensors: Tensor) -> int:
-    count = new_count()
-    check_finite(tensors, count)
-    return int(count)
-
-
-def expected(tensors: list[Tensor]) -> int:
-    return sum(int((~tensor.isfinite()).sum()) for tensor in tensors)
-
-
 # ---- values --------------------------------------------------------------------------------------
 
 
 @in_kernels
 @pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
 def test_shapes_and_dtypes(name: str) -> None:
-    mixed = []
-    for dtype in DTYPES:
-        tensors = make(name, dtype)
-        assert counted(*DEVICE.copy(tensors)) == expected(tensors)
-        mixed += [spoil(tensor) for tensor in tensors]
-        assert counted(*DEVICE.copy(tensors)) == expected(tensors)
-    assert counted(*DEVICE.copy(mixed)) == expected(mixed)
+    check_counts(name, DEVICE.copy)
 
 
 @in_kernels
@@ -56,14 +46,12 @@ def test_shapes_and_dtypes(name: str) -> None:
 def test_any_number_of_tensors(count: int) -> None:
     new = maker(torch.float32)
     tensors = [spoil(new(1 + 37 * i % 101)) for i in range(count)]
-    assert counted(*DEVICE.copy(tensors)) == expected(tensors)
+    assert counted(*DEVICE.copy(tensors)) == expected_count(tensors)
 
 
 @in_kernels
 def test_every_16_bit_value() -> None:
-    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).to(DEVICE.name)
-    assert counted(bits.view(torch.float16)) == 2 * 1024
-    assert counted(bits.view(torch.bfloat16)) == 2 * 128
+    check_counts_of_16_bits(DEVICE.name)
 
 
 @in_kernels
@@ -96,11 +84,9 @@ def test_nothing_waits_for_the_device() -> None:
     check.watch([("weight", weight)])
     sparse = torch.ones(3, 3, device="cuda").to_sparse()
     tensors = [weight.detach(), sparse, torch.ones(3, 5, device="cuda").t()]
-    count = new_count()
+    count = new_count("cuda")
     check_finite(tensors, count)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_on_gpu():
         check_finite(tensors, count)
         check_hook_result(tensors[0], tensors[0], "hook")
         check(tensors[0])
@@ -112,14 +98,12 @@ def test_nothing_waits_for_the_device() -> None:
         check_finite(tensors, count)
         done.record()
         assert not done.query()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert int(count) == 3 * 9 and int(total) == 9 and int(check.count) == 0
 
 
 @on_gpu
 def test_several_streams_share_a_count() -> None:
-    count, x = new_count(), torch.full((1_000_000,), NAN, device="cuda")
+    count, x = new_count("cuda"), torch.full((1_000_000,), NAN, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     for _ in range(5):
@@ -135,36 +119,20 @@ def test_several_streams_share_a_count() -> None:
 def test_graphs(length: int) -> None:
     tensors = [torch.zeros(1 + i % 90, device="cuda") for i in range(length)]
     tensors.append(torch.zeros(60, 70, device="cuda").t())
-    count = new_count()
+    count = new_count("cuda")
 
     def step() -> None:
         check_hook_result(tensors[0], tensors[0], "hook")
         check_finite(tensors, count)
 
-    replay = captured(step)
-    count.zero_()
-    for value, total in ((1.0, 0), (NAN, expected_total(tensors)), (2.0, 0)):
+    replay, _ = captured(step)
+    total = sum(tensor.numel() for tensor in tensors)
+    for value, expected in ((1.0, 0), (NAN, total), (2.0, 0)):
         for tensor in tensors:
             tensor.fill_(value)
         count.zero_()
         replay()
-        assert int(count) == total
-
-
-def expected_total(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        assert int(count) == expected
 
 
 @on_gpu
@@ -173,7 +141,7 @@ def test_a_backward_with_hooks_in_a_graph() -> None:
     model = torch.nn.Linear(3, 2, device="cuda")
     check.watch(model)
     x, factor = torch.ones(5, 3, device="cuda"), torch.ones(2, device="cuda")
-    replay = captured(lambda: (model(x) * factor).sum().backward())
+    replay, _ = captured(lambda: (model(x) * factor).sum().backward())
     check.reset()
     for step, value in enumerate((1.0, NAN, NAN)):
         factor[0] = value
@@ -214,7 +182,7 @@ def test_compiled_code_goes_into_a_graph() -> None:
 @in_kernels
 def test_one_launch_for_many_tensors() -> None:
     tensors = [torch.ones(64, device=DEVICE.name) for _ in range(1000)]
-    count = new_count()
+    count = new_count(DEVICE.name)
     (name,) = DEVICE.kernels_of(lambda: check_finite(tensors, count))
     assert "check_finite_kernel" in name
 
@@ -225,7 +193,7 @@ def test_devices_must_agree() -> None:
     with pytest.raises(RuntimeError, match=r"^hook 'h' has changed the type .*cuda:0, got .*cpu\)"):
         check_hook_result(on_cpu, on_gpu, "h")
     with pytest.raises(ValueError, match=r"^check_finite: tensors\[1\] must be on .*cuda:0, got c"):
-        check_finite([on_gpu, on_cpu], new_count())
+        check_finite([on_gpu, on_cpu], new_count("cuda"))
     with pytest.raises(ValueError, match=r"^check_finite: tensors\[0\] must be on .*cpu, got cuda"):
         check_finite([on_gpu], torch.zeros((), dtype=torch.int64))
     with pytest.raises(ValueError, match="make a check for each device"):
@@ -237,7 +205,7 @@ def test_devices_must_agree() -> None:
 def test_opcheck(grad: bool) -> None:
     tensor = torch.ones(3, 4, device="cuda", requires_grad=grad)
     torch.library.opcheck(commhook.check_hook_result.default, (tensor, tensor.detach() * 2, "hook"))
-    torch.library.opcheck(commhook.check_finite.default, ([tensor, tensor.t()], new_count()))
+    torch.library.opcheck(commhook.check_finite.default, ([tensor, tensor.t()], new_count("cuda")))
 
 
 @on_gpu

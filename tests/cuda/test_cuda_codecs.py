@@ -1,18 +1,20 @@
 """Codecs on CUDA: the bits of the CPU, on a GPU and with the same kernels on the host; streams and
 graphs, and that nothing waits for the device.
 
-Random settings of the codecs of blocks are tried in test_cuda_blocks.py, what topk sends in
-test_cuda_topk.py.
+What topk sends is tried in test_cuda_topk.py.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from codec_examples import everything, of_each_codec, rounding_for, same, some_tensors
-from kernel_device import DEVICE, KernelDevice
+from codec_examples import everything, of_each_codec, rounding_for, some_chunks, some_tensors
+from kernel_device import DEVICE, KernelDevice, no_waiting_on_gpu
+from kernel_runs import FORMS, least_block
+from ops_reference import same_bits
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
@@ -26,12 +28,19 @@ def assert_the_bits_of_the_cpu(
     scale: float,
     error: Tensor | None,
     warps: int = 128,
-) -> None:
-    right = everything(codec, tensors, shards, scale, error)
+    *,
+    rounding: Tensor | None = None,
+    **more: Any,
+) -> list[Tensor]:
+    """Returns what all operators write, the errors last."""
+    right = everything(codec, tensors, shards, scale, error, rounding=rounding, **more)
     with device.kernels(warps):
-        device_error = None if error is None else device.copy([error])[0]
-        got = everything(codec, device.copy(tensors), shards, scale, device_error)
-    assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), (shards, scale)
+        copies = device.copy(tensors)
+        own = [None if each is None else device.copy([each])[0] for each in (error, rounding)]
+        found = everything(codec, copies, shards, scale, own[0], rounding=own[1], **more)
+    got = [tensor.cpu() for tensor in found]
+    assert all(map(same_bits, got, right)), (codec, shards, scale)
+    return got
 
 
 @of_each_codec
@@ -47,6 +56,48 @@ def test_the_bits_of_the_cpu(codec: Codec, kernel_device: KernelDevice) -> None:
             error = error.bfloat16()
         warps = rng.choice([1, 5, 128])
         assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error, warps)
+
+
+def random_case(form: str, seed: int) -> tuple[random.Random, Codec, list[Tensor], dict[str, Any]]:
+    """A codec of blocks with random settings, tensors, and what its operators take with them."""
+    draw = random.Random(f"{form} {seed}")
+    torch.manual_seed(seed)
+    name, settings = FORMS[form]
+    sizes = [32, 64, 128, 256, 256, 512, 544, 1024, 4096]
+    sizes += {8: [8, 72, 200], 16: [16, 48, 208], 32: []}[least_block(form)]
+    more: dict[str, Any] = {"scale": draw.choice([1.0, 0.5, 1 / 3, 1e-3]), "error": None}
+    if name == "blockwise" and draw.random() < 0.5:
+        settings = {**settings, "rounding": "stochastic"}
+        more["rounding"] = torch.tensor([draw.getrandbits(62) - (1 << 61), draw.getrandbits(20)])
+    tensors, more["sizes"] = some_chunks(draw)
+    if draw.random() < 0.5:
+        first = draw.randrange(4)  # at any address that is a multiple of four
+        more["error"] = torch.randn(first + sum(more["sizes"]))[first:]
+    more |= {"shards": draw.choice([1, 1, 2, 3, 7]), "added": draw.randint(1, 4)}
+    return draw, CODECS[name](**settings, block_size=draw.choice(sizes)), tensors, more
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
+def test_blocks_of_any_size(form: str, seeds: range, kernel_device: KernelDevice) -> None:
+    for seed in seeds:
+        draw, codec, tensors, more = random_case(form, seed)
+        warps = draw.choice([1, 5, 128])
+        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, warps=warps, **more)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_numbers(form: str, kernel_device: KernelDevice) -> None:
+    for seed in range(20):
+        draw, codec, tensors, more = random_case(form, seed)
+        for tensor in tensors:
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+            for _ in range(3 if tensor.numel() else 0):
+                place = tuple(draw.randrange(size) for size in tensor.shape)
+                tensor[place] = torch.finfo(tensor.dtype).max * draw.choice([1.0, 0.9999, 0.25])
+        got = assert_the_bits_of_the_cpu(kernel_device, codec, tensors, **{**more, "scale": 1.0})
+        errors = [] if more["error"] is None else got[-3:]
+        assert all(error.isfinite().all() for error in errors), f"seed {seed}"
 
 
 @of_each_codec
@@ -94,12 +145,9 @@ def test_nothing_waits_and_a_graph_takes_it(codec: Codec) -> None:
     both()
     if error is not None:
         error.zero_()
-    calls_before, before = memory_calls(), torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    calls_before = memory_calls()
+    with no_waiting_on_gpu():
         both()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert memory_calls() == calls_before
     want = out.clone()
     if error is not None:
@@ -114,48 +162,29 @@ def test_nothing_waits_and_a_graph_takes_it(codec: Codec) -> None:
 
 def test_foreign_memory_that_is_not_aligned_is_refused(kernel_device: KernelDevice) -> None:
     """The card would fail at it, and then do nothing more for the program."""
-    ops = torch.ops.commhook
     device = kernel_device.name
-    values = torch.ones(64, device=device)
-    format_ = {"bits": 8, "block_size": 64, "symmetric": True}
-
-    def message(size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-
-    error = kernel_device.misaligned(64, torch.float32)
+    values, memory = torch.ones(64, device=device), torch.zeros(400, dtype=torch.uint8).to(device)
+    row, rows, sparse = memory[:80], memory[80:240].view(2, 80), memory[240:256]
+    shards, both = [memory[:80], memory[80:160]], memory[160:320]
     numbers = kernel_device.misaligned(2, torch.int64)
-    failed = numbers[:1]
-    rounding = torch.zeros(2, dtype=torch.int64, device=device)
-    row, rows, sparse = message(80), message(160).view(2, 80), message(16)
-    shards = [message(80), message(80)]
-    for name, call in {
-        "blockwise_encode: error": lambda: ops.blockwise_encode(
-            [values], row, **format_, error=error
-        ),
-        "blockwise_encode: rounding": lambda: ops.blockwise_encode(
-            [values], row, **format_, rounding=numbers
-        ),
-        "blockwise_reduce: error": lambda: ops.blockwise_reduce(
-            rows, row, 64, **format_, error=error
-        ),
-        "blockwise_reduce_shards: failed": lambda: ops.blockwise_reduce_shards(
-            shards, row, 64, **format_, failed=failed
-        ),
-        "symmetric_gather: failed": lambda: ops.symmetric_gather(
-            shards, rows.view(-1), failed=failed
-        ),
-        "topk_encode: error": lambda: ops.topk_encode([values], sparse, error=error),
-        "topk_encode: rounding": lambda: ops.topk_encode([values], sparse, rounding=numbers),
-        "randomk_encode: error": lambda: ops.randomk_encode(
-            [values], sparse, rounding, error=error
-        ),
-        "randomk_encode: rounding": lambda: ops.randomk_encode([values], sparse, numbers),
-        "randomk_decode: rounding": lambda: ops.randomk_decode(sparse, [values], numbers),
-    }.items():
-        with kernel_device.kernels(), pytest.raises(ValueError, match=f"^{name} must begin at an"):
-            call()
-    assert not any(tensor.any() for tensor in (row, rows, sparse))
-    assert (values == 1).all()
+    foreign = {"error": kernel_device.misaligned(64, torch.float32), "rounding": numbers}
+    foreign["failed"] = numbers[:1]
+    good = {"rounding": torch.zeros(2, dtype=torch.int64, device=device)}
+    blocks = {"bits": 8, "block_size": 64, "symmetric": True}
+    for name, given, options, arguments in (
+        ("blockwise_encode", ([values], row), blocks, ("error", "rounding")),
+        ("blockwise_reduce", (rows, row, 64), blocks, ("error",)),
+        ("blockwise_reduce_shards", (shards, both[80:], 64), blocks, ("failed",)),
+        ("symmetric_gather", (shards, both), {}, ("failed",)),
+        ("topk_encode", ([values], sparse), {}, ("error", "rounding")),
+        ("randomk_encode", ([values], sparse), good, ("error", "rounding")),
+        ("randomk_decode", (sparse, [values]), good, ("rounding",)),
+    ):
+        for argument in arguments:
+            wrong, message = {argument: foreign[argument]}, f"^{name}: {argument} must begin at an"
+            with kernel_device.kernels(), pytest.raises(ValueError, match=message):
+                getattr(torch.ops.commhook, name)(*given, **{**options, **wrong})
+    assert not memory.any() and (values == 1).all()
 
 
 @pytest.mark.usefixtures("cuda_kernels")

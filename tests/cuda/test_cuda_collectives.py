@@ -8,9 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from codec_examples import EXAMPLES, of_each_codec, same
+from codec_examples import EXAMPLES, of_each_codec
 from mode_cases import CastInTwoStages
+from ops_reference import same_bits
 from rank_pool import RankPool
+from symmetric_ranks import Case
 from torch import Tensor, nn
 
 import torch_commhook
@@ -19,7 +21,6 @@ from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import beside
-from torch_commhook.collectives.sum_arguments import shard_range
 
 pytestmark = pytest.mark.cuda
 
@@ -35,42 +36,10 @@ HOOKS = [
 ]
 
 
-def _summed(codec: Codec, device: str) -> list[Tensor]:
-    """The sum, and what is remembered, after three calls with the same buffers."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
-    begin, end = shard_range(codec, NUMEL, rank=rank, world_size=ranks)
-    error = shard_error = None
-    if codec.takes_error:
-        error = torch.zeros(NUMEL, device=device)
-        shard_error = torch.zeros(end - begin, device=device)
-    rounding = None
-    if codec.is_random:
-        rounding = torch.tensor([[1, 2], [3 + rank, 4]], device=device)
-    buffers, out = MessageBuffers(), torch.empty(NUMEL, device=device)
-    for _ in range(3):
-        x = torch.randn(NUMEL, generator=generator).to(device)
-        future = compressed_all_reduce(
-            x,
-            codec,
-            scale=1 / ranks,
-            out=out,
-            error=error,
-            shard_error=shard_error,
-            rounding=rounding,
-            buffers=buffers,
-        )
-        del x  # its memory must not go to others before it has been read
-        torch.full((NUMEL,), float("nan"), device=device)
-        future.wait()
-    kept = [tensor for tensor in (error, shard_error) if tensor is not None]
-    return [tensor.cpu() for tensor in (out, *kept)]
-
-
 def _sums_on_both(rank: int, number: int) -> None:
-    codec = EXAMPLES[number]
-    for got, right in zip(_summed(codec, "cuda"), _summed(codec, "cpu"), strict=True):
-        assert same(got, right), codec
+    case = Case(EXAMPLES[number], 2, NUMEL)
+    got, right = (case.of_rank(rank, at, buffers=MessageBuffers()) for at in ("cuda", "cpu"))
+    assert all(map(same_bits, got, right)), case.codec
 
 
 @of_each_codec

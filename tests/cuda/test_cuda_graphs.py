@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from captured_training import CAPTURED, Training
+from kernel_device import no_waiting_on_gpu
 
 from torch_commhook import hooks
 
@@ -67,12 +68,8 @@ def test_replays_do_what_eager_steps_do(name: str, road: str) -> None:
 def test_no_step_waits_for_the_device(name: str) -> None:
     own = Training("module", CAPTURED[name](), "cuda")
     own.run(0, WARM["module"], own.step)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_on_gpu():
         own.step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     own.handle.remove()
 
 

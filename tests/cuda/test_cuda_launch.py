@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, KernelDevice
-from ops_reference import assert_same_bits, check_that_devices_must_agree, make
+from kernel_device import DEVICE, KernelDevice, captured, no_waiting_on_gpu
+from ops_reference import check_that_devices_must_agree, make
 
 import torch_commhook.native.bucket_ops as ops
 
@@ -45,9 +45,7 @@ def test_the_current_stream_is_used():
 def test_nothing_waits_for_the_device():
     tensors = [ones(7, 9).t(), *(ones(64) for _ in range(MANY))]
     out = torch.empty(sum(tensor.numel() for tensor in tensors), device="cuda")
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_on_gpu():
         ops.flatten(tensors, out=out)
         ops.flatten(tensors)
         ops.flatten_stats(tensors)
@@ -58,8 +56,6 @@ def test_nothing_waits_for_the_device():
         ops.flatten(tensors, out=out)
         done.record()
         assert not done.query()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 # ---- graphs --------------------------------------------------------------------------------------
@@ -79,18 +75,11 @@ def test_graphs(count):
         ops.unflatten_into(out, returned, scale=4.0)
         return ops.flatten_stats(tensors, scale=2.0)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stats = step()
+    replay, stats = captured(step)
     for value in (1.0, 3.0):
         for tensor in tensors:
             tensor.fill_(value)
-        graph.replay()
+        replay()
         assert (out == 0.5 * value).all()
         assert all((tensor == 2 * value).all() for tensor in returned)
         assert stats.sum_of_squares == 4 * value * value * total and stats.nonfinite_count == 0
@@ -162,22 +151,6 @@ def test_gradients():
     ]
     assert torch.autograd.gradcheck(lambda *t: ops.flatten(t, scale=0.7), tensors)
     assert torch.autograd.gradcheck(lambda *t: ops.flatten_stats(t, scale=0.7)[:2], tensors)
-
-
-@on_gpu
-def test_a_lazy_copy_leaves_the_original():
-    original = torch.zeros(100, device="cuda")
-    copy = torch._lazy_clone(original)
-    ops.unflatten_into(ones(100), [copy])
-    assert (copy == 1).all() and (original == 0).all()
-
-
-@on_gpu
-def test_a_lazily_negated_tensor():
-    values = torch.randn(40, 2, device="cuda")
-    imaginary = torch.view_as_complex(values).conj().imag
-    assert imaginary.is_neg()
-    assert_same_bits(ops.flatten([imaginary]), -values[:, 1])
 
 
 # ---- devices and refusals ------------------------------------------------------------------------

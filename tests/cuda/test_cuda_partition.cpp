@@ -21,37 +21,32 @@ void check_search(int64_t largest) {
     segments.push_back({nullptr, 1 + (below(2) == 0 ? below(100) : below(largest)), Dtype::kHalf});
   }
   TensorTable<const void, kCapacity> table;
-  EXPECT(fill_table(table, segments.data(), segments.size()) == count, "%lld tensors",
-         static_cast<long long>(count));
+  EXPECT(fill_table(table, segments.data(), segments.size()) == count, count, "tensors");
   int64_t begin = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t end = begin + segments[i].numel;
     for (const int64_t position :
          {begin, begin + segments[i].numel / 2, begin + below(segments[i].numel), end - 1}) {
-      EXPECT(find_tensor(table, position) == i, "position %lld in %d, not %lld",
-             static_cast<long long>(position), find_tensor(table, position),
-             static_cast<long long>(i));
+      EXPECT(find_tensor(table, position) == i, "position", position, "is in", i);
     }
     begin = end;
   }
-  EXPECT(table.total == begin, "%lld", static_cast<long long>(table.total));
+  EXPECT(table.total == begin, begin);
   for (int i = 0; i < 50; ++i) {
     const int run = kMinRun << below(7);
     const Run part = run_of(below((begin + kWarpsPerBlock * run) / (kWarpsPerBlock * run)),
                             static_cast<int>(below(kWarpsPerBlock)), run, begin);
     int64_t next = part.begin;
-    for_each_piece(
-        table, part, [&](const void*, Dtype, int64_t offset, int64_t position, int length) {
-          EXPECT(position == next && length > 0, "piece at %lld of %d",
-                 static_cast<long long>(position), length);
-          const int tensor = find_tensor(table, position);
-          const int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
-          EXPECT(offset == position - start, "offset %lld", static_cast<long long>(offset));
-          EXPECT(position + length <= table.entries[tensor].end, "length %d", length);
-          next += length;
-        });
-    EXPECT(next == std::max(part.begin, part.end), "run ends at %lld",
-           static_cast<long long>(next));
+    for_each_piece(table, part,
+                   [&](const void*, Dtype, int64_t offset, int64_t position, int length) {
+                     EXPECT(position == next && length > 0, "piece at", position, "of", length);
+                     const int tensor = find_tensor(table, position);
+                     const int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
+                     EXPECT(offset == position - start, "offset", offset);
+                     EXPECT(position + length <= table.entries[tensor].end, "length", length);
+                     next += length;
+                   });
+    EXPECT(next == std::max(part.begin, part.end), "run ends at", next);
   }
 }
 
@@ -63,12 +58,8 @@ void check_blocks() {
       const int run = run_length(total, warps);
       const int64_t blocks = block_count(total, run);
       EXPECT((blocks - 1) * kWarpsPerBlock * run < total && blocks * kWarpsPerBlock * run >= total,
-             "%lld blocks of runs of %d for %lld", static_cast<long long>(blocks), run,
-             static_cast<long long>(total));
-      if (run < kMaxRun) {
-        EXPECT((total + run - 1) / run <= warps, "more than a wave for %lld",
-               static_cast<long long>(total));
-      }
+             blocks, "blocks of runs of", run, "for", total);
+      EXPECT(run >= kMaxRun || (total + run - 1) / run <= warps, "more than a wave for", total);
     }
   }
 }
@@ -86,8 +77,8 @@ void check_realign() {
   std::memcpy(&second, bytes + sizeof(first), sizeof(second));
   for (int shift = 0; shift < 4 * kWords; shift += kElement) {
     const auto result = realign<kElement>(first, second, shift);
-    EXPECT(std::memcmp(&result, bytes + shift, sizeof(result)) == 0,
-           "elements of %d bytes, %d words, shift %d", kElement, kWords, shift);
+    EXPECT(std::memcmp(&result, bytes + shift, sizeof(result)) == 0, "elements of", kElement,
+           "bytes,", kWords, "words, shift", shift);
   }
 }
 

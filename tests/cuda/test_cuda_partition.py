@@ -5,26 +5,20 @@ from pathlib import Path
 import pytest
 from cpp_compiler import run_program
 
-pytestmark = pytest.mark.long  # compiling takes a quarter of a minute
-
 HERE = Path(__file__).parent
+UNDEFINED = "bounds,shift,signed-integer-overflow"
 
 
-def run(name: str, seed: int) -> None:
-    run_program(
-        HERE / name,
-        "-O1",
-        # A vector at an address that is not aligned for it ends the program.
-        "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
-        arguments=(str(seed), "4"),
-    )
-
-
+@pytest.mark.long  # compiling takes a quarter of a minute
 @pytest.mark.parametrize("seed", range(4))
 def test_every_warp_finds_its_run_and_its_tensors(seed: int) -> None:
-    run("test_cuda_partition.cpp", seed)
+    # A vector at an address that is not aligned for it ends the program.
+    sanitizers = f"-fsanitize=address,alignment,{UNDEFINED}"
+    source = HERE / "test_cuda_partition.cpp"
+    run_program(source, "-O1", sanitizers, arguments=(str(seed), "4"))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_element_is_moved_once_by_aligned_vectors(seed: int) -> None:
-    run("test_cuda_rows.cpp", seed)
+def test_short_ways_give_what_long_ones_do() -> None:
+    """Places and single instructions of the block codecs."""
+    source = HERE / "test_cuda_places.cpp"
+    run_program(source, "-O2", "-ffp-contract=off", f"-fsanitize={UNDEFINED}")

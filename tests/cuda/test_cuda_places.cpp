@@ -1,5 +1,5 @@
 // Compares what the CUDA kernels of block codecs compute in short ways with the long ones. Run by
-// test_cuda_places.py.
+// test_cuda_partition.py.
 #include "block_places.h"
 #include "host_program.h"
 #include "instructions.h"
@@ -25,9 +25,8 @@ void check_block(const codecs::BlockLayout& layout, const ShardPlaces& places, i
       got.end == layout.first_block(shard + 1) &&
       shard_of_block(places, static_cast<uint32_t>(block)).bytes_end ==
           (shard + 1 == layout.shards() ? layout.bytes() : layout.offset_of_shard(shard + 1));
-  EXPECT(is_right, "block %lld of %lld, %lld shards of blocks of %lld",
-         static_cast<long long>(block), static_cast<long long>(layout.blocks()),
-         static_cast<long long>(layout.shards()), static_cast<long long>(form.block_size));
+  EXPECT(is_right, "block", block, "of", layout.blocks(), "in", layout.shards(),
+         "shards of blocks of", form.block_size);
 }
 
 void check_places() {
@@ -37,7 +36,7 @@ void check_places() {
     const int64_t blocks = 1 + (i % 2 == 0 ? below(4 * shards) : below(kMostBlocks));
     const int64_t numel = (blocks - 1) * size + 1 + below(size);
     const codecs::BlockLayout layout({size, 4 << below(2), 1 + below(2)}, numel, shards);
-    EXPECT(has_places(layout), "%lld blocks", static_cast<long long>(blocks));
+    EXPECT(has_places(layout), blocks, "blocks");
     const auto places = places_of(layout);
     check_block(layout, places, 0);
     check_block(layout, places, blocks - 1);
@@ -54,8 +53,8 @@ void check_random_numbers() {
   for (uint32_t r = 0; r < 1u << 16; ++r) {
     const auto noise = static_cast<uint32_t>(generator());
     const uint32_t wanted = bits_of(blockwise::dither(r));
-    EXPECT(bits_of(dither_of_half(noise << 16 | r, false)) == wanted, "%u", r);
-    EXPECT(bits_of(dither_of_half(r << 16 | (noise & 0xffffu), true)) == wanted, "%u", r);
+    EXPECT(bits_of(dither_of_half(noise << 16 | r, false)) == wanted, r);
+    EXPECT(bits_of(dither_of_half(r << 16 | (noise & 0xffffu), true)) == wanted, r);
   }
 }
 
@@ -63,7 +62,7 @@ template <bool kE5M2>
 void check_fp8() {
   for (uint32_t code = 0; code < 256; ++code) {
     const uint32_t wanted = bits_of(fp8::value_of<kE5M2>(static_cast<uint8_t>(code)));
-    EXPECT(bits_of(value_of_fp8<kE5M2>(code << 24)) == wanted, "%u", code);
+    EXPECT(bits_of(value_of_fp8<kE5M2>(code << 24)) == wanted, code);
   }
   constexpr float kLargest = fp8::Traits<kE5M2>::kLargest;
   for (int i = 0; i < 1000000; ++i) {
@@ -72,8 +71,8 @@ void check_fp8() {
       continue;
     }
     const uint32_t pair = pair_of_fp8<kE5M2>(value, -3e38f);
-    EXPECT((pair & 0xffu) == fp8::round_to<kE5M2>(value), "%g", static_cast<double>(value));
-    EXPECT(pair >> 8 == fp8::round_to<kE5M2>(-kLargest), "%u", pair);
+    EXPECT((pair & 0xffu) == fp8::round_to<kE5M2>(value), value);
+    EXPECT(pair >> 8 == fp8::round_to<kE5M2>(-kLargest), pair);
   }
 }
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import cuda_on_host
 import pytest
 import torch
 from cuda_on_host import (
@@ -17,6 +19,7 @@ from cuda_on_host import (
     NAMESPACE,
     UNDER_ASAN,
     cuda_kernels_on_host,
+    failure_to_load,
     load_cuda_on_host,
     omitted,
     take_launched,
@@ -25,10 +28,12 @@ from cuda_sanitized import run_kernels
 from kernel_runs import FORMS, OTHERS, Runs, runs_of
 from repository import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time"),
-    pytest.mark.long,  # compiling takes two minutes
-]
+pytestmark = pytest.mark.long  # compiling takes two minutes
+finds_races = pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time")
+of_missing_barriers = pytest.mark.parametrize(
+    "mistake", ["no barrier", "a barrier of the warp alone", "a shuffle as a barrier"]
+)
+RIGHT = [*range(1, 64), 0]
 
 RACE = "no barrier orders accesses"
 BARRIER = re.compile(r"\b__sync(?:warp|threads)\(")
@@ -89,9 +94,68 @@ def is_found(runs: Runs, name: str, barrier: str) -> bool:
     return True
 
 
+def broken(name: str) -> list[int]:
+    values: list[int] = host().broken(name).tolist()
+    return values
+
+
+# ---- what plays the kernels shows their mistakes, and goes on after them -------------------------
+
+
+@of_missing_barriers
+@pytest.mark.skipif(not UNDER_ASAN, reason="is an error: see test_a_missing_barrier_races")
+def test_a_missing_barrier_gives_other_values(mistake: str) -> None:
+    for _ in range(20):  # in any order
+        assert broken("none") == RIGHT
+        assert broken(mistake) != RIGHT
+
+
+def test_shared_memory_begins_without_meaning() -> None:
+    assert broken("none") == RIGHT
+    assert len(set(broken("memory that nobody wrote"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("half of a block at a barrier", "wait for others that do not come"),
+        ("half of a warp at a barrier", "wait for others that do not come"),
+        ("half of a warp in a shuffle", "wait for others that do not come"),
+        ("half of a warp in a shuffle, for itself", "have left out a shuffle"),
+        ("a shuffle of half of a warp", "must be one of all lanes"),
+        ("a block that waits for another", "waits for one that need not have begun"),
+    ],
+)
+def test_threads_that_part_are_an_error(mistake: str, message: str) -> None:
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=message):
+            broken(mistake)
+    assert broken("none") == RIGHT
+
+
+@pytest.mark.parametrize("shape", [(0, 32, 0), (1, 0, 0), (1, 33, 0), (1, 2048, 0), (1, 32, 65536)])
+def test_what_no_gpu_launches(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(RuntimeError, match="on_host: no"):
+        host().launch_empty(*shape)
+
+
+def test_a_build_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho called >> {tmp_path}/log\necho "is broken" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} -pipe")
+    monkeypatch.setattr(cuda_on_host, "BUILD", tmp_path)
+    monkeypatch.setattr(cuda_on_host, "failure_to_load", cache(failure_to_load.__wrapped__))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"compiler -pipe .*\n.*is broken"):
+            load_cuda_on_host()
+    assert (tmp_path / "log").read_text() == "called\n"
+
+
 # ---- the detector --------------------------------------------------------------------------------
 
 
+@finds_races
 @pytest.mark.parametrize(
     "right",
     [
@@ -111,6 +175,7 @@ def test_what_is_ordered_does_not_race(right: str) -> None:
         host().racing(right)
 
 
+@finds_races
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -137,10 +202,9 @@ def test_what_nothing_orders_races_in_every_run(mistake: str) -> None:
     host().racing("none")
 
 
-@pytest.mark.parametrize(
-    "mistake", ["no barrier", "a barrier of the warp alone", "a shuffle as a barrier"]
-)
-def test_a_missing_barrier_races_in_every_run(mistake: str) -> None:
+@finds_races
+@of_missing_barriers
+def test_a_missing_barrier_races(mistake: str) -> None:
     for _ in range(5):
         host().broken("none")
         with pytest.raises(RuntimeError, match=RACE):
@@ -150,6 +214,7 @@ def test_a_missing_barrier_races_in_every_run(mistake: str) -> None:
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
+@finds_races
 @pytest.mark.parametrize("kind", [*FORMS, *OTHERS])
 def test_each_missing_barrier_is_found(kind: str) -> None:
     """Of each kernel, by the name of its runs up to a comma."""
@@ -168,6 +233,7 @@ def test_each_missing_barrier_is_found(kind: str) -> None:
     assert never == {key for key in NEEDLESS if key in missed}
 
 
+@finds_races
 def test_all_barriers_are_reached() -> None:
     written = set()
     for path in sorted((ROOT / "cuda").glob("*.cu*")):
@@ -178,6 +244,7 @@ def test_all_barriers_are_reached() -> None:
     assert reached == written
 
 
+@finds_races
 def test_sanitizers_see_each_kernel() -> None:
     """The program that a GPU's sanitizers watch runs all kernels that ``cuda/`` launches."""
     written = {

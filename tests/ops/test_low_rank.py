@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,17 +67,22 @@ class Problem:
         return self.buffer[beside]
 
 
-RUNS: dict[str, Callable[[Problem], None]] = {
-    "run_left": lambda p: ops.low_rank_left(p.matrices, p.right, p.left),
-    "run_gather": lambda p: ops.low_rank_gather_left(p.gradients, p.matrices, p.right, p.left),
-    "run_gather_adds": lambda p: ops.low_rank_gather_left(
-        p.gradients, p.matrices, p.right, p.left, adds=True
-    ),
-    "run_right": lambda p: ops.low_rank_right(p.matrices, p.left, p.right),
-    "run_right_error": lambda p: ops.low_rank_right_error(p.matrices, p.left, p.right),
-    "run_product": lambda p: ops.low_rank_product(p.left, p.right, p.matrices),
+#: Of each run, the operator, the tensors that it takes, and its options.
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "run_left": ("left", "matrices right left", {}),
+    "run_gather": ("gather_left", "gradients matrices right left", {}),
+    "run_gather_adds": ("gather_left", "gradients matrices right left", {"adds": True}),
+    "run_right": ("right", "matrices left right", {}),
+    "run_right_error": ("right_error", "matrices left right", {}),
+    "run_product": ("product", "left right matrices", {}),
 }
 of_each_run = pytest.mark.parametrize("run", RUNS)
+
+
+def call(run: str, p: Problem, **changed: Any) -> None:
+    operator, names, options = RUNS[run]
+    arguments = [changed.get(name, getattr(p, name)) for name in names.split()]
+    getattr(ops, f"low_rank_{operator}")(*arguments, **options)
 
 
 def wanted(run: str, p: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +120,7 @@ def test_against_float64(run: str, dtype: torch.dtype, level: str) -> None:
             for rank in (1, 2, 3, 4, 5, 9):
                 p = Problem(shape, rank, dtype=dtype)
                 wants = wanted(run, p)
-                RUNS[run](p)
+                call(run, p)
                 for got, want in zip((p.matrices, p.left, p.right), wants, strict=True):
                     assert_near(got, want, rank * max(1, *shape[1:]))
                 assert (p.sevens() == 7).all()
@@ -130,7 +135,7 @@ def test_the_same_bits_on_all_processors_and_threads(run: str) -> None:
                 for count in (1, 3):
                     with cpu_level(level), threads(count):
                         p = Problem(shape, 3, dtype=dtype)
-                        RUNS[run](p)
+                        call(run, p)
                         found.append((p.matrices, p.left, p.right))
             for other in found[1:]:
                 assert all(map(torch.equal, other, found[0]))
@@ -145,7 +150,7 @@ def test_gradients_of_any_dtype(dtype: torch.dtype, of_gradients: torch.dtype, l
             p = Problem(shape, 5, dtype=dtype, of_gradients=of_gradients)
             m, left, _ = wanted(run, p)
             with cpu_level(level):
-                RUNS[run](p)
+                call(run, p)
             assert_near(p.matrices, m, 2)
             assert_near(p.left, left, 5 * shape[2])
 
@@ -180,8 +185,8 @@ def test_what_is_not_finite_stays_so() -> None:
     for value in (float("nan"), float("inf")):
         p = Problem((3, 20, 30), 2)
         p.matrices[1, 4, 5] = value
-        RUNS["run_left"](p)
-        RUNS["run_right_error"](p)
+        call("run_left", p)
+        call("run_right_error", p)
         assert not p.left[1, :, 4].isfinite().any()
         assert not p.right[1, :, 5].isfinite().any()
         assert p.left[[0, 2]].isfinite().all() and p.right[[0, 2]].isfinite().all()
@@ -203,22 +208,18 @@ def test_versions_move(run: str, moved: list[int]) -> None:
     p = Problem((2, 3, 4), 2)
     tensors = (p.buffer, p.left, p.right)
     before = torch.tensor([tensor._version for tensor in tensors])
-    RUNS[run](p)
+    call(run, p)
     after = torch.tensor([tensor._version for tensor in tensors])
     assert (after - before).tolist() == moved
 
 
-def test_opcheck() -> None:
-    for dtype in (torch.float32, torch.float64):
-        p = Problem((3, 5, 7), 2, dtype=dtype)
-        check = torch.library.opcheck
-        check(ops.low_rank_left.default, (p.matrices, p.right, p.left))
-        arguments = (p.gradients, p.matrices, p.right, p.left)
-        check(ops.low_rank_gather_left.default, arguments)
-        check(ops.low_rank_gather_left.default, arguments, {"adds": True})
-        check(ops.low_rank_right.default, (p.matrices, p.left, p.right))
-        check(ops.low_rank_right_error.default, (p.matrices, p.left, p.right))
-        check(ops.low_rank_product.default, (p.left, p.right, p.matrices))
+@of_each_run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_opcheck(run: str, dtype: torch.dtype) -> None:
+    p = Problem((3, 5, 7), 2, dtype=dtype)
+    operator, names, options = RUNS[run]
+    arguments = tuple(getattr(p, name) for name in names.split())
+    torch.library.opcheck(getattr(ops, f"low_rank_{operator}").default, arguments, options)
 
 
 def test_nothing_is_recorded() -> None:
@@ -231,77 +232,66 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-ERRORS: list[tuple[dict[str, Callable[[Problem], Any]], type[Exception], str]] = [
-    ({"matrices": lambda p: p.matrices.to(torch.int32)}, TypeError, "matrices must be of dtype"),
-    ({"matrices": lambda p: p.matrices.half()}, TypeError, "matrices must be of dtype"),
-    ({"matrices": lambda p: p.matrices[0]}, ValueError, "matrices must have three dimensions"),
-    ({"matrices": lambda p: _turned(p.matrices)}, ValueError, "matrices must be row-major"),
+Changes = list[tuple[str, Callable[[Problem], Any], str]]
+TYPES: Changes = [
+    ("matrices", lambda p: p.matrices.to(torch.int32), "matrices must be of dtype"),
+    ("matrices", lambda p: p.matrices.half(), "matrices must be of dtype"),
+    ("matrices", lambda p: p.matrices.to_sparse(), "matrices must be dense"),
+    ("left", lambda p: p.left.double(), "left must have the matrices' dtype"),
+]
+VALUES: Changes = [
+    ("matrices", lambda p: p.matrices[0], "matrices must have three dimensions"),
+    ("matrices", lambda p: _turned(p.matrices), "matrices must be row-major"),
     (
-        {"matrices": lambda p: p.buffer.as_strided((2, 3, 4), (4, 4, 1))},
-        ValueError,
+        "matrices",
+        lambda p: p.buffer.as_strided((2, 3, 4), (4, 4, 1)),
         "matrices must be row-major, one after the other",
     ),
-    ({"matrices": lambda p: p.matrices.to_sparse()}, TypeError, "matrices must be dense"),
-    ({"left": lambda p: p.left.double()}, TypeError, "left must have the matrices' dtype"),
-    ({"left": lambda p: p.left[0]}, ValueError, "left must have three dimensions"),
-    ({"left": lambda p: p.left[:, :, :2]}, ValueError, "left must be contiguous, of sizes"),
-    ({"left": lambda p: _turned(p.left)}, ValueError, "left must be contiguous, of sizes"),
-    ({"left": lambda p: p.left[:, :0]}, ValueError, "a rank of at least 1"),
-    ({"right": lambda p: p.right[:, :1].contiguous()}, ValueError, "right must be contiguous, of"),
-    ({"right": lambda p: p.right[:1]}, ValueError, "right must be contiguous, of sizes"),
-    (
-        {"right": lambda p: p.buffer[:16].view(2, 2, 4)},
-        ValueError,
-        "right must share no memory with matrices",
-    ),
+    ("left", lambda p: p.left[0], "left must have three dimensions"),
+    ("left", lambda p: p.left[:, :, :2], "left must be contiguous, of sizes"),
+    ("left", lambda p: _turned(p.left), "left must be contiguous, of sizes"),
+    ("left", lambda p: p.left[:, :0], "a rank of at least 1"),
+    ("right", lambda p: p.right[:, :1].contiguous(), "right must be contiguous, of"),
+    ("right", lambda p: p.right[:1], "right must be contiguous, of sizes"),
+    ("right", lambda p: p.buffer[:16].view(2, 2, 4), "right must share no memory with matrices"),
 ]
-
-
-def _call(name: str, p: Problem, changed: dict[str, Any]) -> None:
-    arguments = {"matrices": p.matrices, "left": p.left, "right": p.right} | changed
-    if name == "low_rank_gather_left":
-        arguments["gradients"] = p.gradients
-    getattr(ops, name)(**arguments)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "low_rank_left",
-        "low_rank_gather_left",
-        "low_rank_right",
-        "low_rank_right_error",
-        "low_rank_product",
+#: What takes the place of gradients a and b of a problem, and the message.
+GRADIENTS: dict[type[Exception], list[tuple[Callable[..., list[Tensor]], str]]] = {
+    TypeError: [
+        (lambda p, a, b: [a, b.long()], r"gradients\[1\] must be of dtype .*, got torch.int64"),
+        (lambda p, a, b: [a.to_sparse(), b], r"gradients\[0\] must be dense"),
     ],
-)
-def test_errors(name: str) -> None:
-    for changed, error, message in ERRORS:
-        p = Problem((2, 3, 4), 2)
-        with pytest.raises(error, match=message):
-            _call(name, p, {key: change(p) for key, change in changed.items()})
+    ValueError: [
+        (lambda p, a, b: [a], "gradients must be one for each of 2 matrices, got 1"),
+        (lambda p, a, b: [a.t(), b], r"gradients\[0\] must be contiguous, of sizes \[3, 4\]"),
+        (lambda p, a, b: [*p.matrices], r"matrices must share no memory with gradients\[0\]"),
+        (lambda p, a, b: [a, p.left.view(3, 4)], r"left must share no memory with gradients\[1\]"),
+    ],
+}
 
 
-def test_errors_of_gradients() -> None:
-    def call(change: Callable[[Problem], Sequence[Tensor]]) -> None:
-        p = Problem((2, 3, 4), 2)
-        ops.low_rank_gather_left(change(p), p.matrices, p.right, p.left)
+@of_each_run
+def test_errors(run: str) -> None:
+    for table, error in ((TYPES, TypeError), (VALUES, ValueError)):
+        for name, change, message in table:
+            p = Problem((2, 3, 4), 2)
+            changed = {name: change(p)}
+            with pytest.raises(error, match=message):
+                call(run, p, **changed)
 
-    with pytest.raises(ValueError, match="gradients must be one for each of 2 matrices, got 1"):
-        call(lambda p: p.gradients[:1])
-    with pytest.raises(TypeError, match=r"gradients\[1\] must be of dtype .*, got torch.int64"):
-        call(lambda p: [p.gradients[0], p.gradients[1].long()])
-    with pytest.raises(ValueError, match=r"gradients\[0\] must be contiguous, of sizes \[3, 4\]"):
-        call(lambda p: [p.gradients[0].t(), p.gradients[1]])
-    with pytest.raises(ValueError, match=r"matrices must share no memory with gradients\[0\]"):
-        call(lambda p: list(p.matrices.unbind()))
-    with pytest.raises(ValueError, match=r"left must share no memory with gradients\[1\]"):
-        call(lambda p: [p.gradients[0], p.left.view(3, 4)])
-    with pytest.raises(TypeError, match=r"gradients\[0\] must be dense"):
-        call(lambda p: [p.gradients[0].to_sparse(), p.gradients[1]])
+
+@pytest.mark.parametrize("run", ["run_gather", "run_gather_adds"])
+def test_errors_of_gradients(run: str) -> None:
+    for error, table in GRADIENTS.items():
+        for change, message in table:
+            p = Problem((2, 3, 4), 2)
+            gradients = change(p, *p.gradients)
+            with pytest.raises(error, match=message):
+                call(run, p, gradients=gradients)
 
 
 def test_memory_that_is_gone() -> None:
     p = Problem((2, 3, 4), 2)
     p.buffer.untyped_storage().resize_(8)
     with pytest.raises(ValueError, match="matrices must have a storage of"):
-        RUNS["run_left"](p)
+        call("run_left", p)

@@ -1,7 +1,6 @@
-"""The checks of hooks as operators: that each call runs exactly once, and what a hook may not do.
+"""The checks of hooks as operators: each call runs once, what a hook may not do, what is counted.
 
-What check_finite counts is tested in test_ops_check_finite.py, ``FiniteCheck`` in
-test_finite_check.py, what CUDA does in test_cuda_check.py.
+``FiniteCheck`` is tested in test_finite_check.py, what CUDA does in test_cuda_check.py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from ops_reference import DTYPES, INF, NAN, new_count, of, one_thread  # noqa: F401
+from ops_reference import (
+    DTYPES,
+    INF,
+    LEVELS,
+    NAN,
+    SHAPE_CLASSES,
+    SOURCE_CLASSES,
+    check_counts,
+    check_counts_of_16_bits,
+    counted,
+    cpu_level,
+    new_count,
+    of,
+    one_thread,  # noqa: F401
+    threads,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -24,6 +38,8 @@ from torch_commhook.native.check_ops import check_finite, check_hook_result
 
 commhook = torch.ops.commhook
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+each_level = pytest.mark.parametrize("level", LEVELS)
+two_levels = pytest.mark.parametrize("level", ["reference", LEVELS[1]])
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -141,14 +157,23 @@ def hooked(x: Tensor) -> Tensor:
 
 @backends
 def test_calls_in_compiled_code(calls: Calls, backend: str) -> None:
-    function = torch.compile(forward, backend=backend, fullgraph=True)
-    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):
-        for _ in range(2):
-            calls.hooks.clear()
-            y = function(x)
-            assert calls.hooks == ["first", "first", "last"]
-            if x.requires_grad:
-                assert calls.of(y.sum().backward) == 0
+    count = new_count()
+
+    def run(x: Tensor) -> Tensor:
+        y = forward(x)
+        check_finite([y, x], count)
+        check_finite([y, x], count)
+        return y.nan_to_num().sum()
+
+    function = torch.compile(run, backend=backend, fullgraph=True)
+    for step in range(1, 5):
+        calls.hooks.clear()
+        loss = function(torch.tensor([1.0, NAN, INF], requires_grad=step > 2))
+        assert calls.hooks == ["first", "first", "last"]
+        assert int(count) == 8 * step
+        if step > 2:
+            assert calls.of(loss.backward) == 0
+        assert int(count) == 8 * step
 
 
 @since("2.13")
@@ -283,25 +308,6 @@ def test_a_mismatch_comes_out_of_backward(mode: str) -> None:
 
 
 @backends
-def test_counts_in_compiled_code(backend: str) -> None:
-    def function(x: Tensor, count: Tensor) -> Tensor:
-        y = x * 2
-        check_finite([y, x], count)
-        check_finite([y, x], count)
-        return y.nan_to_num().sum()
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    count = new_count()
-    for step in range(1, 4):
-        x = torch.tensor([1.0, NAN, INF], requires_grad=step > 1)
-        loss = compiled(x, count)
-        assert int(count) == 8 * step
-        if step > 1:
-            loss.backward()
-        assert int(count) == 8 * step
-
-
-@backends
 def test_counts_in_a_compiled_backward(backend: str) -> None:
     count = new_count()
 
@@ -321,6 +327,110 @@ def test_counts_in_a_compiled_backward(backend: str) -> None:
         assert int(count) == 4 * step + 1
         loss.backward()
         assert int(count) == 4 * step + 4
+
+
+# ---- check_finite: what it counts ----------------------------------------------------------------
+
+
+@each_level
+@pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
+def test_shapes_and_dtypes(level: str, name: str) -> None:
+    with cpu_level(level):
+        check_counts(name)
+
+
+@each_level
+def test_every_16_bit_value(level: str) -> None:
+    with cpu_level(level):
+        check_counts_of_16_bits()
+        # The greatest of each, and the least: all bits of an exponent but one, and none.
+        for dtype in DTYPES:
+            info = torch.finfo(dtype)
+            edges = [info.max, info.min, info.tiny, info.smallest_normal / 2, 0.0, -0.0]
+            assert counted(torch.tensor(edges, dtype=dtype)) == 0
+            # Blocks of nothing else overflow no lane.
+            assert counted(torch.full((200_003,), NAN, dtype=dtype)[1:]) == 200_002
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads(count: int) -> None:
+    x = torch.zeros(1_000_003)
+    x[::1001] = INF
+    with threads(count):
+        assert counted(x, x[1:], x.view(-1)[:77]) == 1000 + 999 + 1
+
+
+@two_levels
+def test_other_dtypes_and_layouts(level: str) -> None:
+    with cpu_level(level):
+        z = torch.tensor([1 + 1j, complex(NAN, 1), complex(1, INF), complex(NAN, NAN)])
+        assert counted(z, z.conj(), z.to(torch.complex128)[::2]) == 3 + 3 + 1
+        assert counted(torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)) == 1
+        assert counted(torch.tensor([1.0, INF, NAN]).to(torch.float8_e5m2)) == 2
+        integers = [torch.ones(3, dtype=d) for d in (torch.int8, torch.int64, torch.bool)]
+        assert counted(*integers) == 0
+        assert counted(*integers, torch.tensor(NAN)) == 1
+        dense = torch.tensor([[0.0, NAN], [INF, 1.0]])
+        coo = torch.sparse_coo_tensor([[0, 0], [1, 1]], [NAN, NAN], (2, 2))  # stored twice
+        assert counted(dense.to_sparse(), coo, dense) == 6
+        for layout in (torch.sparse_csr, torch.sparse_csc):
+            assert counted(dense.to_sparse(layout=layout)) == 2
+        bsr = torch.sparse_bsr_tensor([0, 1], [0], torch.full((1, 2, 2), NAN), (2, 2))
+        assert counted(bsr) == 4
+
+
+def test_counts_add_up() -> None:
+    count = torch.full((1, 1), 40)
+    version = count._version
+    check_finite([torch.tensor([NAN, 1.0])], count)
+    assert count.tolist() == [[41]] and count._version == version + 1
+    with torch.inference_mode():
+        check_finite([torch.tensor([INF])], count)
+    check_finite([], count)
+    assert count.tolist() == [[42]] and count._version == version + 3
+    check_finite([torch.tensor([NAN], requires_grad=True) * 2], count)
+    assert count.tolist() == [[43]] and not count.requires_grad
+
+
+# ---- check_finite: what it refuses ---------------------------------------------------------------
+
+
+FINITE_REFUSED = {
+    "dtype": (lambda: ([of()], of(dtype=torch.int32)), TypeError, "count must be of dtype torch.i"),
+    "sparse": (lambda: ([], of(1).to_sparse()), TypeError, r"count must be dense .*sparse_coo$"),
+    "length": (lambda: ([], of(2)), ValueError, "count must hold one element, got 2$"),
+    "empty": (lambda: ([], of(0)), ValueError, "count must hold one element, got 0$"),
+    "device": (
+        lambda: ([of(3), of(3, device="meta")], of()),
+        ValueError,
+        r"tensors\[1\] must be on the device of count, cpu, got meta$",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+@two_levels
+@pytest.mark.parametrize("what", FINITE_REFUSED)
+def test_check_finite_refuses(what: str, level: str, mode: Any) -> None:
+    make_arguments, error, message = FINITE_REFUSED[what]
+    with cpu_level(level), mode(), pytest.raises(error, match=f"^check_finite: {message}"):
+        check_finite(*make_arguments())
+
+
+@two_levels
+def test_what_only_the_kernel_of_check_finite_sees(level: str) -> None:
+    with cpu_level(level):
+        count, x = new_count(), torch.full((4,), NAN)
+        with pytest.raises(TypeError, match=r"^check_finite: tensors\[1\] must be dense or sparse"):
+            check_finite([x, x.to_mkldnn()], count)
+        with torch.inference_mode():
+            inference = new_count()
+        with pytest.raises(RuntimeError, match="count must not be an inference tensor outside of"):
+            check_finite([x], inference)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"^check_finite: tensors\[0\] must have a storage of"):
+            check_finite([x], count)
+        assert int(count) == 0 and int(inference) == 0
 
 
 # ---- both ----------------------------------------------------------------------------------------

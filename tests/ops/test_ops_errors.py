@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import pytest
 import torch
 from ops_reference import LEVELS, check_that_devices_must_agree, cpu_level
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import torch_commhook.native.bucket_ops as ops
 
@@ -30,95 +30,71 @@ def level(request):
         yield
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A call that must raise."""
-
-    op: str
-    name: str
-    error: type[Exception]
-    message: str  # a pattern of what follows the operator's name
-    make: object  # () -> (args, kwargs), so that a fake mode can make fake arguments
-
-    def check(self) -> None:
-        with pytest.raises(self.error) as caught:
-            args, kwargs = self.make()
-            getattr(ops, self.op)(*args, **kwargs)
-        message = str(caught.value).splitlines()[0]
-        assert re.match(f"{self.op}: {self.message}", message), message
-
-
 def f(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def bad_tensor_cases(op, argument, place):
-    """The refusals of one tensor among an operator's arguments: place(tensor) -> args, kwargs."""
+def bad_tensors(op, argument, call):
+    """The refusals of one tensor among an operator's arguments, which are ``call(tensor)``."""
     name = re.escape(argument)
     for dtype in ("int32", "int64", "bool", "uint8", "complex64", "float8_e4m3fn"):
-
-        def with_dtype(dtype=dtype):
-            return place(torch.zeros(3, dtype=getattr(torch, dtype)))
-
         message = f"{name} must be of dtype {DTYPES}, got torch.{dtype}$"
-        yield Refused(op, f"{argument}-{dtype}", TypeError, message, with_dtype)
+        yield op, TypeError, message, call(torch.zeros(3, dtype=getattr(torch, dtype)))
     message = rf"{name} must be dense \(torch.strided\), got layout (torch\.sparse_coo|Sparse)$"
-    yield Refused(op, f"{argument}-sparse", TypeError, message, lambda: place(f(3).to_sparse()))
+    yield op, TypeError, message, call(f(3).to_sparse())
 
 
-def cases():
-    """All that can be seen from shapes, dtypes and layouts, so that fakes must see it too."""
+def refused():
+    """All that can be seen from shapes, dtypes and layouts, so that fakes must see it too.
+
+    Of each call, the operator, the error, a pattern of what follows the operator's name, and the
+    arguments.
+    """
     for op in ("flatten", "flatten_stats"):
-        yield from bad_tensor_cases(op, "tensors[0]", lambda t: (([t, f(2)],), {}))
-        yield from bad_tensor_cases(op, "tensors[2]", lambda t: (([f(2), f(1), t],), {}))
+        yield from bad_tensors(op, "tensors[0]", lambda t: {"tensors": [t, f(2)]})
+        yield from bad_tensors(op, "tensors[2]", lambda t: {"tensors": [f(2), f(1), t]})
         message = "tensors must hold at least one tensor, got none$"
-        yield Refused(op, "empty-list", ValueError, message, lambda: (([],), {}))
+        yield op, ValueError, message, {"tensors": []}
         message = (
             "dtype must be given if the tensors have different dtypes, got none for "
             r"tensors\[0\] of torch.float32 and tensors\[2\] of torch.float16"
         )
-        mixed = lambda: (([f(2), f(2), f(2).half()],), {})  # noqa: E731
-        yield Refused(op, "mixed-dtypes", TypeError, message, mixed)
-        message, integers = f"dtype must be {DTYPES}, got torch.int32$", {"dtype": torch.int32}
-        yield Refused(op, "dtype", TypeError, message, lambda more=integers: (([f(2)],), more))
+        yield op, TypeError, message, {"tensors": [f(2), f(2), f(2).half()]}
+        message = f"dtype must be {DTYPES}, got torch.int32$"
+        yield op, TypeError, message, {"tensors": [f(2)], "dtype": torch.int32}
     op = "flatten"
-    yield from bad_tensor_cases(op, "out", lambda t: (([f(3)],), {"out": t}))
-    yield from bad_tensor_cases(op, "tensors[1]", lambda t: (([f(2), t],), {"out": f(5)}))
+    yield from bad_tensors(op, "out", lambda t: {"tensors": [f(3)], "out": t})
+    yield from bad_tensors(op, "tensors[1]", lambda t: {"tensors": [f(2), t], "out": f(5)})
     for length in (4, 6, 0):
-
-        def with_out(length=length):
-            return ([f(2), f(3)],), {"out": f(length)}
-
         message = f"out must hold 5 elements, as many as the tensors, got {length}$"
-        yield Refused(op, f"out-of-{length}", ValueError, message, with_out)
+        yield op, ValueError, message, {"tensors": [f(2), f(3)], "out": f(length)}
     message = r"out must be contiguous, got sizes [\[(]2, 3[\])] with strides [\[(]1, 2[\])]$"
-    strided = lambda: (([f(2), f(4)],), {"out": f(3, 2).t()})  # noqa: E731
-    yield Refused(op, "out-strided", ValueError, message, strided)
+    yield op, ValueError, message, {"tensors": [f(2), f(4)], "out": f(3, 2).t()}
     message = "dtype must be that of out, torch.float32, or None, got torch.float16$"
-    both = lambda: (([f(2)],), {"out": f(2), "dtype": torch.float16})  # noqa: E731
-    yield Refused(op, "dtype-and-out", TypeError, message, both)
-    for op, argument in (("unflatten", "like"), ("unflatten_into", "tensors")):
-        yield from bad_tensor_cases(op, "buffer", lambda t: ((t, [f(3)]), {}))
-        yield from bad_tensor_cases(op, f"{argument}[1]", lambda t: ((f(5), [f(2), t]), {}))
+    yield op, TypeError, message, {"tensors": [f(2)], "out": f(2), "dtype": torch.float16}
+    for op, like in (("unflatten", "like"), ("unflatten_into", "tensors")):
+        yield from bad_tensors(op, "buffer", lambda t, like=like: {"buffer": t, like: [f(3)]})
+        yield from bad_tensors(
+            op, f"{like}[1]", lambda t, like=like: {"buffer": f(5), like: [f(2), t]}
+        )
         for length, sizes in ((4, [2, 3]), (6, [2, 3]), (0, [2, 3]), (2, [])):
-
-            def with_buffer(length=length, sizes=sizes):
-                return (f(length), [f(size) for size in sizes]), {}
-
-            wanted = f"{sum(sizes)} elements, as many as {argument}"
-            message, name = f"buffer must hold {wanted}, got {length}$", f"{length}-for-{sizes}"
-            yield Refused(op, name, ValueError, message, with_buffer)
+            message = f"buffer must hold {sum(sizes)} elements, as many as {like}, got {length}$"
+            yield op, ValueError, message, {"buffer": f(length), like: [f(size) for size in sizes]}
         message = r"buffer must be contiguous, got sizes [\[(]6,?[\])] with strides [\[(]2,?[\])]$"
-        strided = lambda: ((f(12)[::2], [f(6)]), {})  # noqa: E731
-        yield Refused(op, "buffer-strided", ValueError, message, strided)
+        yield op, ValueError, message, {"buffer": f(12)[::2], like: [f(6)]}
 
 
-@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: f"{case.op}-{case.name}")
-def test_refused(case, mode):
+@pytest.mark.parametrize("is_fake", [False, True])
+@pytest.mark.parametrize(("op", "error", "message", "given"), list(refused()))
+def test_refused(op, error, message, given, is_fake):
     """By the kernels, and by the fakes with the same exception."""
-    with mode():
-        case.check()
+    with FakeTensorMode() if is_fake else nullcontext() as mode:
+        if is_fake:
+            given = tree_map_only(torch.Tensor, mode.from_tensor, given)
+        with pytest.raises(error) as caught:
+            getattr(ops, op)(**given)
+    first_line = str(caught.value).splitlines()[0]
+    assert re.match(f"{op}: {message}", first_line), first_line
 
 
 # ---- devices -------------------------------------------------------------------------------------

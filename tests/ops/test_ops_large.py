@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torch_commhook.native.bucket_ops as ops
+from torch_commhook import _C
 
 PIECE = 1 << 20
 PIECES = 2049  # 2^31 elements and one piece
@@ -66,3 +67,33 @@ def test_unflatten_into(buffer):
         assert buffer[mark] == 2 * (1 + mark % 7), mark
         assert mark - 1 in (-1, *marks) or buffer[mark - 1] == 0, mark
     assert not buffer[PIECE : 2 * PIECE].any() and not buffer[-PIECE // 2 : -1].any()
+
+
+# ---- a hint to the system, which must change no value --------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 1 << 19, (1 << 21) + 7])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_contents_stay(numel: int, offset: int) -> None:
+    whole = torch.arange(float(numel + offset))
+    tensor = whole[offset:]
+    before = tensor.clone()
+    _C.prefer_huge_pages(tensor)
+    _C.prefer_huge_pages(tensor)
+    assert torch.equal(tensor, before)
+    tensor += 1
+    assert torch.equal(tensor, before + 1)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1 << 20, device="meta"),
+        torch.ones(1 << 20)[::2],
+        torch.ones(3).to_sparse(),
+        torch.frombuffer(bytearray(1 << 22), dtype=torch.uint8),
+    ],
+    ids=["meta", "strided", "sparse", "foreign"],
+)
+def test_anything_may_be_given(tensor: torch.Tensor) -> None:
+    _C.prefer_huge_pages(tensor)

@@ -60,6 +60,7 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
     work, q, wire = torch.randn(PLAN.numel), torch.randn(PLAN.right_numel), torch.randn(WIRE)
     left, right = torch.randn(PLAN.left_numel), torch.randn(PLAN.right_numel)
     sources, plan = [torch.randn(20, 12), torch.randn(7)], PLAN.text
+    encoded = {"work": work, "wire": wire, "plan": plan, "keeps_error": True}
     return {
         "floats_of_bytes": (floats_of_bytes, {"message": torch.zeros(64, dtype=torch.uint8)}),
         "bytes_of_floats": (bytes_of_floats, {"values": torch.randn(16)}),
@@ -70,13 +71,8 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
         "total_norm": (total_norm, {"results": [torch.randn(4, 5), torch.randn(7)]}),
         "keep_unsent": (
             keep_unsent,
-            {
-                "errors": [torch.zeros(30)],
-                "results": [torch.randn(4, 5)],
-                "gradients": [torch.randn(4, 5)],
-                "used": used(),
-                "table": [1, 0, 3, 20, 0, 0],
-            },
+            {name: [torch.randn(4, 5)] for name in ("results", "gradients")}
+            | {"errors": [torch.zeros(30)], "used": used(), "table": [1, 0, 3, 20, 0, 0]},
         ),
         "decay_error": (
             decay_error,
@@ -86,21 +82,10 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
             operators.powersgd_left,
             {"sources": sources, "work": work, "q": q, "plan": plan, "scale": 0.5, "adds": True},
         ),
-        "powersgd_right": (
-            operators.powersgd_right,
-            {"work": work, "wire": wire, "plan": plan, "scale": 0.5, "keeps_error": True},
-        ),
+        "powersgd_right": (operators.powersgd_right, {**encoded, "scale": 0.5}),
         "powersgd_restore": (
             operators.powersgd_restore,
-            {
-                "q": q,
-                "work": work,
-                "wire": wire,
-                "left": left,
-                "right": right,
-                "plan": plan,
-                "keeps_error": True,
-            },
+            {**encoded, "q": q, "left": left, "right": right},
         ),
     }
 

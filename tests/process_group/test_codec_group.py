@@ -13,18 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import (
-    FIRST,
-    SUMS,
-    group_of,
-    int8,
-    issue_sum,
-    most_lost,
-    of_each_codec,
-    options,
-    premul,
-    values,
-)
+from chunk_cases import FIRST, SUMS, group_of, int8, issue_sum, most_lost, options, premul, values
+from codec_examples import of_each_codec
 from group_doubles import Alike
 from on_ranks import of_all_ranks, on_processes, on_ranks
 from rank_pool import RankPool

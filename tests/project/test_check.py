@@ -38,7 +38,7 @@ def test_a_layer_uses_those_below_it() -> None:
         ("cuda/sign.cu", {"cuda"}),
         ("docs/hooks.md", {"docs"}),
         ("tests/hooks/test_hooks.py", {"tests/hooks/test_hooks.py", "tests"}),
-        ("tests/cuda/test_cuda_rows.cpp", {"tests/cuda/test_cuda_partition.py"}),
+        ("tests/cuda/test_cuda_places.cpp", {"tests/cuda/test_cuda_partition.py"}),
         ("tests/support/staged_steps.py", {"helper:staged_steps"}),
         ("benchmarks/bench_wan.py", {"helper:bench_wan"}),
         (".gitignore", set()),

@@ -264,7 +264,7 @@ def test_tests_of_a_gpu_are_found(gpu_run: Run, request: pytest.FixtureRequest) 
     gpu_run.tests = None
     found = {parts.shown(path) for path in parts.test_files(gpu_run)}
     assert {"tests/cuda/test_cuda_bucket.py", "tests/cuda/test_cuda_collectives.py"} <= found
-    assert not {"tests/hooks/test_bucket.py", "tests/cuda/test_cuda_places.py"} & found
+    assert not {"tests/hooks/test_bucket.py", "tests/cuda/test_cuda_partition.py"} & found
     # All that were collected, where all of the tests gpu_run.
     marked = [item for item in request.session.items if item.get_closest_marker("cuda")]
     assert {str(item.path.relative_to(ROOT)) for item in marked} <= found

@@ -34,22 +34,25 @@ class Counting(WrapperProcessGroup):
     def wrap_work(self, operation: str, arguments: tuple[Any, ...], work: Any) -> Any:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        return _CountedWork(self, work)
+
+        def wait() -> bool:
+            done = work.wait()
+            self.in_flight -= 1
+            return done
+
+        return _Work(wait)
 
     def bytes_sent(self) -> list[int]:
         return [numel * dtype.itemsize for dtype, numel in self.sent]
 
 
-class _CountedWork(Work):
-    def __init__(self, group: Counting, work: Any) -> None:
+class _Work(Work):
+    def __init__(self, wait: Callable[[], bool]) -> None:
         super().__init__()
-        self._group = group
-        self._work = work
+        self._wait = wait
 
     def wait(self, timeout: timedelta) -> bool:
-        done = self._work.wait()
-        self._group.in_flight -= 1
-        return done
+        return self._wait()
 
 
 class Alone(ProcessGroup):
@@ -65,20 +68,14 @@ class Alone(ProcessGroup):
         if self.failing.get(number) == "start":
             raise KeyError(f"broadcast {number}")
         self.started += 1
-        return _AloneWork(self, number)
 
+        def wait() -> bool:
+            self.waited += 1
+            if self.failing.get(number) == "wait":
+                raise KeyError(f"wait {number}")
+            return True
 
-class _AloneWork(Work):
-    def __init__(self, group: Alone, number: int) -> None:
-        super().__init__()
-        self._group = group
-        self._number = number
-
-    def wait(self, timeout: timedelta) -> bool:
-        self._group.waited += 1
-        if self._group.failing.get(self._number) == "wait":
-            raise KeyError(f"wait {self._number}")
-        return True
+        return _Work(wait)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

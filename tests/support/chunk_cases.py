@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,9 +17,7 @@ from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup
 
-EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 FIRST = [cls.examples()[0] for cls in CODECS.values()]
-of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 
 #: How many ranks simulated groups have, and how many calls follow one another.
 RANKS = [1, 2, 3, 4, 8]

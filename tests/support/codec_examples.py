@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.blockwise import blockwise
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 
@@ -141,31 +140,3 @@ def same(a: Tensor, b: Tensor) -> bool:
             a.nan_to_num(1.0), b.nan_to_num(1.0)
         )
     return torch.equal(a, b)
-
-
-#: By bits, for symmetric blocks and for others.
-_LEVELS = {8: (127, 255), 4: (7, 15), 2: (1, 3)}
-_BLOCKWISE = ("bits", "block_size", "symmetric")
-
-
-def _codec_and_arguments(options: dict[str, Any]) -> tuple[blockwise, dict[str, Any]]:
-    """The codec, whose rounding is random if ``rounding`` is given, and its arguments."""
-    settings = {name: options.pop(name) for name in _BLOCKWISE if name in options}
-    rounding = "nearest" if options.get("rounding") is None else "stochastic"
-    return blockwise(rounding=rounding, **settings), options
-
-
-def encode_blockwise(tensors: list[Tensor], **options: Any) -> Tensor:
-    codec, arguments = _codec_and_arguments(options)
-    return encode(codec, tensors, **arguments)
-
-
-def restore_blockwise(x: Tensor, **options: Any) -> Tensor:
-    codec, arguments = _codec_and_arguments(options)
-    return restore(codec, x, **arguments)
-
-
-def steps_of(x: Tensor, bits: int, symmetric: bool, block_size: int) -> Tensor:
-    blocks = x.view(-1, block_size)
-    span = blocks.abs().amax(1) if symmetric else blocks.amax(1) - blocks.amin(1)
-    return (span / _LEVELS[bits][not symmetric])[:, None]

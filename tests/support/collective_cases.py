@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_commhook.codecs import CODECS
 
 Case = Callable[[int, int, Any], list[Tensor]]
+SUM = dist.ReduceOp.SUM
 
 #: The error of each for an argument that is not a group.
 NO_GROUP = TypeError, "process_group must be a ProcessGroup, got int"
@@ -57,6 +58,11 @@ def all_reduce_case(op: str, dtype: torch.dtype) -> Case:
     return run
 
 
+def into(output: Tensor, collective: Callable[..., Any], *given: Any) -> list[Tensor]:
+    collective(output, *given)
+    return [output]
+
+
 def _all_reduce_coalesced(rank: int, size: int, group: Any) -> list[Tensor]:
     tensors = [values(rank, 4), values(rank, 2, 3)]
     opts = dist.AllreduceCoalescedOptions()
@@ -70,12 +76,6 @@ def _all_reduce_sparse(rank: int, size: int, group: Any) -> list[Tensor]:
     dist.all_reduce(x, group=group)
     assert x.is_coalesced()
     return [x.indices(), x.values()]
-
-
-def _all_reduce_not_contiguous(rank: int, size: int, group: Any) -> list[Tensor]:
-    x = values(rank, 4, 6).t()
-    dist.all_reduce(x, group=group)
-    return [x]
 
 
 def _broadcast(rank: int, size: int, group: Any) -> list[Tensor]:
@@ -95,12 +95,6 @@ def _all_gather(rank: int, size: int, group: Any) -> list[Tensor]:
     outputs = [torch.empty(2, 3) for _ in range(size)]
     dist.all_gather(outputs, values(rank, 2, 3), group=group)
     return outputs
-
-
-def _all_gather_single(rank: int, size: int, group: Any) -> list[Tensor]:
-    output = torch.empty(size * 2, 3)
-    all_gather_single(output, values(rank, 2, 3), group=group)
-    return [output]
 
 
 def _all_gather_in_place(rank: int, size: int, group: Any) -> list[Tensor]:
@@ -134,12 +128,6 @@ def _scatter(rank: int, size: int, group: Any) -> list[Tensor]:
 def _reduce_scatter(rank: int, size: int, group: Any) -> list[Tensor]:
     output = torch.empty(3)
     dist.reduce_scatter(output, [values(10 * rank + i, 3) for i in range(size)], group=group)
-    return [output]
-
-
-def _reduce_scatter_single(rank: int, size: int, group: Any) -> list[Tensor]:
-    output = torch.empty(2, 3)
-    reduce_scatter_single(output, values(rank, size * 2, 3), group=group)
     return [output]
 
 
@@ -230,13 +218,6 @@ def _coalescing_manager(rank: int, size: int, group: Any) -> list[Tensor]:
     return [first, second]
 
 
-def _all_reduce_empty(rank: int, size: int, group: Any) -> list[Tensor]:
-    x = torch.empty(0)
-    dist.all_reduce(x, group=group)
-    dist.broadcast(x, 0, group=group)
-    return [x]
-
-
 def _barriers(rank: int, size: int, group: Any) -> list[Tensor]:
     dist.barrier(group=group)
     (group or dist.group.WORLD).monitored_barrier()
@@ -247,13 +228,24 @@ def _barriers(rank: int, size: int, group: Any) -> list[Tensor]:
 CASES: dict[str, Case] = {
     case.__name__.removeprefix("_"): case
     for case in (
-        *(_all_reduce_coalesced, _all_reduce_sparse, _all_reduce_empty, _broadcast, _reduce),
-        *(_all_gather, _all_gather_single, _all_gather_in_place, _all_gather_coalesced),
-        *(_gather, _scatter, _reduce_scatter, _reduce_scatter_single),
+        *(_all_reduce_coalesced, _all_reduce_sparse, _broadcast, _reduce),
+        *(_all_gather, _all_gather_in_place, _all_gather_coalesced),
+        *(_gather, _scatter, _reduce_scatter),
         *(_all_to_all, _all_to_all_single, _ring, _tags, _any_source, _objects),
         *(_batch_isend_irecv, _futures, _coalescing_manager, _barriers),
-        _all_reduce_not_contiguous,
     )
+} | {
+    "all_reduce_empty": lambda rank, size, group: into(torch.empty(0), dist.all_reduce, SUM, group),
+    "broadcast_empty": lambda rank, size, group: into(torch.empty(0), dist.broadcast, 0, group),
+    "all_reduce_not_contiguous": lambda rank, size, group: into(
+        values(rank, 4, 6).t(), dist.all_reduce, SUM, group
+    ),
+    "all_gather_single": lambda rank, size, group: into(
+        torch.empty(size * 2, 3), all_gather_single, values(rank, 2, 3), group
+    ),
+    "reduce_scatter_single": lambda rank, size, group: into(
+        torch.empty(2, 3), reduce_scatter_single, values(rank, size * 2, 3), SUM, group
+    ),
 }
 
 REDUCTIONS: dict[str, Case] = {

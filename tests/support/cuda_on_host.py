@@ -38,10 +38,13 @@ KINDS = {
     "csrc/ops": (".h",),
     "csrc/include": (".h",),
 }
+#: CUDA's headers, in whose place the kernels get on_host.h.
+REPLACED = ["cuda_runtime.h", "ATen/cuda/CUDAContext.h"]
+REPLACED += [f"c10/cuda/CUDA{name}.h" for name in ("Exception", "Functions", "Guard")]
 #: These include headers of kernels.
 SOURCES = (*(f"{folder}/" for folder in KINDS), "look_back.cpp")
-#: Also the host's own kernels, and the interface for tests. The other files observe these.
-OBSERVED = (*SOURCES, "broken_kernels.cpp", "operators.cpp")
+#: Also the host's own kernels. The other files observe these.
+OBSERVED = (*SOURCES, "broken_kernels.cpp")
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 FLAGS = [
     "-std=c++20",
@@ -109,6 +112,8 @@ def sources() -> dict[str, str]:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in kinds:
                 files[str(path.relative_to(ROOT))] = for_the_host(path.read_text())
+    for header in REPLACED:
+        files[f"include/{header}"] = '#include "on_host.h"\n'
     for path in sorted(HERE.rglob("*.*")):
         files[str(path.relative_to(HERE))] = path.read_text()
     return files

@@ -79,22 +79,11 @@ int ensure() {
   return state;
 }
 
-void acquire_thread(void* thread_state) {
+template <Function kFunction, typename... Arguments>
+void acquire(Arguments... arguments) {
   void* caller = __builtin_return_address(0);
-  reinterpret_cast<void (*)(void*)>(real[kAcquireThread])(thread_state);
-  count(kAcquireThread, false, caller);
-}
-
-void restore_thread(void* thread_state) {
-  void* caller = __builtin_return_address(0);
-  reinterpret_cast<void (*)(void*)>(real[kRestoreThread])(thread_state);
-  count(kRestoreThread, false, caller);
-}
-
-void acquire_lock() {
-  void* caller = __builtin_return_address(0);
-  reinterpret_cast<void (*)()>(real[kAcquireLock])();
-  count(kAcquireLock, false, caller);
+  reinterpret_cast<void (*)(Arguments...)>(real[kFunction])(arguments...);
+  count(kFunction, false, caller);
 }
 
 void* swap(void* thread_state) {
@@ -113,9 +102,9 @@ struct Wrapped {
 
 const Wrapped kWrapped[kFunctions] = {
     {"PyGILState_Ensure", reinterpret_cast<void*>(ensure)},
-    {"PyEval_AcquireThread", reinterpret_cast<void*>(acquire_thread)},
-    {"PyEval_RestoreThread", reinterpret_cast<void*>(restore_thread)},
-    {"PyEval_AcquireLock", reinterpret_cast<void*>(acquire_lock)},  // gone in Python 3.13
+    {"PyEval_AcquireThread", reinterpret_cast<void*>(acquire<kAcquireThread, void*>)},
+    {"PyEval_RestoreThread", reinterpret_cast<void*>(acquire<kRestoreThread, void*>)},
+    {"PyEval_AcquireLock", reinterpret_cast<void*>(acquire<kAcquireLock>)},  // gone in Python 3.13
     {"PyThreadState_Swap", reinterpret_cast<void*>(swap)},
 };
 

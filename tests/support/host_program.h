@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iostream>
 #include <random>
 
 inline std::mt19937_64 generator(0);
@@ -13,12 +14,17 @@ inline int64_t below(int64_t n) {
   return static_cast<int64_t>(generator() % static_cast<uint64_t>(n));
 }
 
-#define EXPECT(condition, ...)                                          \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("line %d: %s does not hold: ", __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                         \
-      std::printf("\n");                                                \
-      std::exit(1);                                                     \
-    }                                                                   \
+template <typename... Parts>
+[[noreturn]] void fail(int line, const char* condition, const Parts&... parts) {
+  std::cout << "line " << line << ": " << condition << " does not hold:";
+  ((std::cout << ' ' << parts), ...);
+  std::cout << std::endl;
+  std::exit(1);
+}
+
+#define EXPECT(condition, ...)                 \
+  do {                                         \
+    if (!(condition)) {                        \
+      fail(__LINE__, #condition, __VA_ARGS__); \
+    }                                          \
   } while (0)

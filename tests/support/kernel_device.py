@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +19,22 @@ COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
 
 class KernelDevice:
-    """The device of tensors for the CUDA kernels: ``cuda``, or ``cpu`` within kernels()."""
+    """The device of a test's tensors, which may be that of the CUDA kernels.
+
+    Attributes:
+        is_slow: whether CUDA kernels are simulated on the host, within kernels().
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_slow = False
 
     def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
         """Within this block, ``torch.ops.commhook`` has the CUDA kernels for this device's tensors.
 
         On the host, ``warps`` warps fit on the device at once.
         """
-        return nullcontext() if self.name == "cuda" else cuda_kernels_on_host(warps)
+        return cuda_kernels_on_host(warps) if self.is_slow else nullcontext()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on this device, with the same strides and offsets in storages of the same size."""
@@ -79,13 +85,38 @@ class KernelDevice:
         return names
 
 
+@contextmanager
+def no_waiting_on_gpu() -> Iterator[None]:
+    """Within this block the host may not wait for a GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def captured(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """What replays a step that is captured in a CUDA graph, and what the step returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        returned = step()
+    return graph.replay, returned
+
+
 #: The device of the running test.
 DEVICE = KernelDevice("cuda")
 
 
 @pytest.fixture(params=[ON_GPU, ON_HOST])
 def kernel_device(request: pytest.FixtureRequest) -> Iterator[KernelDevice]:
-    DEVICE.name = "cuda" if request.param == "cuda" else "cpu"
+    DEVICE.is_slow = request.param == "host"
+    DEVICE.name = "cpu" if DEVICE.is_slow else "cuda"
     yield DEVICE
     DEVICE.name = "cuda"
 

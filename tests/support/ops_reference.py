@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
+from torch_commhook.native.check_ops import check_finite
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
@@ -82,14 +83,25 @@ def expected_unflatten(buffer: Tensor, like: Sequence[Tensor], scale: float) -> 
     ]
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor, context: object = "") -> None:
-    """Compares dtype, shape and bits: -0.0 is not 0.0. All NaNs are equal."""
-    assert actual.dtype == expected.dtype, f"{context}: {actual.dtype} is not {expected.dtype}"
-    assert actual.shape == expected.shape, f"{context}: {actual.shape} is not {expected.shape}"
+def differing_bits(actual: Tensor, expected: Tensor) -> Tensor:
+    """Which elements of tensors of one dtype differ, if all NaNs are equal."""
     bits = _BITS[actual.element_size()]
     wrong = actual.contiguous().view(bits) != expected.contiguous().view(bits)
     if actual.is_floating_point():
         wrong &= ~(actual.isnan() & expected.isnan())
+    return wrong
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    assert actual.dtype == expected.dtype
+    return not differing_bits(actual, expected).any()
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, context: object = "") -> None:
+    """Compares dtype, shape and bits: -0.0 is not 0.0. All NaNs are equal."""
+    assert actual.dtype == expected.dtype, f"{context}: {actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{context}: {actual.shape} is not {expected.shape}"
+    wrong = differing_bits(actual, expected)
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(
@@ -194,8 +206,19 @@ def split(memory: torch.Tensor) -> list[torch.Tensor]:
 NAN, INF = float("nan"), float("inf")
 
 
-def new_count() -> Tensor:
-    return torch.zeros((), dtype=torch.int64)
+def new_count(device: str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def counted(*tensors: Tensor) -> int:
+    """What ``check_finite`` counts."""
+    count = new_count(tensors[0].device.type)
+    assert check_finite(tensors, count) is None
+    return int(count)
+
+
+def expected_count(tensors: Sequence[Tensor]) -> int:
+    return sum(int((~tensor.isfinite()).sum()) for tensor in tensors)
 
 
 def spoil(tensor: Tensor) -> Tensor:
@@ -203,6 +226,24 @@ def spoil(tensor: Tensor) -> Tensor:
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     storage[::5], storage[1::7], storage[3::11] = NAN, INF, -INF
     return tensor
+
+
+def check_counts(name: str, copy: Callable[[list[Tensor]], list[Tensor]] = list) -> None:
+    """Counts in tensors of a class of shapes, of each dtype and of all of them together."""
+    mixed = []
+    for dtype in DTYPES:
+        tensors = make(name, dtype)
+        assert counted(*copy(tensors)) == expected_count(tensors)
+        mixed += [spoil(tensor) for tensor in tensors]
+        assert counted(*copy(tensors)) == expected_count(tensors)
+    assert counted(*copy(mixed)) == expected_count(mixed)
+
+
+def check_counts_of_16_bits(device: str = "cpu") -> None:
+    """Counts in every 16-bit value."""
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).to(device)
+    assert counted(bits.view(torch.float16)) == 2 * 1024
+    assert counted(bits.view(torch.bfloat16)) == 2 * 128
 
 
 def of(*shape: int, **options: Any) -> Tensor:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 from kernel_device import KernelDevice
 from ops_reference import LEVELS, cpu_level
 from torch import Tensor
@@ -35,86 +32,6 @@ INPUTS: dict[str, Callable[[int], Tensor]] = {
     "huge": lambda d: torch.randn(d) * 1e38,
     "much that is not finite": lambda d: torch.randn(d).log() / (torch.rand(d) < 0.9),
 }
-
-
-@dataclass(frozen=True)
-class SparseCase:
-    """Tensors of any forms, dtypes and magnitudes, drawn from ``seed``; settings of encoding."""
-
-    seed: int
-    shapes: list[list[int]]
-    magnitude: float
-    density: float
-    level: str
-    with_error: bool
-
-    def drawn(self, *, special: float) -> DrawnTensors:
-        """The tensors.
-
-        Args:
-            special: the frequency of zeros, denormals, infinities and NaNs in a tensor.
-        """
-        rng, generator = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
-        tensors = []
-        for shape in self.shapes:
-            x = torch.randn(shape, generator=generator) * self.magnitude
-            if x.numel() and rng.random() < special:
-                value = rng.choice([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
-                x.view(-1)[rng.randrange(x.numel())] = value
-            x = x.to(rng.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
-            tensors.append(x.transpose(0, -1) if x.dim() > 1 and rng.random() < 0.5 else x)
-        flat = torch.cat([x.reshape(-1).float() for x in tensors])
-        scale = rng.choice([1.0, 0.25, 1 / 3])
-        if not self.with_error:
-            return DrawnTensors(tensors, scale, None, flat * scale)
-        error = torch.randn(len(flat), generator=generator) * self.magnitude
-        return DrawnTensors(tensors, scale, error, flat * scale + error)
-
-
-@dataclass(frozen=True)
-class DrawnTensors:
-    """Tensors and the arguments of encoding them.
-
-    Attributes:
-        values: all values to send: float32, flat.
-    """
-
-    tensors: list[Tensor]
-    scale: float
-    error: Tensor | None
-    values: Tensor
-
-    def empty(self) -> list[Tensor]:
-        """Tensors to decode into."""
-        return [torch.full_like(x, 3.0) for x in self.tensors]
-
-    def check_error(self, indices: Tensor) -> None:
-        """Checks that the error has all finite values that were not sent."""
-        if self.error is not None:
-            left = torch.where(self.values.isfinite(), self.values, 0)
-            left[indices] = 0
-            np.testing.assert_array_equal(self.error.numpy(), left.numpy())
-
-    def check_decoded(self, out: list[Tensor], indices: Tensor, values: Tensor) -> None:
-        """Checks that decoding has written the sent values, and zeros elsewhere."""
-        restored = torch.zeros_like(self.values).index_copy(0, indices, values)
-        for got, piece in zip(out, restored.split([x.numel() for x in out]), strict=True):
-            expected = piece.view(got.shape).to(got.dtype)
-            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def sparse_cases(*, most: int, dimensions: int) -> st.SearchStrategy[SparseCase]:
-    """Up to four tensors with ``dimensions`` dimensions, each of at most ``most``."""
-    shape = st.lists(st.integers(0, most), max_size=dimensions)
-    return st.builds(
-        SparseCase,
-        seed=st.integers(0, 2**31),
-        shapes=st.lists(shape, min_size=1, max_size=4),
-        magnitude=st.sampled_from([1e-44, 1e-30, 1.0, 1e30]),
-        density=st.sampled_from([1e-9, 0.01, 0.3, 1.0]),
-        level=st.sampled_from(LEVELS),
-        with_error=st.booleans(),
-    )
 
 
 # ---- on CUDA -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -53,6 +53,16 @@ def as_long(rank: int, is_wanted: bool, function: Callable[..., Any], *args: Any
         return function(rank, *args)
 
 
+def _noted(method: str) -> Any:
+    """A method that calls :attr:`Around.before`, and the wrapped codec's."""
+
+    def call(self: Around, *arguments: Any, **options: Any) -> None:
+        self.before(method)
+        getattr(self.inner, method)(*arguments, **options)
+
+    return call
+
+
 class Around(Codec):
     """Wraps a codec, and calls a function before each of its methods.
 
@@ -65,36 +75,35 @@ class Around(Codec):
         self.inner = inner
         self.before = before
 
-    @property
-    def exchange(self) -> str:  # type: ignore[override]
-        return self.inner.exchange
-
-    @property
-    def is_random(self) -> bool:
-        return self.inner.is_random
-
-    @property
-    def takes_error(self) -> bool:
-        return self.inner.takes_error
+    exchange = property(lambda self: self.inner.exchange)  # type: ignore[assignment]
+    is_random = property(lambda self: self.inner.is_random)  # type: ignore[assignment]
+    takes_error = property(lambda self: self.inner.takes_error)  # type: ignore[assignment]
+    encode, decode = _noted("encode"), _noted("decode")
+    decode_sum, reduce = _noted("decode_sum"), _noted("reduce")
 
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         return self.inner.shards(numel, shards)
 
-    def encode(self, tensors: Sequence[Tensor], message: Tensor, **options: Any) -> None:
-        self.before("encode")
-        self.inner.encode(tensors, message, **options)
-
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
-        self.before("decode")
-        self.inner.decode(message, tensors, **options)
-
-    def decode_sum(self, messages: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
-        self.before("decode_sum")
-        self.inner.decode_sum(messages, tensors, **options)
-
-    def reduce(self, messages: Tensor, message: Tensor, numel: int, **options: Any) -> None:
-        self.before("reduce")
-        self.inner.reduce(messages, message, numel, **options)
-
     def __repr__(self) -> str:
         return f"Around({self.inner})"
+
+
+class OwnError(Exception):
+    pass
+
+
+class Failure:
+    """Raises in one call of one of a codec's methods, when it is told to."""
+
+    def __init__(self) -> None:
+        self.method, self.calls, self.error = "", 0, OwnError
+
+    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
+        self.method, self.calls, self.error = method, calls, error
+
+    def __call__(self, method: str) -> None:
+        if method == self.method:
+            self.calls -= 1
+            if self.calls < 0:
+                self.method = ""
+                raise self.error("boo")

@@ -1,28 +1,37 @@
-"""Ranks that share memory, as threads or by mapped files; the same sums over a simulated group."""
+"""Ranks that share memory as threads; tests of their sums, for the CPU's kernels and for CUDA's.
+
+A file imports the tests, and has a fixture ``device``.
+"""
 
 from __future__ import annotations
 
 import random
-import weakref
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from itertools import count
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-import torch.distributed as dist
+from kernel_device import KernelDevice
+from ops_reference import same_bits
 from torch import Tensor
 
 from torch_commhook import ProcessGroup
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import compressed, compressed_all_reduce, symmetric
+from torch_commhook.collectives import compressed, compressed_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
+from torch_commhook.collectives.symmetric_ops import (
+    control_words,
+    symmetric_barrier,
+    symmetric_gather,
+)
 from torch_commhook.testing import run_ranks
 
 BLOCK_CODECS: list[Codec] = [
@@ -31,6 +40,9 @@ BLOCK_CODECS: list[Codec] = [
     for example in cls.examples()
     if isinstance(example, BlockCodec)
 ]
+
+of_each_block_codec = pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
+CODEC = CODECS["blockwise"]()
 
 #: Around the codecs' blocks, including ranks without a block, and a block that is cut short.
 SIZES = (1, 255, 256, 257, 2048, 5003)
@@ -44,7 +56,7 @@ class Case:
         draw = random.Random(f"{codec} {ranks} {numel} {seed}")
         generator = torch.Generator().manual_seed(draw.getrandbits(30))
         self.scale = draw.choice([1.0, 1 / ranks])
-        self.keeps_errors = draw.random() < 0.7
+        self.keeps_errors = draw.random() < 0.7 and codec.takes_error
         self.error_dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
         cut = draw.randint(0, numel)
         self.values = [
@@ -66,11 +78,12 @@ class Case:
             error = torch.zeros(numel, dtype=self.error_dtype, device=device)
             shard_error = torch.zeros(end - begin, dtype=self.error_dtype, device=device)
         if codec.is_random:
-            rounding = torch.tensor([[7 + rank, 1], [90 + rank, 1]], device=device)
+            own = 0 if codec.exchange == "all_reduce" else rank  # these ranks draw alike
+            rounding = torch.tensor([[7 + own, 1], [90 + rank, 1]], device=device)
         results = []
         for step in range(self.steps):
             out = torch.full((numel,), 5.0, device=device)
-            compressed_all_reduce(
+            future = compressed_all_reduce(
                 [tensor.to(device) for tensor in self.values[step][rank]],
                 codec,
                 scale=self.scale,
@@ -79,7 +92,10 @@ class Case:
                 shard_error=shard_error,
                 rounding=rounding,
                 **options,
-            ).wait()
+            )
+            # No other tensor may get the memory of what is summed before it has been read.
+            torch.full((numel,), torch.nan, device=device)
+            future.wait()
             results.append(out)
             if rounding is not None:
                 rounding[:, 1] += 1
@@ -154,82 +170,140 @@ def warm_up(case: Case, device: str) -> None:
         case.steps = steps
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether the bits are equal, with NaNs in the same places."""
-    assert one.dtype == other.dtype
-    integers = torch.int32 if one.element_size() == 4 else torch.int16
-    nan = one.isnan() & other.isnan()
-    return bool((nan | (one.view(integers) == other.view(integers))).all())
+def assert_the_bits_of_collectives(case: Case, got: list[list[Tensor]]) -> None:
+    for rank, (own, right) in enumerate(zip(got, case.over_collectives(), strict=True)):
+        wrong = [i for i, pair in enumerate(zip(own, right, strict=True)) if not same_bits(*pair)]
+        assert not wrong, f"{case.numel} values, rank {rank}"
 
 
-CODEC = CODECS["blockwise"]()
+# ---- tests ---------------------------------------------------------------------------------------
 
 
-def summed(
-    rank: int,
-    buffers: MessageBuffers | None = None,
-    group: dist.ProcessGroup | None = None,
-    codec: Codec = CODEC,
-    numel: int = 1000,
-) -> Tensor:
-    """The compressed sum of values that depend on the rank."""
-    x, out = torch.randn(numel, generator=torch.Generator().manual_seed(rank)), torch.zeros(numel)
-    compressed_all_reduce(x, codec, out=out, buffers=buffers, group=group).wait()
-    return out
+@of_each_block_codec
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_bits_of_the_collectives(codec: Codec, ranks: int, device: KernelDevice) -> None:
+    if device.name == "cuda" and ranks > 3:
+        pytest.skip("a GPU has 32 queues, and streams of one queue wait for each other")
+    is_long = device.is_slow or device.name == "cuda"
+    for seed, numel in enumerate((1, 257, 2049) if is_long and ranks != 3 else SIZES):
+        case = Case(codec, ranks, numel, steps=2 if is_long else 3, seed=seed)
+        warm_up(case, device.name)
+        shared = SharedRanks(ranks, codec.nbytes(numel, ranks), device.name)
+        with device.kernels(random.Random(seed).choice([1, 5, 128])):
+            got = shared.run(case.of_rank, device=device.name)
+        assert_the_bits_of_collectives(case, got)
 
 
-class Files:
-    """A double of PyTorch's symmetric memory.
+@pytest.mark.real_time
+def test_a_rank_that_does_not_come(device: KernelDevice) -> None:
+    shared = SharedRanks(3, CODEC.nbytes(1000, 3), device.name)
 
-    Args:
-        rank: this rank.
-        folder: for the files.
-        fails: the operation that raises an error: "allocate" or "share".
-    """
+    def fails(rank: int, others: str, **options: Any) -> None:
+        """The first sum is NaN; a shard that nobody came for keeps its error. The next raises."""
+        begin, end = shard_range(CODEC, 1000, rank=rank, world_size=3)
+        shard_error = torch.full((end - begin,), 0.25, device=device.name)
+        x, out = (torch.ones(1000, device=device.name) for _ in range(2))
+        options["out"] = out
+        compressed_all_reduce(x, CODEC, shard_error=shard_error, **options).wait()
+        assert out.cpu().isnan().all()
+        assert (shard_error == 0.25).all() or rank == 1
+        if device.name == "cuda":
+            torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match=rf"rank [{others}] of the group did not reach"):
+            compressed_all_reduce(x, CODEC, **options)
 
-    def __init__(self, rank: int, folder: str, fails: str) -> None:
-        self.rank, self.folder, self.fails = rank, folder, fails
-        self.numbers = count()
-        #: This rank's memories that are still in use.
-        self.alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
+    def first(rank: int, **options: Any) -> None:
+        if rank != 1:
+            fails(rank, "012", **options)
 
-    def allocate(self, nbytes: int, _device: object, group: dist.ProcessGroup) -> Any:
-        if self.fails == "allocate":
-            raise MemoryError("there is none left")
-        number = next(self.numbers)
+    def then(rank: int, **options: Any) -> None:
+        if rank == 1:  # learns of it, and waits for nobody
+            fails(rank, "02", **options)
 
-        def of_rank(rank: int) -> Tensor:
-            path = f"{self.folder}/{number} of rank {rank}"
-            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-
-        memory = _Memory(of_rank(self.rank))
-        self.alive.add(memory)
-
-        def share() -> tuple[list[Tensor], object]:
-            if self.fails == "share":
-                raise RuntimeError("the driver shares nothing")
-            return [of_rank(rank) for rank in range(group.size())], memory
-
-        return symmetric._Allocation(memory.tensor, share)
+    begun = time.monotonic()
+    with device.kernels():
+        shared.run(first, timeout=0.5)
+        shared.run(then, timeout=60)
+    assert time.monotonic() - begun < 10 or device.is_slow
 
 
-class _Memory:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+def test_a_barrier_that_waits_in_vain(device: KernelDevice) -> None:
+    def controls(ranks: int) -> list[Tensor]:
+        words = control_words(ranks)
+        return [torch.zeros(words, dtype=torch.int64, device=device.name) for _ in range(ranks)]
+
+    def found() -> list[list[int]]:
+        return [each.tolist() for each in given]
+
+    with device.kernels():
+        given, other, begun = controls(3), [0, ~1, 0, 0, 0], time.monotonic()
+        symmetric_barrier(given, 1, timeout=0.05)
+        # The CPU names the first rank that it missed, the kernels name the last.
+        own = [0, 0, 0, 1, 3 if device.is_slow or device.name == "cuda" else 1]
+        assert found() == [other, own, other]
+        assert time.monotonic() - begun >= 0.05
+        symmetric_barrier(given, 1, timeout=60)  # waits no more
+        assert found() == [other, own, other]
+        given = controls(2)
+        symmetric_barrier(given, 0, timeout=0.05)
+        assert found() == [[0, 0, 1, 2], [~1, 0, 0, 0]]
+        symmetric_barrier(given, 1, timeout=60)  # to which the other rank came
+        assert found()[1] == [~1, 0, 1, 0]
+        symmetric_barrier(given, 1, timeout=60)
+        assert found()[1] == [~1, 0, 2, 1]
 
 
-@contextmanager
-def with_files(
-    rank: int, folder: str, *, obstacle: str = "", machine: str = "m", gpu: str = "", **more: str
-) -> Iterator[Files]:
-    files = Files(rank, folder, more.get("fails", ""))
-    place = symmetric._Place(obstacle, machine, gpu or f"gpu {rank}", more.get("torch", "2"))
-    with ExitStack() as stack:
-        for name, double in [
-            ("_may_share", lambda *_: True),
-            ("_own_place", lambda _: place),
-            ("_missing_link", lambda *_: more.get("link", "")),
-            ("_allocate", files.allocate),
-        ]:
-            stack.enter_context(mock.patch.object(symmetric, name, double))
-        yield files
+def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
+    """A copy so many bytes past an address that is a multiple of 16."""
+    whole = torch.zeros(len(tensor) + offset, dtype=torch.uint8, device=device)
+    whole[offset:] = tensor
+    return whole[offset:]
+
+
+@of_each_block_codec
+def test_shards_at_any_addresses(codec: Codec, device: KernelDevice) -> None:
+    """Their sum is that of a matrix of messages; where the exchange has failed, it stays."""
+    assert isinstance(codec, BlockCodec)
+    draw = random.Random(repr(codec))
+    generator = torch.Generator().manual_seed(1)
+    rounding = torch.tensor([3, 4]) if codec.is_random else None
+    for offsets in [(0,), (4, 4, 4), (0, 0, 0, 0), (0, 8, 4), (12,) * 16]:
+        numel = draw.choice([1, 256, 1000, 4097])
+        messages = [torch.empty(codec.nbytes(numel), dtype=torch.uint8) for _ in offsets]
+        for each in messages:
+            codec.encode([torch.randn(numel, generator=generator)], each, rounding=rounding)
+        error = torch.randn(numel, generator=generator)
+        right, right_error = torch.empty_like(messages[0]), error.clone()
+        codec.reduce(
+            torch.stack(messages), right, numel, scale=0.3, error=right_error, rounding=rounding
+        )
+        there = [at_offset(m, by, device.name) for m, by in zip(messages, offsets, strict=True)]
+        more = {} if rounding is None else {"rounding": rounding.to(device.name)}
+        with device.kernels():
+            for failed in (None, torch.tensor([0], device=device.name)):
+                got, got_error = (
+                    torch.zeros_like(right, device=device.name),
+                    error.to(device.name, copy=True),
+                )
+                more["error"] = got_error
+                codec.reduce_shards(there, got, numel, scale=0.3, failed=failed, **more)
+                assert torch.equal(got.cpu(), right), offsets
+                assert torch.equal(got_error.cpu(), right_error), offsets
+            failed = torch.tensor([1], device=device.name)
+            codec.reduce_shards(there[1:] or there, got, numel, failed=failed, **more)
+            assert torch.equal(got.cpu(), right)  # which other ranks may still read
+            assert torch.equal(got_error.cpu(), right_error)
+
+
+def test_gathered_shards(device: KernelDevice) -> None:
+    for sizes in [(4,), (0, 0), (8, 0, 12), (4096, 40, 16), (20_000,) * 16]:
+        shards = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        there = [at_offset(shard, 4 * (i % 3), device.name) for i, shard in enumerate(shards)]
+        message = torch.zeros(sum(sizes), dtype=torch.uint8, device=device.name)
+        with device.kernels():
+            for failed in (None, torch.tensor([0], device=device.name)):
+                message.zero_()
+                symmetric_gather(there, message, failed=failed)
+                assert torch.equal(message.cpu(), torch.cat(shards)), sizes
+            symmetric_gather(there, message, failed=torch.tensor([2], device=device.name))
+            assert (message == 255).all()

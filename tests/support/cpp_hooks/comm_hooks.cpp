@@ -19,6 +19,12 @@ FuturePtr mean(GradBucket& bucket) {
                              bucket.scaledBuffer(1.0 / bucket.getProcessGroup()->getSize()));
 }
 
+FuturePtr completed(const c10::TypePtr& type, c10::IValue value) {
+  auto future = c10::make_intrusive<Future>(type);
+  future->markCompleted(std::move(value));
+  return future;
+}
+
 // Makes the mistake that its option names.
 class Wrong : public commhook::CommHookInterface {
  public:
@@ -61,19 +67,13 @@ class Wrong : public commhook::CommHookInterface {
     }
     const auto& buffer = bucket.getBuffer();
     if (how_ == "two") {
-      auto future = c10::make_intrusive<Future>(c10::ListType::ofTensors());
-      future->markCompleted(c10::List<at::Tensor>({buffer, buffer}));
-      return future;
+      return completed(c10::ListType::ofTensors(), c10::List<at::Tensor>({buffer, buffer}));
     }
     if (how_ == "number") {
-      auto future = c10::make_intrusive<Future>(c10::IntType::get());
-      future->markCompleted(1);
-      return future;
+      return completed(c10::IntType::get(), 1);
     }
     if (how_ == "undefined") {
-      auto future = c10::make_intrusive<Future>(c10::TensorType::get());
-      future->markCompleted(at::Tensor());
-      return future;
+      return completed(c10::TensorType::get(), at::Tensor());
     }
     if (how_ == "short") {
       return commhook::completedFuture(buffer.slice(0, 1));

@@ -31,16 +31,12 @@ void observe(const Observed& thread, uintptr_t address, unsigned bytes, races::K
   const bool is_in_shared = is_shared(address);
   races::access(thread.thread, address, bytes, kind, is_in_shared, instruction);
   if (requests::is_watched()) {
-    const bool is_atomic = kind == races::Kind::kAtomicBoth;
+    using requests::Kind;
     const bool writes = kind == races::Kind::kWrite || kind == races::Kind::kAtomicWrite ||
                         kind == races::Kind::kRelease;
-    const int first =
-        static_cast<int>(is_in_shared ? requests::Kind::kSharedLoad : requests::Kind::kGlobalLoad);
-    requests::access(thread.thread, address, bytes,
-                     static_cast<requests::Kind>(first + (is_atomic ? 2
-                                                          : writes  ? 1
-                                                                    : 0)),
-                     instruction);
+    const int step = kind == races::Kind::kAtomicBoth ? 2 : writes ? 1 : 0;
+    const int first = static_cast<int>(is_in_shared ? Kind::kSharedLoad : Kind::kGlobalLoad);
+    requests::access(thread.thread, address, bytes, static_cast<Kind>(first + step), instruction);
   }
 }
 
@@ -87,6 +83,10 @@ void observe_fence() {
 }  // namespace on_host
 
 using on_host::races::Kind;
+
+static bool is_watched(const on_host::Observed* thread) {
+  return on_host::requests::is_watched() && thread != nullptr;
+}
 
 #define ON_HOST_ACCESS(name, bytes, kind) \
   void name(void* memory) { on_host::access(memory, bytes, kind, __builtin_return_address(0)); }
@@ -157,24 +157,18 @@ void __tsan_vptr_update(void*, void*) {}
 void __tsan_vptr_read(void*) {}
 
 void __tsan_func_entry(void* call) {
-  if (on_host::requests::is_watched()) {
-    if (const auto* const thread = on_host::observed; thread != nullptr) {
-      on_host::requests::enter(thread->thread, call);
-    }
+  if (is_watched(on_host::observed)) {
+    on_host::requests::enter(on_host::observed->thread, call);
   }
 }
 void __tsan_func_exit() {
-  if (on_host::requests::is_watched()) {
-    if (const auto* const thread = on_host::observed; thread != nullptr) {
-      on_host::requests::leave(thread->thread);
-    }
+  if (is_watched(on_host::observed)) {
+    on_host::requests::leave(on_host::observed->thread);
   }
 }
 void __sanitizer_cov_trace_pc() {
-  if (on_host::requests::is_watched()) {
-    if (const auto* const thread = on_host::observed; thread != nullptr) {
-      on_host::requests::come_to(thread->thread, __builtin_return_address(0));
-    }
+  if (is_watched(on_host::observed)) {
+    on_host::requests::come_to(on_host::observed->thread, __builtin_return_address(0));
   }
 }
 

@@ -1,8 +1,10 @@
 #include "on_host.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <setjmp.h>
+#include <torch/library.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -12,12 +14,14 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "host_side.h"
+#include "places.h"
 #include "races.h"
 #include "requests.h"
 #include "thread.h"
@@ -96,7 +100,20 @@ thread_local Observed thread_told;              // for the observers
 thread_local std::vector<Range> shared_memory;  // of the block
 thread_local std::set<std::pair<const char*, int>> reached;  // barriers of the launch
 
+struct Barriers {
+  // The name of the omitted barrier; empty for none. No kernel runs when it changes.
+  std::string omitted;
+  std::set<std::pair<const char*, int>> reached;  // since they were last taken
+};
 Barriers barriers;
+
+// A barrier's file, with its folder, and line: "cuda/topk.cu:48".
+std::string name_of(const Place& barrier) {
+  const std::string file = barrier.file;
+  const auto folder = file.rfind('/', file.rfind('/') - 1);
+  return file.substr(folder == std::string::npos ? 0 : folder + 1) + ":" +
+         std::to_string(barrier.line);
+}
 
 [[gnu::noinline]] void leave() {
   if (_setjmp(running->here) == 0) {
@@ -286,13 +303,6 @@ Range stack_above(const void* frame) {
 
 }  // namespace
 
-std::string name_of(const Place& barrier) {
-  const std::string file = barrier.file;
-  const auto folder = file.rfind('/', file.rfind('/') - 1);
-  return file.substr(folder == std::string::npos ? 0 : folder + 1) + ":" +
-         std::to_string(barrier.line);
-}
-
 thread_local const Observed* observed = nullptr;
 
 bool is_shared(uintptr_t address) {
@@ -342,11 +352,40 @@ void begin_static(void* variable, size_t bytes) {
   }
 }
 
+void wait_for_block(Place place) { wait_at(place, Wait::kBlock); }
+
+void wait_for_warp(uint32_t lanes, Place place) {
+  running->lanes = lanes;
+  wait_at(place, Wait::kWarp);
+}
+
+void wait_for_other_block() { wait_as(Wait::kOtherBlock); }
+
+void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from) {
+  if (~lanes != 0) {
+    wait_as(Wait::kWrong);
+  }
+  const size_t number = running->given.size();
+  std::memcpy(&running->given.emplace_back(), given, bytes);
+  const Thread* source = threads[threadIdx.x / kLanes * kLanes + static_cast<unsigned>(from)].get();
+  if (source->given.size() <= number) {
+    running->source = source;
+    running->number = number;
+    wait_as(Wait::kLane);
+  }
+  std::memcpy(taken, &source->given[number], bytes);
+}
+
+// ---- the interface for tests -------------------------------------------------------------------
+
+namespace {
+
 std::vector<std::string> take_launched() {
   const std::lock_guard<std::mutex> lock(mutex);
   return std::exchange(launched, {});
 }
 
+// Sets the number of warps that fit on the device at once.
 void set_warps(int64_t warps) {
   constexpr int64_t kMost = 64;  // in a multiprocessor
   TORCH_CHECK(warps >= 1 && (warps < kMost || warps % kMost == 0),
@@ -373,38 +412,35 @@ std::vector<std::string> take_barriers() {
   return {names.begin(), names.end()};
 }
 
-void watch_requests(bool is_to_be) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  requests::watch(is_to_be);
-}
-
-std::vector<requests::Cost> take_requests() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return requests::take();
-}
-
-void wait_for_block(Place place) { wait_at(place, Wait::kBlock); }
-
-void wait_for_warp(uint32_t lanes, Place place) {
-  running->lanes = lanes;
-  wait_at(place, Wait::kWarp);
-}
-
-void wait_for_other_block() { wait_as(Wait::kOtherBlock); }
-
-void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from) {
-  if (~lanes != 0) {
-    wait_as(Wait::kWrong);
+// For each instruction of a kernel that has accessed memory: the kernel, the place, and a row of
+// kind, requests, parts, the fewest parts, bytes.
+std::tuple<std::vector<std::string>, std::vector<std::string>, at::Tensor> take_requests() {
+  constexpr int64_t kColumns = 5;
+  const auto costs = requests::take();
+  std::vector<std::string> kernels;
+  std::vector<const void*> instructions;
+  auto rows = at::empty({static_cast<int64_t>(costs.size()), kColumns}, at::kLong);
+  auto* row = rows.mutable_data_ptr<int64_t>();
+  for (const auto& cost : costs) {
+    kernels.push_back(cost.kernel);
+    instructions.push_back(cost.instruction);
+    for (const int64_t value :
+         {static_cast<int64_t>(cost.kind), cost.requests, cost.parts, cost.fewest, cost.bytes}) {
+      *row++ = value;
+    }
   }
-  const size_t number = running->given.size();
-  std::memcpy(&running->given.emplace_back(), given, bytes);
-  const Thread* source = threads[threadIdx.x / kLanes * kLanes + static_cast<unsigned>(from)].get();
-  if (source->given.size() <= number) {
-    running->source = source;
-    running->number = number;
-    wait_as(Wait::kLane);
-  }
-  std::memcpy(taken, &source->given[number], bytes);
+  return {kernels, lines_of(instructions), rows};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) {
+  m.def("take_launched() -> str[]", take_launched);
+  m.def("set_warps(int warps) -> ()", set_warps);
+  m.def("omit_barrier(str name) -> ()", [](const std::string& name) { omit_barrier(name); });
+  m.def("take_barriers() -> str[]", take_barriers);
+  m.def("watch_requests(bool is_watched) -> ()", requests::watch);
+  m.def("take_requests() -> (str[], str[], Tensor)", take_requests);
 }
 
 }  // namespace on_host

@@ -97,42 +97,41 @@ void rank_sites() {
   }
 }
 
-// How many times the busiest bank must give a word.
-int64_t passes_of(const Event* const* begin, const Event* const* end) {
-  std::vector<uintptr_t> words;
-  for (const auto* const* each = begin; each != end; ++each) {
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+using Events = std::vector<const Event*>;
+
+// The distinct units of `unit` bytes that events touch.
+std::vector<uintptr_t> units_of(Events::const_iterator begin, Events::const_iterator end,
+                                unsigned unit) {
+  std::vector<uintptr_t> units;
+  for (auto each = begin; each != end; ++each) {
     const auto& event = **each;
-    for (uintptr_t word = event.address / kBankBytes;
-         word <= (event.address + event.bytes - 1) / kBankBytes; ++word) {
-      words.push_back(word);
+    for (uintptr_t own = event.address / unit; own <= (event.address + event.bytes - 1) / unit;
+         ++own) {
+      units.push_back(own);
     }
   }
-  std::sort(words.begin(), words.end());
-  words.erase(std::unique(words.begin(), words.end()), words.end());
+  std::sort(units.begin(), units.end());
+  units.erase(std::unique(units.begin(), units.end()), units.end());
+  return units;
+}
+
+int64_t count_units(const Events& events, unsigned unit) {
+  return static_cast<int64_t>(units_of(events.begin(), events.end(), unit).size());
+}
+
+// How many times the busiest bank must give a word.
+int64_t passes_of(Events::const_iterator begin, Events::const_iterator end) {
   std::array<int64_t, kBanks> of_bank{};
-  for (const uintptr_t word : words) {
+  for (const uintptr_t word : units_of(begin, end, kBankBytes)) {
     ++of_bank[word % kBanks];
   }
   return *std::max_element(of_bank.begin(), of_bank.end());
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The number of distinct units of `unit` bytes that the events touch.
-int64_t units_of(const std::vector<const Event*>& events, unsigned unit) {
-  std::vector<uintptr_t> units;
-  for (const auto* const event : events) {
-    for (uintptr_t each = event->address / unit; each <= (event->address + event->bytes - 1) / unit;
-         ++each) {
-      units.push_back(each);
-    }
-  }
-  std::sort(units.begin(), units.end());
-  return std::unique(units.begin(), units.end()) - units.begin();
-}
-
 // Counts one access for the lanes, in order, that execute it together.
-void count(const std::vector<const Event*>& events, const std::vector<unsigned>& lanes) {
+void count(const Events& events, const std::vector<unsigned>& lanes) {
   const Event& first = *events.front();
   const Site& site = sites[first.site];
   auto& cost = costs[{kernel, first.kind, site.instruction}];
@@ -140,10 +139,10 @@ void count(const std::vector<const Event*>& events, const std::vector<unsigned>&
   cost.kind = first.kind;
   cost.instruction = site.instruction;
   ++cost.requests;
-  const int64_t bytes = units_of(events, 1);
+  const int64_t bytes = count_units(events, 1);
   cost.bytes += bytes;
   if (first.kind <= Kind::kGlobalAtomic) {
-    cost.parts += units_of(events, kSectorBytes);
+    cost.parts += count_units(events, kSectorBytes);
     cost.fewest += up(bytes, kSectorBytes);
     return;
   }
@@ -154,10 +153,11 @@ void count(const std::vector<const Event*>& events, const std::vector<unsigned>&
     while (next < events.size() && lanes[next] / at_once == lanes[i] / at_once) {
       ++next;
     }
-    cost.parts += passes_of(events.data() + i, events.data() + next);
+    cost.parts += passes_of(events.begin() + static_cast<int64_t>(i),
+                            events.begin() + static_cast<int64_t>(next));
     i = next;
   }
-  cost.fewest += up(units_of(events, kBankBytes), kBanks);
+  cost.fewest += up(count_units(events, kBankBytes), kBanks);
 }
 
 // Replays a warp: the lanes with the first place in the library go on, until the others have caught
@@ -165,7 +165,7 @@ void count(const std::vector<const Event*>& events, const std::vector<unsigned>&
 // for the branches of all lanes.
 void put_together(const Thread* warp) {
   std::array<size_t, kLanes> next{};
-  std::vector<const Event*> events;
+  Events events;
   std::vector<unsigned> lanes;
   for (;;) {
     uint32_t least = UINT32_MAX;

@@ -21,34 +21,7 @@ namespace stream_device {
 namespace {
 
 std::atomic<int64_t> issued{0};
-
-// Collectives pass this gate before they run.
-class Gate {
- public:
-  void close() {
-    const std::lock_guard lock(mutex_);
-    is_open_ = false;
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    is_open_ = true;
-    changed_.notify_all();
-  }
-  void pass() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return is_open_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_open_ = true;
-};
-
-Gate& gate() {
-  static auto& only = *new Gate;
-  return only;
-}
+std::atomic<bool> is_held{false};  // collectives wait until it is false
 
 void spoil(const at::Tensor& tensor) {
   at::from_blob(tensor.data_ptr(), {static_cast<int64_t>(tensor.nbytes())}, at::kByte).fill_(0xff);
@@ -143,7 +116,7 @@ class DeviceGroup final : public StreamGroup {
       before.reach(place);
       around(true);
       std::this_thread::sleep_for(delay);
-      gate().pass();
+      is_held.wait(true);
       around(false);
       collective(*gloo)->wait();
     });
@@ -241,7 +214,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("use_cpu_kernels", &use_cpu_kernels);
   // From now on collectives end only after the next release().
-  m.def("hold", [] { gate().close(); });
-  m.def("release", [] { gate().open(); });
+  m.def("hold", [] { is_held = true; });
+  m.def("release", [] {
+    is_held = false;
+    is_held.notify_all();
+  });
   m.def("issued", [] { return issued.load(); });
 }

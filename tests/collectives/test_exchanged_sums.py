@@ -1,8 +1,12 @@
-"""Sums in 16 bits that are added up in float32: the operator, and hooks.cast among many ranks."""
+"""Sums by exchanges: of values in their dtype, and of 16-bit values that are added up in float32.
+
+The operator, the values, the bytes, hooks.cast among many ranks, and what waits for what.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -14,11 +18,13 @@ from ops_reference import LEVELS, cpu_level, threads
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
+from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, run_hook
 from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives.direct_sum import direct_bytes, is_gathered, sums_directly
 from torch_commhook.collectives.wide_sum import sum_rows
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.process_group import register
 from torch_commhook.testing import run_ranks, simulate
 
@@ -249,29 +255,114 @@ def test_padding_under_compiled_autograd(two_ranks: RankPool) -> None:
         assert all(map(torch.equal, got, want)) and all(map(torch.equal, got, eager[0]))
 
 
-def _fails_between(rank: int) -> list[Any]:
-    """A rank fails after its first stage, and all ranks go on after that step."""
-    torch.manual_seed(0)
-    model, hook = nn.Linear(3, 5), CastInTwoStages()
-    attach(model, hook)
+def _fails_between(rank: int, hook: Any, module: str) -> tuple[Tensor, str, Tensor]:
+    """A rank cannot add up what it has got, and all ranks go on after that step."""
+    model = nn.Linear(300, 300, bias=False)
+    attach(model, hook, bucket_cap_mb=25)
     found: list[Any] = []
     for step in range(3):
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and step == 1:
-                patch.setattr("torch_commhook.collectives.wide_sum.sum_rows", _fail)
+                patch.setattr(f"torch_commhook.collectives.{module}.sum_rows", _raise)
             try:
-                model(torch.full((2, 3), rank + 1.0)).sum().backward()
-                found.append(model.weight.grad.tolist())
-            except Exception as error:
-                found.append(type(error).__name__)
+                model(torch.full((2, 300), rank + 1.0)).sum().backward()
+                found.append(model.weight.grad)
+            except (ArithmeticError, PeerError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    first, said, last = found
+    return first, said, last
+
+
+def _raise(*arguments: Any) -> Tensor:
+    raise ArithmeticError("no sum")
+
+
+@pytest.mark.parametrize(
+    ("hook", "module"), [(hooks.allreduce(), "direct_sum"), (CastInTwoStages(), "wide_sum")]
+)
+def test_a_rank_that_fails_between_two_exchanges_ends_the_step_of_all(
+    three_ranks: RankPool, hook: Any, module: str
+) -> None:
+    assert not is_gathered(4 * 300 * 300, 3)
+    replies = three_ranks.run(_fails_between, hook, module, timeout=60)
+    for rank, (first, said, last) in enumerate(replies):
+        pattern = "PeerError.* on rank 0: ArithmeticError" if rank else "ArithmeticError"
+        assert re.match(pattern, said) and "no sum" in said, said
+        assert first.eq(4.0).all() and last.eq(4.0).all()
+
+
+# ---- direct sums ---------------------------------------------------------------------------------
+
+
+def _drawn(rank: int, numel: int, dtype: torch.dtype, number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _sum_of_ranks(ranks: int, numel: int, dtype: torch.dtype, number: int = 0) -> Tensor:
+    """The sum in the order of the ranks, in float32 or wider, rounded once."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = _drawn(0, numel, dtype, number).to(wide)
+    for rank in range(1, ranks):
+        total += _drawn(rank, numel, dtype, number).to(wide)
+    return total.to(dtype)
+
+
+def _direct_sums(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """All under way at once, each in place."""
+    tensors = [_drawn(rank, numel, dtype, number) for number, numel in enumerate(sizes)]
+    futures = [collectives.all_reduce(tensor) for tensor in tensors]
+    found = [future.wait() for future in futures]
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, tensors, strict=True))
     return found
 
 
-def _fail(*arguments: Any) -> Tensor:
-    raise ArithmeticError("between the stages")
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_all_ranks_add_up_in_their_order(three_ranks: RankPool, dtype: torch.dtype) -> None:
+    sizes = [1, 2, 5, 1000, 30_000, 100_000]
+    assert [is_gathered(numel * dtype.itemsize, 3) for numel in sizes] == [
+        2 * numel * dtype.itemsize <= 64 * 1024 for numel in sizes
+    ]
+    for found in three_ranks.run(_direct_sums, sizes, dtype):
+        for number, (numel, got) in enumerate(zip(sizes, found, strict=True)):
+            assert torch.equal(got, _sum_of_ranks(3, numel, dtype, number))
 
 
-def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool) -> None:
-    for rank, found in enumerate(two_ranks.run(_fails_between)):
-        assert found == [[[3.0] * 3] * 5, ("ArithmeticError", "PeerError")[rank], [[3.0] * 3] * 5]
+def _shapes(rank: int) -> list[Any]:
+    with torch.inference_mode():
+        inference = collectives.all_reduce(torch.ones(4)).wait()
+    matrix = collectives.all_reduce(torch.full((3, 40_000), rank + 1.0)).wait()
+    whole = collectives.all_reduce(torch.tensor(2.5)).wait()
+    return [inference.clone(), matrix, whole]
+
+
+def test_shapes_and_inference_mode(two_ranks: RankPool) -> None:
+    for inference, matrix, whole in two_ranks.run(_shapes):
+        assert inference.tolist() == [2.0] * 4
+        assert matrix.shape == (3, 40_000)
+        assert matrix.eq(3.0).all()
+        assert whole.item() == 5.0
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_bytes_are_those_of_a_ring_or_of_a_gather(rank: int) -> None:
+    assert direct_bytes(torch.empty(10), rank, 3) == (80, 80)
+    own = 4 * (33_334 if rank == 0 else 33_333)
+    assert direct_bytes(torch.empty(100_000), rank, 3) == (400_000 - own + 2 * own,) * 2
+
+
+def _sent_directly(rank: int) -> list[bool]:
+    group = dist.group.WORLD
+    tensors = (
+        torch.ones(4),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(4).to_sparse(),
+        torch.ones(0),
+        torch.ones((4 << 20) // 4 + 1),
+    )
+    return [sums_directly(tensor, group) for tensor in tensors]
+
+
+def test_which_tensors(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sent_directly) == [[True, False, False, False, False]] * 2

@@ -1,3 +1,0 @@
-#pragma once
-
-#include "on_host.h"
