@@ -6,6 +6,7 @@ does not cover.
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,31 @@ def transformer(layers: int = 3, **args: Any) -> Transformer:
 #: Shards each block of a transformer, and the model.
 by_block = partial(shard_each, of="layers")
 mlps = partial(MLPStack, 5)
+
+
+class _TiedUnevenly(nn.Module):
+    """Has a number of rows that the ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 16)
+        self.output = nn.Linear(16, 17, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.embedding(tokens))
+
+
+def _both_tied(model: Any, mesh: Mesh) -> None:
+    mesh.apply([model.embedding, model.output])
+    mesh.apply(model)
+
+
+def _cross_entropy(at: Training) -> Tensor:
+    tokens = at.tokens()
+    loss = functional.cross_entropy(at.model(tokens).view(-1, 17).float(), tokens.view(-1))
+    loss.backward()
+    return loss
 
 
 def _nested(model: Any, mesh: Mesh) -> None:
@@ -463,6 +489,26 @@ def _ignoring_ddp(model: Any, mesh: Mesh) -> None:
 # ---- initialisation ------------------------------------------------------------------------------
 
 
+def _load_another(model: nn.Module, mesh: Mesh) -> None:
+    """A sharded model gets another one's state."""
+    by_layer(model, mesh)
+    other = mlps()
+    by_layer(other, mesh)
+    model.load_state_dict(other.state_dict(), assign=False)
+
+
+def _saved_between(at: Training) -> Any:
+    """The model and the optimizer continue from states that they have returned."""
+    loss = sum_of_inputs(5)(at)
+    state = {name: value.clone() for name, value in at.model.state_dict().items()}
+    names = list(state)
+    at.optimizer.step()
+    if at.number == 1:  # back to the state before the step
+        at.model.load_state_dict(state)
+        at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
+    return loss, names
+
+
 #: By the files of PyTorch's tests.
 SCENARIOS: dict[str, Scenario] = {
     # test_fully_shard_training.py
@@ -471,6 +517,7 @@ SCENARIOS: dict[str, Scenario] = {
     "training: a transformer with dropout": PytorchScenario(
         partial(transformer, dropout_p=0.1), by_block, step=sum_of_tokens, meshes=("gloo-fsdp-3",)
     ),
+    "training: tied, uneven": PytorchScenario(_TiedUnevenly, _both_tied, step=_cross_entropy),
     "training: nested, two forwards": PytorchScenario(
         partial(transformer, 2), _nested, step=_difference_of_two_forwards
     ),
@@ -541,6 +588,10 @@ SCENARIOS: dict[str, Scenario] = {
     "ignored: DDP inside": PytorchScenario(
         _Between, _ignoring_ddp, step=sum_of_inputs(5), meshes=("fsdp-2",)
     ),
-    # test_fully_shard_init.py
+    # test_fully_shard_init.py, test_fully_shard_state_dict.py
     "init: in float64": PytorchScenario(mlps, prepare=nn.Module.double, step=sum_of_inputs(5)),
+    "state dict: loaded": PytorchScenario(mlps, _load_another, step=sum_of_inputs(5)),
+    "state dict: back to before a step": PytorchScenario(
+        mlps, step=_saved_between, steps_itself=True
+    ),
 }
