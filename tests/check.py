@@ -78,7 +78,8 @@ ON_ANOTHER_TORCH = (
     "hooks/test_hook_state.py",
     "hooks/test_gathered_states.py",
 )
-#: The oldest and the newest torch, of which a commit runs one.
+#: The oldest and the newest torch. What has changed since it passed runs on the one that has not
+#: passed for longer.
 OTHER_TORCHES = ("2.11.0", "2.15.0")
 #: What frameworks call.
 FOR_FRAMEWORKS = ("attachment", "integrations")
@@ -313,6 +314,8 @@ class Plan:
         number: chooses the turns of long cases.
         torch: the other torch to run on; empty for none.
         all_long: whether to run all long cases.
+        on_torch: the areas of the files that have changed since the other torch has passed; by
+            default ``areas``.
 
     Attributes:
         runs: targets of make with their variables, each with what to say about it.
@@ -326,6 +329,7 @@ class Plan:
         number: int,
         torch: str = "",
         all_long: bool = False,
+        on_torch: set[str] | None = None,
     ) -> None:
         self.sources = sources
         self.areas = areas
@@ -334,9 +338,9 @@ class Plan:
         self.known = durations.load()
         self.runs: list[tuple[list[str], str]] = []
         self.left_out: list[str] = []
-        self.changed = [test for test in sources.tests if self._is_changed(test)]
+        self.changed = [test for test in sources.tests if self._is_changed(test, areas)]
         self.cases = self._cases()
-        self.on_torch = self._on_another_torch()
+        self.on_torch = self._on_another_torch(areas if on_torch is None else on_torch)
         self._add("lint", "always")
         if areas:
             self._add("docs", "documents show docstrings and stored figures")
@@ -348,11 +352,11 @@ class Plan:
     def _add(self, target: str, why: str, **variables: str) -> None:
         self.runs.append(([target, *(f"{k}={v}" for k, v in variables.items())], why))
 
-    def _is_changed(self, test: str) -> bool:
+    def _is_changed(self, test: str, areas: set[str]) -> bool:
         """Whether a file of tests, or something that it uses, has changed."""
-        if "everything" in self.areas or f"tests/{test}" in self.areas:
+        if "everything" in areas or f"tests/{test}" in areas:
             return True
-        return not self.areas.isdisjoint(self.sources.uses(test))
+        return not areas.isdisjoint(self.sources.uses(test))
 
     def _is_near(self, test: str) -> bool:
         """Whether a file of tests, or the layer that it belongs to, has changed."""
@@ -379,9 +383,10 @@ class Plan:
         turn = self.number % turns
         return {n: s for n, s in cases.items() if zlib.crc32(n.encode()) % turns == turn}
 
-    def _on_another_torch(self) -> Cases:
-        only_words = self.areas <= {"docs"}  # for them alone it would be installed and built
-        short = [test for test in ON_ANOTHER_TORCH if test in self.changed and not only_words]
+    def _on_another_torch(self, areas: set[str]) -> Cases:
+        if self.areas <= {"docs"}:  # for words alone it would be installed and built
+            return Cases([], {})
+        short = [test for test in ON_ANOTHER_TORCH if self._is_changed(test, areas)]
         compiled = {
             f"tests/{test}::{name}": seconds
             for test in short
@@ -463,7 +468,21 @@ class Plan:
             print(f"make {command[0]}: {(time.monotonic() - begin) / 60:.1f} minutes", flush=True)
             if done.returncode:
                 return 1
+            for torch in OTHER_TORCHES if command[0] == "test-torch" else ():
+                if f"TORCH={torch}" in command:
+                    passed_on(torch).write_text(git("rev-parse", "HEAD"))
         return 0
+
+
+def passed_on(torch: str) -> Path:
+    """The file with the commit that has last passed on another torch."""
+    return CACHE / f"passed-{torch}"
+
+
+def _longest_ago() -> str:
+    """The other torch that has not passed for longer, or never."""
+    files = {torch: passed_on(torch) for torch in OTHER_TORCHES}
+    return min(files, key=lambda each: files[each].stat().st_mtime if files[each].exists() else 0)
 
 
 def _minutes(seconds: float) -> str:
@@ -471,13 +490,13 @@ def _minutes(seconds: float) -> str:
     return f"about {seconds / PROCESSES / 60:.1f} minutes"
 
 
-def _changed(base: str | None) -> set[str]:
+def _changed(sources: Sources, base: str | None, where: str = "") -> set[str]:
     """The areas of the change; everything if they cannot be found."""
     try:
         base = base or git("merge-base", "HEAD", "main").strip()
-        files = changed_files(Sources(), base)
+        files = changed_files(sources, base)
     except (subprocess.CalledProcessError, OSError, SyntaxError, UnicodeDecodeError) as error:
-        print(f"everything runs: the change cannot be read ({error})")
+        print(f"everything runs{where}: the change cannot be read ({error})")
         return {"everything"}
     print(f"{len(files)} files have changed since {base[:8]}:")
     for path, areas in files.items():
@@ -496,9 +515,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only list the checks")
     options = parser.parse_args(arguments)
     number = int(git("rev-parse", "HEAD")[:7], 16)
-    torch = OTHER_TORCHES[number % 2] if options.torch is None else options.torch
-    areas = {"everything"} if options.all else _changed(options.base)
-    plan = Plan(Sources(), areas, number // 2, torch, options.all)
+    torch = _longest_ago() if options.torch is None else options.torch
+    sources = Sources()
+    areas = on_torch = {"everything"}
+    if not options.all:
+        areas = _changed(sources, options.base)
+        base = passed_on(torch)
+        on_torch = _changed(
+            sources, base.read_text().strip() if base.exists() else "none", f" on torch {torch}"
+        )
+    plan = Plan(sources, areas, number, torch, options.all, on_torch)
     print("runs:", *(f"make {command[0]}: {why}" for command, why in plan.runs), sep="\n  ")
     print("leaves out:", *plan.left_out, sep="\n  ", flush=True)
     return 0 if options.dry_run else plan.run()

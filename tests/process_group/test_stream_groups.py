@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest.mock
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from stream_groups import (
 )
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, _ProcessGroupWrapper
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity, profile
@@ -241,6 +242,16 @@ def test_a_backend_that_sends_nothing() -> None:
     assert _broadcast(1, fake, group) == ([[1] * 3, [3] * 2], 2)
     assert not _C.has_compiled_backend(group, torch.device("cpu"))
     assert not _C.has_compiled_backend(group, torch.device("cuda"))
+
+
+def test_a_backend_inside_pytorchs_wrapper() -> None:
+    """As with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it may be any backend."""
+    make: Any = dist.ProcessGroupGloo
+    gloo = make(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    for backend, is_compiled in ((gloo, True), (_ProcessGroupWrapper(gloo, gloo), False)):
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        assert _C.has_compiled_backend(group, torch.device("cpu")) == is_compiled
 
 
 @since("2.14")

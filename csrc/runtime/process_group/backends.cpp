@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
 #include <typeinfo>
@@ -72,6 +73,12 @@ bool has_compiled_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
     return false;
   }
   const auto backend = group.getBackend(device);
+  const auto& dynamic = *backend;
+  // With TORCH_DISTRIBUTED_DEBUG=DETAIL any backend is inside this class, whose header needs Gloo's.
+  if (std::string_view(typeid(dynamic).name()).find("ProcessGroupWrapper") !=
+      std::string_view::npos) {
+    return false;
+  }
 #ifdef COMMHOOK_HAS_PY_BACKEND
   if (dynamic_cast<const c10d::PyBackend*>(backend.get()) != nullptr) {
     return false;

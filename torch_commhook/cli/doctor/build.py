@@ -73,7 +73,10 @@ def _tests_on(version: str) -> Finding:
     own = version.partition("+")[0]
     if own in stored:
         run = stored[own]
-        value = f"{run['passed']} passed on torch {own}, with Python {run['python']}"
+        value = (
+            f"{run['passed']} passed at commit {run['code']} on torch {own}, its build "
+            f"{run['build']}, with Python {run['python']}"
+        )
         return Finding("versions", "tests on this torch", value)
     alike = [each for each in stored if release(each) == release(own)]
     value = f"never run on {own}; passed on torch {', '.join(alike or stored) or 'none'}"

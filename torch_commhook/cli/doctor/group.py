@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
-from torch_commhook.cli.doctor.findings import Finding
+from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.doctor.settings import Settings
 
 
@@ -21,35 +22,34 @@ def check_group(settings: Settings) -> Iterator[Finding]:
     elif settings.backend is not None:
         source, config = f"init_process_group({settings.backend!r})", settings.backend
     elif settings.place is not None:
-        source, config = "init_process_group()", _default_config()
+        source, config = "init_process_group()", "undefined"
     else:
         return
     yield from backends(source, config)
-
-
-def _default_config() -> str:
-    """The configuration that ``init_process_group()`` takes by default."""
-    import torch
-    import torch.distributed as dist
-
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 
 def by_device(config: str) -> dict[str, str]:
     """The backend for each kind of device that a configuration names.
 
     Args:
-        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-    """
-    text = config.lower().strip()
-    if ":" in text:
-        pairs = (part.partition(":") for part in text.split(","))
-        return {device.strip(): backend.strip() for device, _, backend in pairs}
-    import torch.distributed as dist
+        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; ``"undefined"`` is that of
+            ``init_process_group()``, with the accelerator's backend.
 
-    dist.is_backend_available(text)  # torch 2.14 registers some backends only when asked
-    return dict.fromkeys(dist.Backend.backend_capability.get(text, ("cpu", "cuda")), text)
+    Raises:
+        ValueError: ``init_process_group`` would refuse it.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    text = config.lower().strip()
+    if not text:
+        raise ValueError("the configuration names no backend")
+    if ":" not in text:
+        dist.is_backend_available(text)  # torch 2.14 registers some backends only when asked
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backends of unknown devices
+        found = BackendConfig(dist.Backend(text)).get_device_backend_map()
+    return {str(device): str(backend) for device, backend in found.items()}
 
 
 def backends(source: str, config: str) -> Iterator[Finding]:
@@ -61,8 +61,13 @@ def backends(source: str, config: str) -> Iterator[Finding]:
     """
     import torch.distributed as dist
 
-    found = by_device(config)
-    cpu, cuda = found.get("cpu"), found.get("cuda")
+    try:
+        found = by_device(config)
+    except ValueError as error:
+        advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
+        text = " ".join(first_line(error).split())
+        yield Finding("group", source, f"{config!r}: {text}", "error", advice)
+        return
     parts = [f"{device} tensors travel over {name}" for device, name in found.items()]
     value = f"{config}: {', '.join(parts)}"
     missing = [
@@ -79,13 +84,16 @@ def backends(source: str, config: str) -> Iterator[Finding]:
             "Choose backends that this torch has, or install a build of torch with them.",
         )
         return
-    if cpu not in (None, "gloo"):
+    cpu = found.get("cpu", "gloo")
+    if cpu != "gloo":
+        others = {device: name for device, name in found.items() if device != "cpu"}
+        advised = ",".join(f"{device}:{name}" for device, name in {"cpu": "gloo", **others}.items())
         yield Finding(
             "group",
             source,
             f"{value}; ranks cannot agree over {cpu} on a step that fails",
             "warning",
-            f"Take gloo for the CPU: init_process_group('cpu:gloo,cuda:{cuda or 'nccl'}').",
+            f"Take gloo for the CPU: init_process_group('{advised}').",
         )
         return
     others = dict.fromkeys(name for name in found.values() if name != "gloo")

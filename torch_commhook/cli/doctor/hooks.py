@@ -39,7 +39,7 @@ def _error_of(hook: str) -> Exception | None:
     try:
         from torch_commhook.testing import run_ranks
 
-        first, second = run_ranks(_averaged, 2, hook)
+        first, second = run_ranks(averaged, 2, hook)
         if not first.equal(second) or not (first - 1.5).abs().max() < 0.05:
             raise RuntimeError(f"gives {first} and {second}, and should give 1.5")
     except Exception as error:  # doctor reports any error
@@ -47,8 +47,8 @@ def _error_of(hook: str) -> Exception | None:
     return None
 
 
-def _averaged(rank: int, hook: str) -> torch.Tensor:
-    """A gradient that is 1 on rank 0 and 2 on rank 1, through a hook."""
+def averaged(rank: int, hook: str) -> torch.Tensor:
+    """A gradient that is 1 on rank 0, 2 on rank 1, and so on, through a hook."""
     import torch
 
     from torch_commhook import attach

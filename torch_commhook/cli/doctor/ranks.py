@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+from torch_commhook.cli.doctor.build import library_error
 from torch_commhook.cli.doctor.connections import failed_connections
 from torch_commhook.cli.doctor.findings import Finding, first_line
+from torch_commhook.cli.doctor.hooks import HOOKS, averaged
 from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.network import INTERFACES
 from torch_commhook.cli.doctor.settings import Settings
@@ -115,23 +117,28 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
     }
     absent = sorted(set(range(meeting.size)) - set(reports))
     if not failed and not absent:
-        error = _sum_error(meeting, timeout)
+        sums = _sum_error(meeting, timeout)
+        hooks = _hook_error(meeting, timeout) if sums is None else None
         if meeting.rank == 0:
-            yield from _of_connected(meeting.size, error)
-        elif error is not None:
-            yield _failed("all-reduce over Gloo", error)
+            yield _connected(meeting.size)
+        if meeting.rank == 0 or sums is not None:
+            yield from _tried("all-reduce over Gloo", sums, _ADVICE)
+        if sums is None and (meeting.rank == 0 or hooks is not None):
+            yield from _tried(
+                f"{HOOKS[0]} over Gloo", hooks, "Report this with the whole output of doctor."
+            )
     elif meeting.rank == 0:
         yield from _of_failed(failed, absent, timeout)
 
 
-def _of_connected(size: int, error: str | None) -> Iterator[Finding]:
+def _connected(size: int) -> Finding:
     pairs = size * (size - 1) // 2
     noun = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
-    yield Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
-    if error is None:
-        yield Finding("ranks", "all-reduce over Gloo", "works")
-    else:
-        yield _failed("all-reduce over Gloo", error)
+    return Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
+
+
+def _tried(name: str, error: str | None, advice: str) -> Iterator[Finding]:
+    yield Finding("ranks", name, "works") if error is None else _failed(name, error, advice)
 
 
 def _of_failed(
@@ -172,3 +179,29 @@ def _sum_error(meeting: Meeting, timeout: float) -> str | None:
         return first_line(error)
     expected = size * (size + 1) / 2
     return None if number.item() == expected else f"gives {number.item()}, not {expected}"
+
+
+def _hook_error(meeting: Meeting, timeout: float) -> str | None:
+    """Average gradients of all ranks with a hook, in a default group over Gloo; the error, or None.
+
+    Nothing is tried if there is a default group, or if the native libraries do not load.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() or library_error() is not None:
+        return None
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("hook", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        gradient = averaged(meeting.rank, HOOKS[0])
+    except Exception as error:  # doctor reports any error
+        return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        dist.destroy_process_group()
+    expected = (meeting.size + 1) / 2
+    return None if bool((gradient == expected).all()) else f"gives {gradient}, not {expected}"
