@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from torch_releases import since
 from train_processes import error_of, finding, finished, report
 
 import torch_commhook
-from torch_commhook.cli.doctor import CHECKS, build, host
+from torch_commhook.cli.doctor import CHECKS, build, host, ranks
 from torch_commhook.cli.doctor import hooks as doctor_hooks
 from torch_commhook.cli.doctor.cuda import architectures, serves
+from torch_commhook.cli.doctor.group import by_device
+from torch_commhook.cli.doctor.meeting import Meeting
 from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
 from torch_commhook.cli.place import Place
@@ -183,17 +186,36 @@ def test_no_other_package_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found.advice is not None and found.advice.startswith(advice)
 
 
+def test_hooks_on_two_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their connections are other than those of ranks that are threads, and have failed alone."""
+    found = report(capsys, "ranks")
+    name = "two processes on this host, allreduce over Gloo"
+    assert finding(found, name)["value"] == "works"
+    monkeypatch.setattr(ranks, "averaged", Mock(side_effect=RuntimeError("not connected\nstack")))
+    alone = Meeting(dist.HashStore(), 0, 1, 10.0)
+    failed = [each for each in ranks._all_ranks(alone, 10.0) if each.level == "error"]
+    assert [each.value for each in failed] == ["RuntimeError: not connected"]
+    assert not dist.is_initialized()
+
+
 def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
     _copy_of_the_package(tmp_path, "_", None)
     output = _doctor_of(tmp_path)
     assert "ok       two processes on this host, all-reduce over Gloo: works" in output
+    assert "allreduce over Gloo" not in output.replace("all-reduce", "")  # it has no library
     assert output.splitlines()[-1].startswith("doctor: 1 error, ")
 
 
 @pytest.mark.parametrize(
     ("version", "value", "level"),
     [
-        ("2.13.0+cpu", "12 passed on torch 2.13.0, with Python 3.11.7", "ok"),
+        (
+            "2.13.0+cu130",
+            "12 passed at commit 1a2b on torch 2.13.0, its build cpu, with Python 3.11.7",
+            "ok",
+        ),
         ("2.13.1", "never run on 2.13.1; passed on torch 2.13.0", "ok"),
         ("2.16.0+cu140", "never run on 2.16.0; passed on torch 2.11.0, 2.13.0", "warning"),
     ],
@@ -206,7 +228,7 @@ def test_the_torch_that_the_tests_ran_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = {"passed": 12, "python": "3.11.7"}
+    run = {"passed": 12, "python": "3.11.7", "build": "cpu", "code": "1a2b"}
     (tmp_path / "tested.json").write_text(json.dumps({"2.11.0": run, "2.13.0": run}))
     monkeypatch.setattr(build, "TESTED", tmp_path / "tested.json")
     monkeypatch.setattr(torch, "__version__", version)
@@ -427,6 +449,7 @@ def test_few_open_files(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
             "",
             ["ranks cannot agree over mpi", "init_process_group('cpu:gloo,cuda:nccl')"],
         ),
+        ("cpu:fake,xpu:xccl", "", ["ranks cannot agree over fake", "('cpu:gloo,xpu:xccl')"]),
         # torch says for which devices a backend is; older releases do not know some of these.
         *(
             (n, "cuda", [f"{n}: cuda tensors travel over {n}; ranks agree", f"{n} cannot take"])
@@ -445,10 +468,33 @@ def test_a_group_of_a_backend(
     if backend != "gloo":
         monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     if devices:
+        monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, backend])
         monkeypatch.setitem(dist.Backend.backend_capability, backend, devices.split())
     (group,) = report(capsys, "group", "--backend", backend)["findings"]
     assert group["level"] == ("ok" if backend == "gloo" else "warning")
     assert [each for each in said if each not in f"{group['value']} {group['advice']}"] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("", "'': the configuration names no backend"),
+        ("cpu:a:b:c", "'cpu:a:b:c': Invalid device:backend pairing: cpu:a:b:c."),
+        ("cpu:gloo,cuda", "Invalid device:backend pairing: cuda."),
+        ("cpu:gloo,cpu:nccl", "Duplicate device type cpu in backend string"),
+    ],
+)
+def test_a_group_that_torch_refuses(
+    backend: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (group,) = report(capsys, "group", "--backend", backend, code=1)["findings"]
+    assert said in group["value"]
+    assert group["advice"].startswith("Name a backend, or one for each kind of device")
+
+
+def test_the_default_group_has_the_accelerators_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    assert by_device("undefined") == {"cuda": "nccl"}
 
 
 @since("2.14")

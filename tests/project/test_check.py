@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -160,8 +161,25 @@ def test_files_for_another_torch_exist() -> None:
 
 
 def test_an_unreadable_change_means_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check._changed("no-such-commit") == {"everything"}
+    assert check._changed(SOURCES, "no-such-commit") == {"everything"}
     assert "the change cannot be read" in capsys.readouterr().out
+
+
+def test_another_torch_runs_what_has_changed_since_it_passed() -> None:
+    plan = Plan(SOURCES, {"cli"}, 0, "2.15.0", on_torch={"collectives"})
+    assert "attachment/test_modes.py" in plan.on_torch.short
+    assert "attachment/test_modes.py" not in plan.cases.short
+    assert not Plan(SOURCES, {"docs"}, 0, "2.15.0", on_torch={"everything"}).on_torch.short
+
+
+def test_the_torch_that_has_not_passed_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CACHE", tmp_path)
+    for seconds, longest_ago in enumerate(["2.11.0", "2.15.0", "2.11.0"]):
+        assert check._longest_ago() == longest_ago
+        check.passed_on(longest_ago).touch()
+        os.utime(check.passed_on(longest_ago), (seconds, seconds + 1))
 
 
 def test_it_says_what_runs_and_what_does_not(

@@ -107,6 +107,8 @@ def _failed(name: str, value: str, advice: str = _ADVICE) -> Finding:
 
 
 def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
+    import torch.distributed as dist
+
     mine = failed_connections(meeting, timeout)
     meeting.store.set(f"failed/{meeting.rank}", json.dumps(mine))
     reports = meeting.values("failed", meeting.ranks(), 2 * timeout)
@@ -118,14 +120,16 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
     absent = sorted(set(range(meeting.size)) - set(reports))
     if not failed and not absent:
         sums = _sum_error(meeting, timeout)
-        hooks = _hook_error(meeting, timeout) if sums is None else None
         if meeting.rank == 0:
             yield _connected(meeting.size)
-        if meeting.rank == 0 or sums is not None:
-            yield from _tried("all-reduce over Gloo", sums, _ADVICE)
-        if sums is None and (meeting.rank == 0 or hooks is not None):
+        yield from _tried(meeting, "all-reduce over Gloo", sums, _ADVICE)
+        if sums is None and library_error() is None and not dist.is_initialized():
+            error = _hook_error(meeting, timeout)
             yield from _tried(
-                f"{HOOKS[0]} over Gloo", hooks, "Report this with the whole output of doctor."
+                meeting,
+                f"{HOOKS[0]} over Gloo",
+                error,
+                "Report this with the whole output of doctor.",
             )
     elif meeting.rank == 0:
         yield from _of_failed(failed, absent, timeout)
@@ -137,8 +141,11 @@ def _connected(size: int) -> Finding:
     return Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
 
 
-def _tried(name: str, error: str | None, advice: str) -> Iterator[Finding]:
-    yield Finding("ranks", name, "works") if error is None else _failed(name, error, advice)
+def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
+    if error is not None:
+        yield _failed(name, error, advice)
+    elif meeting.rank == 0:
+        yield Finding("ranks", name, "works")
 
 
 def _of_failed(
@@ -182,14 +189,9 @@ def _sum_error(meeting: Meeting, timeout: float) -> str | None:
 
 
 def _hook_error(meeting: Meeting, timeout: float) -> str | None:
-    """Average gradients of all ranks with a hook, in a default group over Gloo; the error, or None.
-
-    Nothing is tried if there is a default group, or if the native libraries do not load.
-    """
+    """Average gradients of all ranks in a default group over Gloo; the error, or None."""
     import torch.distributed as dist
 
-    if dist.is_initialized() or library_error() is not None:
-        return None
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("hook", meeting.store),
