@@ -248,8 +248,8 @@ def test_a_backend_inside_pytorchs_wrapper() -> None:
     """As with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it may be any backend."""
     make: Any = dist.ProcessGroupGloo
     gloo = make(dist.HashStore(), 0, 1, timedelta(seconds=10))
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     for backend, is_compiled in ((gloo, True), (_ProcessGroupWrapper(gloo, gloo), False)):
+        group = dist.ProcessGroup(dist.HashStore(), 0, 1)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         assert _C.has_compiled_backend(group, torch.device("cpu")) == is_compiled
 
