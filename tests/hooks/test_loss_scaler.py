@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -180,6 +181,7 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
+    gc.collect()  # hooks of other tests
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
     assert scaler_watch._handles
     handle.remove()
