@@ -86,8 +86,8 @@ def backends(source: str, config: str) -> Iterator[Finding]:
         return
     cpu = found.get("cpu", "gloo")
     if cpu != "gloo":
-        others = {device: name for device, name in found.items() if device != "cpu"}
-        advised = ",".join(f"{device}:{name}" for device, name in {"cpu": "gloo", **others}.items())
+        right = {**found, "cpu": "gloo"}
+        advised = ",".join(f"{device}:{name}" for device, name in right.items())
         yield Finding(
             "group",
             source,
