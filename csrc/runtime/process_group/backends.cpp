@@ -74,7 +74,8 @@ bool has_compiled_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
   }
   const auto backend = group.getBackend(device);
   const auto& dynamic = *backend;
-  // With TORCH_DISTRIBUTED_DEBUG=DETAIL any backend is inside this class, whose header needs Gloo's.
+  // With TORCH_DISTRIBUTED_DEBUG=DETAIL any backend is inside this class, whose header needs
+  // Gloo's.
   if (std::string_view(typeid(dynamic).name()).find("ProcessGroupWrapper") !=
       std::string_view::npos) {
     return false;
