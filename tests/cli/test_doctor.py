@@ -94,7 +94,7 @@ def test_a_check_that_fails_leaves_the_others(
 
 
 def test_wrong_gradients_are_told(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_hooks, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
+    monkeypatch.setattr(doctor_hooks, "averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
     found = find("hooks", "allreduce", code=1)
     assert found["level"] == "error" and "should give 1.5" in found["value"]
 
