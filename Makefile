@@ -67,8 +67,9 @@ NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 .PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
 .DELETE_ON_ERROR:
 
-# Two files at a time, in the order of tests/support/cases.py: the longest first.
-PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two files at a time, in the order of tests/support/cases.py: the longest first. A process that dies
+# ends the run: a new one would run the same case again.
+PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 train: $(VENV)/built
 	$(VENV)/bin/python -m torch_commhook train $(ARGS)
@@ -244,9 +245,10 @@ gpu-carry:
 # A copy of the tree, without files that the tree no longer has. It keeps its build, and files that are
 # the same keep their times, so that only changed files are compiled.
 SORT = LC_ALL=C sort -z
-COPY_TREE = mkdir -p $(1)/build && git ls-files -z --cached --others --exclude-standard | $(SORT) > $(1)/build/tree && \
-  (cd $(1) && find . -path ./build -prune -o -type f ! -name '*.so' -printf '%P\0' | $(SORT) | \
-    LC_ALL=C comm -z -23 - build/tree | xargs -0 rm -f) && \
+COPY_TREE = mkdir -p $(1)/build && git ls-files -z --cached --others --exclude-standard > $(1)/build/listed && \
+  xargs -0 sh -c 'for each; do [ ! -f "$$each" ] || printf "%s\0" "$$each"; done' - < $(1)/build/listed | $(SORT) > $(1)/build/tree && \
+  (cd $(1) && find . -path ./build -prune -o ! -type d ! -name '*.so' -printf '%P\0' | $(SORT) | \
+    LC_ALL=C comm -z -23 - build/tree | xargs -0 rm -f && find . -type d -empty ! -path './build/*' -delete) && \
   xargs -0 sh -c 'for each; do cmp -s "$$each" "$$0/$$each" || cp --parents "$$each" "$$0" || exit 255; done' $(1) < $(1)/build/tree
 
 TORCHES = torch_commhook/cli/doctor/tested_torches.json

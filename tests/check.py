@@ -334,6 +334,7 @@ class Plan:
         self.sources = sources
         self.areas = areas
         self.number = number
+        self.torch = torch
         self.all_long = all_long
         self.known = durations.load()
         self.runs: list[tuple[list[str], str]] = []
@@ -346,7 +347,7 @@ class Plan:
             self._add("docs", "documents show docstrings and stored figures")
         self._tests()
         self._frameworks()
-        self._torch(torch)
+        self._torch()
         self._cuda()
 
     def _add(self, target: str, why: str, **variables: str) -> None:
@@ -436,15 +437,15 @@ class Plan:
             of = " nor ".join(FOR_FRAMEWORKS)
             self.left_out.append(f"make test-integrations: neither {of} has changed")
 
-    def _torch(self, torch: str) -> None:
-        if not (torch and self.on_torch.short):
-            why = "no file for it has changed" if torch else "no other torch was given"
+    def _torch(self) -> None:
+        if not (self.torch and self.on_torch.short):
+            why = "no file for it has changed" if self.torch else "no other torch was given"
             self.left_out.append(f"make test-torch: {why}")
             return
         files, minutes = len(self.on_torch.short), self.on_torch.minutes(self.known)
         arguments = f"--chosen={ROOT / CHOSEN_ON_TORCH} {SHORT_OUTPUT}"
-        variables = {"TORCH": torch, "TORCH_VENVS": str(CACHE), "ARGS": arguments}
-        self._add("test-torch", f"{files} files on torch {torch}, {minutes}", **variables)
+        variables = {"TORCH": self.torch, "TORCH_VENVS": str(CACHE), "ARGS": arguments}
+        self._add("test-torch", f"{files} files on torch {self.torch}, {minutes}", **variables)
 
     def _cuda(self) -> None:
         if not called_for.has_changed("cuda-compile"):
@@ -459,6 +460,7 @@ class Plan:
         self.cases.save(ROOT / CHOSEN)
         self.on_torch.save(ROOT / CHOSEN_ON_TORCH)
         CACHE.mkdir(parents=True, exist_ok=True)
+        commit, uncommitted = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD")
         for command, _ in self.runs:
             begin = time.monotonic()
             with (CACHE / "lock").open("w") as lock:
@@ -468,9 +470,8 @@ class Plan:
             print(f"make {command[0]}: {(time.monotonic() - begin) / 60:.1f} minutes", flush=True)
             if done.returncode:
                 return 1
-            for torch in OTHER_TORCHES if command[0] == "test-torch" else ():
-                if f"TORCH={torch}" in command:
-                    passed_on(torch).write_text(git("rev-parse", "HEAD"))
+            if command[0] == "test-torch" and not uncommitted:
+                passed_on(self.torch).write_text(commit)
         return 0
 
 
@@ -504,13 +505,23 @@ def _changed(sources: Sources, base: str | None, where: str = "") -> set[str]:
     return {area for areas in files.values() for area in areas}
 
 
+def _changed_since_passed(sources: Sources, torch: str) -> set[str]:
+    """The areas that have changed since another torch has passed; everything if it never has."""
+    file = passed_on(torch)
+    base = file.read_text().strip() if file.exists() else ""
+    if not base:
+        print(f"everything runs on torch {torch}: it has not passed yet")
+        return {"everything"}
+    return _changed(sources, base, f" on torch {torch}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", help="the commit before the change (the merge base with main)")
     parser.add_argument("--all", action="store_true", help="run everything, and all long cases")
     parser.add_argument(
-        "--torch", help="the other torch; empty for none (oldest and newest in turn)"
+        "--torch", help="the other torch; empty for none (the one that has not passed for longer)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only list the checks")
     options = parser.parse_args(arguments)
@@ -520,10 +531,7 @@ def main(arguments: list[str] | None = None) -> int:
     areas = on_torch = {"everything"}
     if not options.all:
         areas = _changed(sources, options.base)
-        base = passed_on(torch)
-        on_torch = _changed(
-            sources, base.read_text().strip() if base.exists() else "none", f" on torch {torch}"
-        )
+        on_torch = _changed_since_passed(sources, torch) if torch else areas
     plan = Plan(sources, areas, number, torch, options.all, on_torch)
     print("runs:", *(f"make {command[0]}: {why}" for command, why in plan.runs), sep="\n  ")
     print("leaves out:", *plan.left_out, sep="\n  ", flush=True)

@@ -37,7 +37,6 @@ KINDS = ["hook", "prehook", "posthook", "post_accumulate"]
 in_kinds = pytest.mark.parametrize("kind", KINDS)
 in_node_kinds = pytest.mark.parametrize("kind", ["prehook", "posthook"])
 
-
 Double = function(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
 DOUBLE: dict[str, Callable[[Tensor], Tensor]] = {
     "in python": Double.apply,
@@ -302,10 +301,7 @@ def test_call_hooks_takes_any_sequence() -> None:
     assert value is x
 
 
-# ---- hooks on nodes ------------------------------------------------------------------------------
-
-
-# ---- pre-hooks and post-hooks --------------------------------------------------------------------
+# ---- pre-hooks and post-hooks of nodes -----------------------------------------------------------
 
 
 @both_in_modes

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_check_that_fails_leaves_the_others(
 
 
 def test_wrong_gradients_are_told(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_hooks, "_averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
+    monkeypatch.setattr(doctor_hooks, "averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
     found = find("hooks", "allreduce", code=1)
     assert found["level"] == "error" and "should give 1.5" in found["value"]
 
@@ -191,20 +192,35 @@ def test_hooks_on_two_processes(
 ) -> None:
     """Their connections are other than those of ranks that are threads, and have failed alone."""
     found = report(capsys, "ranks")
-    name = "two processes on this host, allreduce over Gloo"
+    name = "two processes on this host, hook allreduce over Gloo"
     assert finding(found, name)["value"] == "works"
     monkeypatch.setattr(ranks, "averaged", Mock(side_effect=RuntimeError("not connected\nstack")))
     alone = Meeting(dist.HashStore(), 0, 1, 10.0)
     failed = [each for each in ranks._all_ranks(alone, 10.0) if each.level == "error"]
     assert [each.value for each in failed] == ["RuntimeError: not connected"]
     assert not dist.is_initialized()
+    for value, said in ((1.000001, None), (1.0625, "gives [1.0625], not 1.0")):  # means are rounded
+        monkeypatch.setattr(ranks, "averaged", Mock(return_value=torch.full((4, 4), value)))
+        again = Meeting(dist.HashStore(), 0, 1, 10.0)
+        assert ranks._hook_error(again, 10.0) == said
+
+
+def test_no_rank_tries_a_hook_if_one_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([None, ImportError("not built")])
+    monkeypatch.setattr(ranks, "library_error", lambda: next(errors))
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        meetings = pool.map(lambda rank: Meeting(store, rank, 2, 10.0), range(2))
+        found = pool.map(lambda meeting: list(ranks._all_ranks(meeting, 10.0)), meetings)
+        names = [[each.name for each in of_rank] for of_rank in found]
+    assert names == [["connections", "all-reduce over Gloo"], []]
 
 
 def test_a_whole_report_where_nothing_is_built(tmp_path: Path) -> None:
     _copy_of_the_package(tmp_path, "_", None)
     output = _doctor_of(tmp_path)
     assert "ok       two processes on this host, all-reduce over Gloo: works" in output
-    assert "allreduce over Gloo" not in output.replace("all-reduce", "")  # it has no library
+    assert "hook allreduce" not in output  # it has no library
     assert output.splitlines()[-1].startswith("doctor: 1 error, ")
 
 
@@ -482,6 +498,7 @@ def test_a_group_of_a_backend(
         ("cpu:a:b:c", "'cpu:a:b:c': Invalid device:backend pairing: cpu:a:b:c."),
         ("cpu:gloo,cuda", "Invalid device:backend pairing: cuda."),
         ("cpu:gloo,cpu:nccl", "Duplicate device type cpu in backend string"),
+        ("foo:gloo", "device type at start of device string: foo"),
     ],
 )
 def test_a_group_that_torch_refuses(

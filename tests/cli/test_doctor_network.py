@@ -219,7 +219,8 @@ def test_torchrun() -> None:
     ranks = ("--no-python", "--nproc-per-node", "3")
     found = json.loads(finished(*torchrun, *ranks, *program, environment=environment).stdout)
     assert finding(found, "connections")["value"] == "all 3 pairs of ranks connect"
-    assert finding(found, "all-reduce over Gloo")["value"] == "works"
+    for name in ("all-reduce over Gloo", "hook allreduce over Gloo"):
+        assert finding(found, name)["value"] == "works"
     assert "ranks agree on each step over gloo" in finding(found, "init_process_group()")["value"]
     compilers = [each for each in found["findings"] if each["name"] == "C++ compiler"]
     assert [(each["rank"], each["level"]) for each in compilers] == [(None, "ok"), (1, "warning")]

@@ -227,8 +227,9 @@ def test_each_chunk_is_a_message(codec: Codec, sizes: list[int]) -> None:
             alone = torch.empty_like(own)
             codec.decode(part.clone(), [alone], rounding=rounding)
             assert torch.equal(got, alone)
-        if dtype is torch.float32:
-            assert torch.equal(lost, x * 0.5 + error - out)
+        if lost is not None:  # rounded once, and not at all in float32
+            rtol = 0 if dtype is torch.float32 else 2**-7
+            torch.testing.assert_close(lost.float(), x * 0.5 + error - out, rtol=rtol, atol=0)
 
 
 @of_each_block_codec

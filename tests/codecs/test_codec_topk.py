@@ -262,8 +262,8 @@ def test_each_value_is_as_likely_as_any_other(numel: int, count: int) -> None:
 def test_values_and_error(name: str, density: float) -> None:
     """All of a message is NaN where any value is not finite.
 
-    Each value is as likely as any other: what is lost is ``(1 - k / d) |x|^2`` on average. What is
-    not biased is scaled by d / k, and ``(d / k - 1) |x|^2``.
+    Each value is as likely as any other, so that a message loses ``(1 - k / d) |x|^2`` on average.
+    An unbiased codec scales values by d / k, and loses ``(d / k - 1) |x|^2``.
     """
     codec, rounding = randomk(density), torch.tensor([7, 5])
     for numel in (1, 500):
@@ -284,12 +284,13 @@ def test_values_and_error(name: str, density: float) -> None:
         codec.decode(message.view(torch.uint8), [out], rounding=rounding)
         restored = torch.zeros(numel).index_copy(0, indices, right)
         np.testing.assert_array_equal(out.numpy(), restored.numpy())
-        unbiased = random_values([x], count, rounding, scale=0.25, unbiased=True)
+        unbiased = restore(randomk(density, unbiased=True), x, scale=0.25, rounding=rounding)
         right = (x.double() * 0.25 * numel / count).float()
         if right.isfinite().all():
-            torch.testing.assert_close(unbiased, right[indices], rtol=1e-6, atol=2.0**-148)
+            restored = torch.zeros(numel).index_copy(0, indices, right[indices])
+            torch.testing.assert_close(unbiased, restored, rtol=1e-6, atol=2.0**-148)
         else:
-            assert unbiased.isnan().all()
+            assert unbiased[indices].isnan().all()
 
 
 def test_messages_add_up() -> None:

@@ -2,8 +2,8 @@
 
 These show bounds and exact values (test_block_codecs.py, test_codec_topk.py), zeros and what is not
 finite (test_codecs.py), what a rank remembers of its own message (test_compressed_all_reduce.py),
-and bytes of sums and of chunks. test_balance.py shows that error feedback loses nothing in a model;
-``make error-feedback`` tries the claims here for longer.
+and bytes of sums and of chunks. test_balance.py shows that error feedback loses nothing in a model
+on two ranks; ``make error-feedback`` tries the claims here for longer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from error_feedback_runs import (
     quadratics,
     stuck,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_commhook import hooks
+from torch_commhook import attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.metrics import ring_all_reduce_bytes
@@ -148,6 +148,63 @@ def test_error_feedback_in_16_bits_follows_sgd(codec: Codec) -> None:
     # Each rounding is off by a third of the most on average, or less.
     most = RATE * IN_16_BITS[codec] * squares**0.5
     assert 0.1 * most < off < 0.8 * most, f"seed {seed}"
+
+
+def _in_buckets(rank: int, hook: hooks.Hook, seed: int) -> dict[str, list[Tensor]]:
+    """For each parameter, all that a rank gave and got in 50 steps, and its memory."""
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
+    parameters = dict(model.named_parameters())
+    handle = attach(model, hook, bucket_cap_mb=0.003)
+    found = {
+        name: [torch.zeros_like(p, dtype=torch.float64) for _ in range(4)]
+        for name, p in parameters.items()
+    }
+    generator = torch.Generator().manual_seed(seed + rank)
+    for _ in range(50):
+        model.zero_grad()
+        gradients = {n: torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
+        torch.stack([(p * gradients[n]).sum() for n, p in parameters.items()]).sum().backward()
+        for name, (given, got, *_) in found.items():
+            given += gradients[name]
+            got += parameters[name].grad
+    assert len(handle.stats().buckets) > 2
+    memory = handle.state_dict()[f"rank{rank}"]
+    handle.remove()
+    for place, kind in ((2, "error"), (3, "shard_error")):
+        for name, tensor in memory.get(kind, {}).items():
+            found[name][place] += tensor.view(found[name][place].shape)
+    return found
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks.error_feedback(hooks.blockwise(bits=4)),
+        hooks.error_feedback(hooks.topk(0.05)),
+        hooks.error_feedback(hooks.chunk_topk(8, 64)),
+        hooks.after(10, hooks.error_feedback(hooks.sign(64))),
+        hooks.policy(
+            [("dim <= 1", hooks.allreduce()), ("2.*", hooks.error_feedback(hooks.topk(0.1)))],
+            hooks.error_feedback(hooks.fp8("e5m2")),
+        ),
+    ],
+    ids=repr,
+)
+def test_a_model_on_four_ranks_loses_nothing(hook: hooks.Hook) -> None:
+    """The shards of two ranks neither begin nor end a bucket."""
+    seed = random.randrange(1 << 30)
+    ranks = run_ranks(_in_buckets, 4, hook, seed)
+    for name in ranks[0]:
+        given, got, error, held = (
+            torch.stack(each) for each in zip(*(r[name] for r in ranks), strict=True)
+        )
+        assert (got == got[0]).all()
+        lost = error.mean(0) + held.sum(0)
+        assert lost.any() or (isinstance(hook, hooks.policy) and lost.dim() == 1), name
+        # The roundings of _follows_sgd in each step, of gradients and errors below these.
+        tolerance = 50 * 10 * EPSILON * 2 * (6 + float(error.abs().max()))
+        assert (given.mean(0) - got[0] - lost).abs().max() < tolerance, f"{name}, seed {seed}"
+        assert not lost.any() or lost.abs().max() > 4 * tolerance, "this test shows nothing"
 
 
 # ---- error feedback: in the long run -------------------------------------------------------------

@@ -70,6 +70,10 @@ def random_case(form: str, seed: int) -> tuple[random.Random, Codec, list[Tensor
         settings = {**settings, "rounding": "stochastic"}
         more["rounding"] = torch.tensor([draw.getrandbits(62) - (1 << 61), draw.getrandbits(20)])
     tensors, more["sizes"] = some_chunks(draw)
+    for i, x in enumerate(tensors):
+        if x.is_contiguous():  # at any address that its dtype allows
+            first = draw.randrange(4)
+            tensors[i] = torch.cat([x.new_zeros(first), x.view(-1)])[first:].view(x.shape)
     if draw.random() < 0.5:
         first = draw.randrange(4)  # at any address that is a multiple of four
         more["error"] = torch.randn(first + sum(more["sizes"]))[first:]

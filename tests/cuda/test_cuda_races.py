@@ -21,6 +21,7 @@ from cuda_on_host import (
     cuda_kernels_on_host,
     failure_to_load,
     load_cuda_on_host,
+    nothing_past,
     omitted,
     take_launched,
 )
@@ -131,6 +132,18 @@ def test_threads_that_part_are_an_error(mistake: str, message: str) -> None:
         with pytest.raises(RuntimeError, match=message):
             broken(mistake)
     assert broken("none") == RIGHT
+
+
+@finds_races
+def test_an_access_past_a_tensor_is_an_error() -> None:
+    x = torch.ones(100)
+    with cuda_kernels_on_host(max(WARPS)):
+        for past in (x[:99], x[:96]):
+            forbidden = pytest.raises(RuntimeError, match=r"forbidden memory .* at .*row\.h")
+            with nothing_past([past]), forbidden:
+                torch.ops.commhook.flatten([x])
+        with nothing_past([x]):
+            torch.ops.commhook.flatten([x])
 
 
 @pytest.mark.parametrize("shape", [(0, 32, 0), (1, 0, 0), (1, 33, 0), (1, 2048, 0), (1, 32, 65536)])

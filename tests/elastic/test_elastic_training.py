@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from repository import SUPPORT
 
-#: For each case what its ranks have seen.
+#: The reports of the ranks of each case.
 Outcomes = dict[str, dict[str, Any]]
 
 #: How a process ends after an event; after any other it ends with "done".
@@ -164,7 +164,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def _stats_of_done(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``stats()`` tells on the ranks that trained to the end, of which there are some."""
+    """The ``stats()`` of the ranks that trained to the end; there are at least two."""
     pairs = zip(found["said"], found["stats"], strict=True)
     done = [stats for said, stats in pairs if said == "done"]
     assert len(done) > 1

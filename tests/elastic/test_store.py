@@ -1,4 +1,4 @@
-"""What ranks show and say in the store, and what they say without it."""
+"""Signs of life and reasons that ranks write to the store, and the error without a store."""
 
 from __future__ import annotations
 

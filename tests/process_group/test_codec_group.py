@@ -251,7 +251,7 @@ def test_lists_of_uneven_parts(rank: int) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("numel", [8, 2000])
 def test_factors_of_ranks(rank: int, numel: int, as_tensor: bool) -> None:
-    """Each rank multiplies its own terms; also of few elements, over Gloo, which cannot."""
+    """Each rank multiplies its own terms, also a few elements over Gloo, which has no such sum."""
     group = group_of(int8, min_numel=100)
     factor: Any = float(10**rank)
     op = premul(torch.tensor(factor)) if as_tensor else premul(factor)

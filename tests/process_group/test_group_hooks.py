@@ -198,7 +198,6 @@ def test_errors_of_hooks_come_out() -> None:
 def test_errors_after_completion_are_reported(
     unraisable: list[Any], group: Alone, log: Log
 ) -> None:
-
     def fail(args: Any) -> None:
         raise KeyError("mine")
 

@@ -106,7 +106,7 @@ def _options(make: Any, **settings: Any) -> Any:
 
 
 def _every_method(rank: int, group: Any, way: str) -> Found:
-    """What each method gives, or its error."""
+    """The results of each method, or its error."""
     size, found = group.size(), {}
     last = size - 1
 

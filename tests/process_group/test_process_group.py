@@ -243,8 +243,9 @@ def test_a_work_with_a_future() -> None:
 
 def test_a_work_whose_future_fails() -> None:
     future: torch.futures.Future = torch.futures.Future()
-    future.set_exception(KeyError("lost"))
     own = work_of(future)
+    assert own.exception() is None
+    future.set_exception(KeyError("lost"))
     held = _C.held_work(own)
     assert held.is_completed() and not held.is_success()
     assert isinstance(own.exception(), KeyError)
@@ -360,6 +361,8 @@ def test_ten_thousand_groups_and_works_leave_nothing(around: Any) -> None:
         before = after
     pytest.fail(f"{after} bytes after five rounds that each took another 2**20")
 
+
+# ---- wrong results and errors --------------------------------------------------------------------
 
 #: What a method does instead.
 WRONG: dict[str, Any] = {"None": None, "bytes": b"wrong", "list": [None], "raises": ...}

@@ -141,7 +141,7 @@ def test_lists_and_options_are_passed_on() -> None:
     assert isinstance(got, dist.BarrierOptions)
 
 
-#: What calls call: the method, and parts of its options.
+#: By a call: the method that it reaches, and parts of the options.
 CALLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dist.all_reduce(X, op=MAX)": ("allreduce", {"reduceOp": MAX}),
     "dist.broadcast(X, src=1)": ("broadcast", {"rootRank": 1}),

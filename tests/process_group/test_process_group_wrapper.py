@@ -56,7 +56,7 @@ def _wrapped(name: str) -> Noting:
     return group
 
 
-#: What kinds of models call.
+#: Operations that kinds of models call; by default, an all-reduce.
 USED = {"fully_shard": {"all_gather_single", "reduce_scatter_single"}, "dtensor": set()}
 
 

@@ -178,12 +178,12 @@ def test_short_forms(rank: int) -> None:
     assert (x.tolist(), y.tolist()) == ([1.0] * 2, [2.0 if rank == 0 else float(rank)] * 2)
     outputs = [torch.empty(2) for _ in range(3)]
     group.allgather(outputs, own).wait()
-    assert [output.tolist() for output in outputs] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
     scattered, shared = torch.empty(2), torch.empty(2)
     group.scatter(scattered, outputs if rank == 2 else [], 2).wait()
     assert torch.equal(scattered, own)
     group.reduce_scatter(shared, outputs, dist.ReduceOp.SUM).wait()
     assert torch.equal(shared, 3 * own)
+    assert [output.tolist() for output in outputs] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
     group.barrier(timedelta(seconds=1)).wait()
     everything, gathered = torch.empty(6), torch.full((6,), -1.0)
     base._allgather_base(group, everything, shared).wait()  # an older name
@@ -342,7 +342,7 @@ def test_what_is_waited_for_after_the_run() -> None:
 X, HALVES = torch.ones(4), [2, 2]
 ones = torch.ones
 
-#: What rank 0 and rank 1 issue, by how it is named.
+#: The calls of rank 0 and rank 1, by their names in the error.
 MISMATCHES: dict[str, dict[str, Callable[[], Any]]] = {
     "operation": {
         "allreduce of float32 [4], sum": lambda: dist.all_reduce(ones(4)),

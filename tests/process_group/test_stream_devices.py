@@ -118,7 +118,7 @@ def _steps(
 @by_model
 @pytest.mark.parametrize("name", NAMES)
 def test_results_are_those_over_gloo(ranks: RankPool, paths: Paths, name: str, model: str) -> None:
-    """But for powersgd, whose products are ATen's on a device."""
+    """The bits are those of the CPU, except powersgd's: ATen computes its products on a device."""
     _compare(ranks, _train, paths, name, EAGER[model], same_bits=name != "powersgd")
 
 
@@ -175,7 +175,7 @@ def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -
 
 
 def _goes_on(rank: int, paths: Paths, hook: Any, messages: int) -> None:
-    """While the wire is held."""
+    """Check that the stream of the gradients goes on while the wire is held."""
     library = stream_groups.load(paths[0])
     group = dist.new_group(backend=MIXED)
     model = nn.Linear(16, 8).to(DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from cases import Cases
 from check import Plan, Sources
 from durations import Durations
 from repository import ROOT
+from train_processes import finished
 
 SOURCES = Sources()
 
@@ -180,6 +182,61 @@ def test_the_torch_that_has_not_passed_for_longer(
         assert check._longest_ago() == longest_ago
         check.passed_on(longest_ago).touch()
         os.utime(check.passed_on(longest_ago), (seconds, seconds + 1))
+
+
+@pytest.mark.parametrize(
+    ("status", "uncommitted", "is_noted"), [(0, "", True), (0, "setup.py\n", False), (1, "", False)]
+)
+def test_the_commit_that_another_torch_has_passed(
+    status: int,
+    uncommitted: str,
+    is_noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = Plan(SOURCES, {"cli"}, 0, "2.15.0")
+    monkeypatch.setattr(check, "CACHE", tmp_path)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    git = {"rev-parse": "c0ffee\n", "diff": uncommitted}
+    monkeypatch.setattr(check, "git", lambda command, *_: git[command])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
+    check.passed_on("2.15.0").touch()  # as if it had been interrupted
+    assert check._changed_since_passed(SOURCES, "2.15.0") == {"everything"}
+    assert plan.run() == status
+    assert check.passed_on("2.15.0").read_text() == ("c0ffee\n" if is_noted else "")
+
+
+def test_the_copy_of_the_tree_for_another_torch(tmp_path: Path) -> None:
+    """It has the tree's files and its own build; files that are the same keep their times."""
+    tree, copy = tmp_path / "tree", tmp_path / "torches" / "tree-2.15.0"
+    command = ["make", "-f", ROOT / "Makefile", "test-torch", "TORCH=2.15.0", "ARGS=-x"]
+    command += [f"TORCH_VENVS={copy.parent}"]
+    old = {"Makefile": "test:", "same": "1", "other": "1", "gone": "1", "a b/c d": "1", "e": "1"}
+    new = {"Makefile": "test:", "same": "1", "other": "2", "a b": "1", "e/new": "1"}
+
+    def write(files: dict[str, str]) -> None:
+        for path in tree.glob("[!.]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name, text in files.items():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text(text)
+
+    write(old)
+    finished("git", "init", folder=tree)
+    finished("git", "add", ".", folder=tree)
+    finished(*command, folder=tree)
+    for name in ("build/object", "own.so", "same", "other"):
+        (copy / name).write_text("1")
+        os.utime(copy / name, (1, 1))
+    write(new)
+    finished(*command, folder=tree)
+    shutil.rmtree(tree / ".git")
+    finished(*command, folder=tree, code=2)
+    found = {str(path.relative_to(copy)): path for path in copy.rglob("*") if path.is_file()}
+    assert found.keys() - {"build/listed", "build/tree"} == {*new, "build/object", "own.so"}
+    assert all((copy / name).read_text() == text for name, text in new.items())
+    is_old = {name for name, path in found.items() if path.stat().st_mtime == 1}
+    assert is_old == {"build/object", "own.so", "same"}
 
 
 def test_it_says_what_runs_and_what_does_not(

@@ -239,6 +239,15 @@ def test_of_nothing(device):
     assert stats.sum_of_squares == 0 and stats.nonfinite_count == 0
 
 
+def test_interleaved_destinations(device):
+    memory, gap = (torch.zeros(size, device=device.name) for size in (12, 9))
+    ops.unflatten_into(torch.arange(12.0, device=device.name), [memory[::2], memory[1::2]])
+    assert memory.tolist() == [i // 2 + 6 * (i % 2) for i in range(12)]
+    # Between the elements of a strided destination lies a dense one.
+    ops.unflatten_into(torch.arange(1.0, 6.0, device=device.name), [gap[::4], gap[1:3]])
+    assert gap.tolist() == [1, 4, 5, 0, 2, 0, 0, 0, 3]
+
+
 def test_a_lazy_copy_leaves_the_original(device):
     original = torch.zeros(100, device=device.name)
     copy = torch._lazy_clone(original)

@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -273,6 +273,17 @@ def omitted(barrier: str) -> Iterator[None]:
         yield
     finally:
         host.omit_barrier("")
+
+
+@contextmanager
+def nothing_past(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Makes an access to the 16 bytes past one of these contiguous tensors an error."""
+    host = getattr(torch.ops, NAMESPACE)
+    host.forbid_past(tensors)
+    try:
+        yield
+    finally:
+        host.forbid_past([])
 
 
 @dataclass

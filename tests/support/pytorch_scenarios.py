@@ -456,7 +456,22 @@ def _recomputed_biases(model: Any, mesh: Mesh) -> None:
 
 
 def _three_mlps() -> nn.Module:
-    return nn.Sequential(*(MLP(6) for _ in range(3)))
+    return nn.Sequential(*(MLP(6, with_buffer=True) for _ in range(3)))
+
+
+def _every_other(model: Any, mesh: Mesh) -> None:
+    """Each part is a root; only the middle one is trained."""
+    for number, part in enumerate(model):
+        mesh.apply(part)
+        part.requires_grad_(number == 1)
+
+
+def _evaluated_between(at: Training) -> Tensor:
+    """An evaluation takes the place of the second step."""
+    if at.number == 1:
+        with torch.no_grad():
+            return at.model(at.batch(0, 4, 6)).sum()
+    return sum_of_inputs(6)(at)
 
 
 def _unfrozen_later(at: Training) -> Tensor:
@@ -577,6 +592,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "frozen: biases alone, recomputed": PytorchScenario(
         _three_mlps, _recomputed_biases, step=sum_of_inputs(6)
+    ),
+    "frozen: every other layer": PytorchScenario(
+        _three_mlps, _every_other, step=_evaluated_between
     ),
     "frozen: layers that run again": PytorchScenario(_Repeated, step=sum_of_inputs(5)),
     "frozen: until the third step": PytorchScenario(

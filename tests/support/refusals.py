@@ -39,7 +39,7 @@ def calls_in(expected: str) -> str:
 
 
 def assert_refused(names: dict[str, Any], expected: str) -> None:
-    """Makes the calls of an expected text; the text has each with its error."""
+    """Makes the calls of an expected text, which has the error of each."""
     assert refusals(calls_in(expected), names) == expected
 
 

@@ -327,10 +327,10 @@ def take_steps(
         training.optimizer.zero_grad(set_to_none=number % 2 == 0)
     reshard(model)
     done.parameters = [local(parameter) for parameter in model.parameters()]
-    if handle is not None:
-        done.stats = handle.stats()
-        done.state = handle.state_dict()
-        handle.remove()
+    if training.handle is not None:  # a step may have attached another hook
+        done.stats = training.handle.stats()
+        done.state = training.handle.state_dict()
+        training.handle.remove()
     return done
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from operator import methodcaller
 from typing import Any
 
@@ -23,10 +24,11 @@ from sharded_models import (
     loss_of,
     sharded_modules,
     take_steps,
+    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from torch_commhook import hooks
@@ -90,16 +92,19 @@ def _input_needs_gradient(at: Training) -> None:
     loss_of(at.model(at.batch().requires_grad_())).backward()
 
 
-def _clip(at: Training) -> None:
+def _clip(at: Training, norms: tuple[float, ...] = (2.0,)) -> list[Tensor]:
     at.backward()
-    torch.nn.utils.clip_grad_norm_(at.model.parameters(), 0.25)
+    parameters = list(at.model.parameters())
+    totals = [torch.nn.utils.clip_grad_norm_(parameters, 0.25, norm) for norm in norms]
+    assert all(isinstance(total, DTensor) for total in totals)
+    return [whole(total) for total in totals]
 
 
-def _prefetch(model: Any) -> None:
+def _prefetch(model: Any, ahead: int = 1) -> None:
     parts = [layer for layer in model if isinstance(layer, nn.Linear)]
-    for before, after in pairwise(parts):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    for number, part in enumerate(parts):
+        part.set_modules_to_forward_prefetch(parts[number + 1 : number + 1 + ahead])
+        part.set_modules_to_backward_prefetch(parts[max(number - ahead, 0) : number][::-1])
 
 
 _unshard_async = methodcaller("_set_unshard_async_op", True)
@@ -183,12 +188,17 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.dim() == 2 else None
 
 
+def _largest(parameter: nn.Parameter) -> Shard:
+    """Shards one of two matrices by rows, the other one by columns."""
+    return Shard(parameter.shape.index(max(parameter.shape)))
+
+
 def _even() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), Layers(6, 12, 6), nn.Linear(6, 1))
 
 
-def _shard_columns(model: nn.Module, mesh: Mesh) -> None:
-    mesh.apply(model[1], shard_placement_fn=_columns)
+def _placed(model: nn.Module, mesh: Mesh, by: Callable[[nn.Parameter], Shard | None]) -> None:
+    mesh.apply(model[1], shard_placement_fn=by)
     mesh.apply(model)
 
 
@@ -342,10 +352,17 @@ SCENARIOS: dict[str, Scenario] = {
     "a graph twice": Scenario(step=_backward_twice, encodings=2, backwards=TWICE),
     "evaluation between steps": Scenario(step=_evaluate_between),
     "clip_grad_norm_": Scenario(step=_clip, averages=False),
+    # No shard is empty, since an empty one has no largest element.
+    "clip_grad_norm_ of three norms": Scenario(
+        net=partial(Layers, 5, 7, 9),
+        step=partial(_clip, norms=(math.inf, 2.0, 1.0)),
+        averages=False,
+        meshes=SHARDED,
+    ),
     "prefetching": Scenario(prepare=_prefetch),
     "asynchronous unshard": Scenario(prepare=_unshard_async),
-    "prefetching asynchronously": Scenario(
-        prepare=lambda model: (_prefetch(model), _unshard_async(model)), meshes=SHARDED
+    "prefetching two ahead asynchronously": Scenario(
+        prepare=lambda model: (_prefetch(model, 2), _unshard_async(model)), meshes=SHARDED
     ),
     "unshard ahead": Scenario(step=_unshard_ahead),
     "whole after forward": Scenario(
@@ -386,7 +403,10 @@ SCENARIOS: dict[str, Scenario] = {
         prepare=methodcaller("set_reduce_scatter_max_input_buffers", 3),
         needs="set_reduce_scatter_max_input_buffers",
     ),
-    "columns": Scenario(net=_even, shard=_shard_columns, meshes=SHARDED),
+    "columns": Scenario(net=_even, shard=partial(_placed, by=_columns), meshes=SHARDED),
+    "the largest dimension": Scenario(
+        net=_even, shard=partial(_placed, by=_largest), meshes=("fsdp-4", "hsdp-4")
+    ),
     "tied": Scenario(net=_Tied, shard=_shard_tied),
     "tied in one group": Scenario(net=_Tied, shard=at_once),
     "frozen": Scenario(net=_frozen),

@@ -45,7 +45,7 @@ from torch_commhook.hooks import local_sgd, outer_sgd
 
 
 class _FailsAfter(hooks.error_feedback):
-    """Has sent, and remembers what that has lost, when it fails: in the last bucket, or in any."""
+    """Fails after it has sent a message and stored the error: in the last bucket, or in any."""
 
     def __init__(self, *, in_any: bool = False) -> None:
         super().__init__(INT4())

@@ -205,7 +205,7 @@ def _gathered_in_two_dtypes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     return {"weights": codecs.blockwise()}
 
 
-#: By mesh and name: how a model is sharded, which returns arguments of attach; and what that says.
+#: By mesh and name: a function that shards a model and returns arguments of attach, and the error.
 BAD: dict[str, dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str]]] = {
     "fsdp-2": {
         "on the meta device": (_on_meta, "ValueError: attach: parameter '0.weight' is on the"),
@@ -484,7 +484,6 @@ def test_a_model_that_changes(rank: int, place: str, name: str, stepped: bool) -
         change(model)
     except Exception as error:  # PyTorch refuses it, once a forward has run
         assert stepped, f"{type(error).__name__}: {error}"
-        return
     error = _error_of(lambda: gradients_of_step(model, rank))
     if stepped and "requires running forward through the root" in error:
         return  # by PyTorch
@@ -509,7 +508,7 @@ HOOK_OF_A_PARAMETER = "use Tensor.register_post_accumulate_grad_hook"
 )
 @on_processes("fsdp-2", "replicate-2")
 def test_hooks_around_a_hook(rank: int, place: str, name: str, advice: str) -> None:
-    """There are some around an all-reduce of ``replicate()``, and none around a reduce-scatter."""
+    """An all-reduce of ``replicate()`` takes hooks around it, a reduce-scatter takes none."""
     model = sharded(place)
     handle = attach(model, hooks.allreduce())
     message = _error_of(lambda: getattr(handle, name)(lambda *arguments: None))

@@ -72,7 +72,7 @@ def _goes_on(rank: int, place: str, hook: str, shard_hook: str | None, gather: b
 def test_training_goes_on(
     request: pytest.FixtureRequest, place: str, hook: str, shard_hook: str | None, gather: bool
 ) -> None:
-    """Also where each rank loads one state of all ranks."""
+    """The bits are the same. With ``gather`` each rank loads one state of all ranks."""
     run_on(request, place, _goes_on, hook, shard_hook, gather)
 
 

@@ -69,7 +69,7 @@ CODECS: dict[str, tuple[Callable[[], Any], float]] = {
 
 
 def _check_restored(module: _Watching, exact: Tensor, part: float) -> Tensor:
-    """The weights that forward and backward have seen are near the exact ones, and not these."""
+    """Forward and backward use the same weights, near the exact ones and not equal to them."""
     forward, backward = module.seen
     assert forward.equal(backward), "backward sees other weights"
     distance = float((forward - exact).abs().max())

@@ -153,12 +153,16 @@ struct Event {
 };
 
 // The device guard of a device type with these streams.
-struct Guard : c10::impl::NoOpDeviceGuardImpl<kType> {
+struct Guard : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
   c10::Device getDevice() const override { return kDevice; }
-  c10::Stream getStream(c10::Device) const noexcept override { return stream_with(current()); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const override { return stream_with(current()); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_with(kDefault); }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+  c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_with(std::exchange(current(), stream.id()));
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,

@@ -398,6 +398,17 @@ void set_warps(int64_t warps) {
   TORCH_CHECK(devices.size() < INT8_MAX, "on_host: too many devices");
 }
 
+// Forbids the kernels the 16 bytes past the end of each of these contiguous tensors.
+void forbid_past(at::TensorList tensors) {
+  constexpr uintptr_t kBytes = 16;
+  std::vector<Range> ranges;
+  for (const auto& tensor : tensors) {
+    const auto end = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) + tensor.nbytes();
+    ranges.push_back({end, end + kBytes});
+  }
+  races::forbid(std::move(ranges));
+}
+
 void omit_barrier(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
   barriers.omitted = name;
@@ -439,6 +450,7 @@ TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) {
   m.def("set_warps(int warps) -> ()", set_warps);
   m.def("omit_barrier(str name) -> ()", [](const std::string& name) { omit_barrier(name); });
   m.def("take_barriers() -> str[]", take_barriers);
+  m.def("forbid_past(Tensor[] tensors) -> ()", forbid_past);
   m.def("watch_requests(bool is_watched) -> ()", requests::watch);
   m.def("take_requests() -> (str[], str[], Tensor)", take_requests);
 }

@@ -129,6 +129,7 @@ struct Launch {
   std::vector<const void*> instructions;
   std::vector<Told> told;
   std::set<std::pair<uint32_t, uint32_t>> told_pairs;
+  const void* stray = nullptr;  // an instruction that touched forbidden memory
 
   void begin_segment(unsigned i);
   bool comes_before(uint32_t segment, const Thread& thread, unsigned i) const;
@@ -139,6 +140,7 @@ struct Launch {
   void exchange_clocks(unsigned i, uintptr_t address, Kind kind);
 };
 thread_local Launch now;
+std::vector<Range> forbidden;
 
 void Launch::begin_segment(unsigned i) {
   threads[i].segment = static_cast<uint32_t>(segments.size());
@@ -384,6 +386,11 @@ void access(unsigned i, uintptr_t address, unsigned bytes, Kind kind, bool is_sh
             const void* instruction) {
   Launch& launch = now;
   Check check(launch, i, instruction);
+  if (!is_shared && std::any_of(forbidden.begin(), forbidden.end(), [&](const Range& range) {
+        return address < range.end && range.begin < address + bytes;
+      })) {
+    launch.stray = instruction;
+  }
   // For an atomic access:
   const bool reads = kind != Kind::kAtomicWrite && kind != Kind::kRelease;
   const bool writes = kind != Kind::kAtomicRead && kind != Kind::kAcquire;
@@ -412,6 +419,10 @@ void access(unsigned i, uintptr_t address, unsigned bytes, Kind kind, bool is_sh
 
 std::string end_launch() {
   const Launch ended = std::exchange(now, Launch{});
+  if (ended.stray != nullptr) {
+    return "on_host: forbidden memory is accessed by " + ended.kernel + " at " +
+           lines_of({ended.stray}).front();
+  }
   const auto& told = ended.told;
   if (told.empty()) {
     return {};
@@ -436,5 +447,7 @@ std::string end_launch() {
   }
   return words.str();
 }
+
+void forbid(std::vector<Range> ranges) { forbidden = std::move(ranges); }
 
 }  // namespace on_host::races

@@ -12,6 +12,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "thread.h"
 
 namespace on_host::races {
 
@@ -33,7 +36,10 @@ void cross_block_barrier();
 void cross_fence(unsigned thread);
 void access(unsigned thread, uintptr_t address, unsigned bytes, Kind kind, bool is_shared,
             const void* instruction);
-// Ends the launch. Returns a description of its races; empty for none.
+// Ends the launch. Returns a description of its races and forbidden accesses; empty for none.
 std::string end_launch();
+
+// Kernels may touch no global memory in these ranges. Called while no kernel runs.
+void forbid(std::vector<Range> ranges);
 
 }  // namespace on_host::races

@@ -36,8 +36,9 @@ def by_device(config: str) -> dict[str, str]:
             ``init_process_group()``, with the accelerator's backend.
 
     Raises:
-        ValueError: ``init_process_group`` would refuse it.
+        ValueError, RuntimeError: ``init_process_group`` would refuse it.
     """
+    import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import BackendConfig
 
@@ -49,6 +50,8 @@ def by_device(config: str) -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of backends of unknown devices
         found = BackendConfig(dist.Backend(text)).get_device_backend_map()
+    for device in found:
+        torch.device(device)  # refuses an unknown one
     return {str(device): str(backend) for device, backend in found.items()}
 
 
@@ -63,13 +66,14 @@ def backends(source: str, config: str) -> Iterator[Finding]:
 
     try:
         found = by_device(config)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
         text = " ".join(first_line(error).split())
         yield Finding("group", source, f"{config!r}: {text}", "error", advice)
         return
-    parts = [f"{device} tensors travel over {name}" for device, name in found.items()]
-    value = f"{config}: {', '.join(parts)}"
+    value = ", ".join(f"{device} tensors travel over {name}" for device, name in found.items())
+    if config != "undefined":
+        value = f"{config}: {value}"
     missing = [
         backend
         for backend in dict.fromkeys(found.values())
