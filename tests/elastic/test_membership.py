@@ -372,6 +372,28 @@ def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixtu
     assert len(texts) == len(set(texts)), "each rank logs each entry once"
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("text", [b"hello", b"\xff\xfe", b"9" * 30, b""])
+@pytest.mark.parametrize("key", ["wanted", "ranks"])
+def test_other_texts_in_a_counter_are_replaced(
+    key: str, text: bytes, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store closes the connection of whoever adds to them."""
+    store, signs, members = _started(2)
+    if is_first:
+        store.set(key, text)
+    (late,) = _members(store, 1, signs)
+    if not is_first:
+        store.set(key, text)
+    entered, thread = _entering(late)
+    _wait_until(members[0].wanting)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    CLOCK.join(thread)
+    assert {*views, *entered} == {views[0]}
+    assert views[0].members == (*(m.own for m in members), late.own)
+    assert f"the store's counter '{key}' has {text!r}, which is replaced" in caplog.text
+
+
 def test_a_rank_asks_again_where_the_number_of_requests_is_too_low() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)

@@ -14,7 +14,7 @@ from on_ranks import on_processes
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.elastic.membership import Lost
+from torch_commhook.elastic.membership import VIEW_NUMBER, Lost
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.step.peer_error import PeerError
@@ -70,6 +70,20 @@ def test_how_often_somebody_has_asked_to_take_part(store: dist.Store) -> None:
     signs.watch([5])  # others, which changes nothing here
     assert signs.wanted() == 3
     signs.stop()
+
+
+def test_words_in_the_place_of_numbers(store: dist.Store) -> None:
+    """The store closes the connection of whoever adds to them."""
+    for key in ("alive/1", "alive/2", StoreSigns.WANTED, VIEW_NUMBER):
+        store.set(key, "hello")
+    one, other = StoreSigns(store, 1, 0.2), StoreSigns(store, 2, 0.2)
+    _until(lambda: one.silent([2]) == set() and "alive/2" in one._signs.signs())
+    assert (one.wanted(), one.view_number()) == (0, 0)
+    store.set(StoreSigns.WANTED, "3")
+    _until(lambda: one.wanted() == 3)
+    other.stop()
+    _until(lambda: one.silent([2]) == {2})
+    one.stop()
 
 
 def test_an_interval_that_is_none(store: dist.Store) -> None:

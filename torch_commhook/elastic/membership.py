@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,9 @@ _T = TypeVar("_T")
 _LONGEST_PAUSE = 0.05
 #: Each member waits this much longer than the one before it, so that only one writes a view.
 _TURN = 0.02
+#: The numbers that processes may have beside those in the view.
+_SPARE_NUMBERS = 1000
+_NUMBER = re.compile(rb"-?\d{1,18}")
 #: The key of the last view's number; it may lag behind the view, but is never ahead.
 VIEW_NUMBER = "view_number"
 
@@ -192,7 +196,7 @@ class Membership:
         self._now = now
         self._sleep = sleep
         self._skipped: set[tuple[str, str]] = set()  # each is logged once
-        self.own: int = store.add("ranks", 1)
+        self.own: int = self._count("ranks", 1)
         self.view: View | None = None
         self.is_new = True
         self.has_begun = False
@@ -245,7 +249,7 @@ class Membership:
         process ends before it adds 1, the next request makes the members read both entries.
         """
         self._store.append("wanting", f"{self.own} ")
-        return int(self._store.add("wanted", 1))
+        return self._count("wanted", 1)
 
     def _may_begin(self, view: View | None, wanting: list[int], waited: float) -> bool:
         """Whether the ranks that want to take part should begin, because nobody trains."""
@@ -268,13 +272,13 @@ class Membership:
 
     def _asking(self, view: View | None) -> tuple[list[int], int, int]:
         """As :meth:`wanting` after a view, with the length of the list and number of requests."""
-        wanted = self._store.add("wanted", 0)  # first: the entries of all these are in the list
+        wanted = self._count("wanted", 0)  # first: the entries of all these are in the list
         entries = self._entries("wanting", int)
         known = set() if view is None else set(view.members)
         at = 0 if view is None else view.entries
         new = {each for each in entries[at:] if each is not None}
         if new:  # else a stray number would become a member
-            last = self._store.add("ranks", 0)
+            last = self._count("ranks", 0)
             new = {each for each in new if 0 < each <= last}
         silent = self._signs.silent([each for each in new if each != self.own])
         return sorted(new - known - silent), len(entries), wanted
@@ -471,6 +475,21 @@ class Membership:
                         entry[:80],
                     )
         return found
+
+    def _count(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it. A text that is no number is replaced before.
+
+        There, a store closes the connection of whoever calls ``add()``.
+        """
+        text = self._store.compare_set(key, "-", "-")  # "-" if there is none
+        if text != b"-" and not _NUMBER.fullmatch(text):
+            _log.warning("the store's counter '%s' has %r, which is replaced", key, text[:80])
+            view = self.current()
+            last = 0 if view is None else view.wanted
+            if key == "ranks":  # others may have numbers that are in no view
+                last = max(view.members if view else (0,)) + _SPARE_NUMBERS
+            self._store.compare_set(key, text, str(last))
+        return int(self._store.add(key, amount))
 
     def _read(self, key: str) -> str | None:
         return read_now(self._store, key)

@@ -249,7 +249,8 @@ def read_now(store: Any, key: str) -> str | None:
         store: a store that can append.
         key: a key whose text is never ``"-"``.
     """
-    found: str = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    # Others may write bytes that are no text.
+    found: str = store.compare_set(key, _NOTHING, _NOTHING).decode(errors="backslashreplace")
     return None if found == _NOTHING else found
 
 

@@ -4,11 +4,28 @@
 #include <c10/util/thread_name.h>
 
 #include <algorithm>
+#include <charconv>
 #include <exception>
 #include <optional>
+#include <system_error>
 
 namespace commhook {
 namespace {
+
+// The number under a key: 0 if there is none, nothing if others have written another text. There, a
+// store closes the connection of whoever calls add().
+std::optional<int64_t> number_under(c10d::Store& store, const std::string& key) {
+  const std::vector<uint8_t> nothing{'-'};
+  const auto found = store.compareSet(key, nothing, nothing);  // get() waits for missing keys
+  if (found == nothing) {
+    return 0;
+  }
+  const std::string text(found.begin(), found.end());
+  int64_t number = 0;
+  const auto* end = text.data() + text.size();
+  const auto parsed = std::from_chars(text.data(), end, number);
+  return parsed.ec == std::errc() && parsed.ptr == end ? std::optional(number) : std::nullopt;
+}
 
 double seconds_of(SignsOfLife::Clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
@@ -80,11 +97,12 @@ void SignsOfLife::run() {
           keys.push_back(key);
         }
       }
-      store_->add(own_, 1);
-      // multiGet would wait for missing keys.
+      store_->set(own_, std::to_string(++given_));
       numbers.emplace();
       for (const auto& key : keys) {
-        (*numbers)[key] = store_->add(key, 0);
+        if (const auto number = number_under(*store_, key)) {
+          (*numbers)[key] = *number;
+        }
       }
     } catch (const std::exception&) {  // the store is out of reach; the next round tries again
       numbers.reset();

@@ -55,6 +55,7 @@ class SignsOfLife {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string own_;
+  int64_t given_ = 0;  // the number of signs of this process; used by the thread alone
   const Clock::duration interval_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
