@@ -22,13 +22,25 @@ from mode_cases import (
     equal,
     gradients,
     module,
+    of_a_work,
     outcome,
 )
-from on_ranks import on_processes
+from on_ranks import of_all_ranks, on_processes
 from rank_pool import RankPool
+from sharded_models import Mesh, by_layer, layers, local
 from torch import nn
+from torch.distributed import distributed_c10d
 
-from torch_commhook import GradBucket, HookHandle, PeerError, attach, collectives, hooks, traceable
+from torch_commhook import (
+    GradBucket,
+    HookHandle,
+    PeerError,
+    attach,
+    collectives,
+    hooks,
+    parse_hook,
+    traceable,
+)
 from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 
@@ -203,10 +215,12 @@ def test_what_fails_on_one_rank(rank: int, mode: Mode, how: str) -> None:
 
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("kind", ["ddp", "python_reducer", "module"])
+@pytest.mark.parametrize("inner", [hooks.blockwise(), of_a_work], ids=["blockwise", "of_a_work"])
 @on_processes
-def test_the_first_step_of_a_hook_around_another(rank: int, kind: str, fails: int) -> None:
+def test_the_first_step_of_a_hook_around_another(
+    rank: int, kind: str, fails: int, inner: Any
+) -> None:
     """A function that calls a hook in stages, whose second ones have connections of their own."""
-    inner = hooks.blockwise()
     mode = Mode(kind, "eager")
     happened = ""
 
@@ -221,7 +235,7 @@ def test_the_first_step_of_a_hook_around_another(rank: int, kind: str, fails: in
         model.zero_grad()
         step(batch(rank, 0))
         got = gradients(model)
-        handle.replace(hooks.blockwise())
+        handle.replace(inner)
         model.zero_grad()
         step(batch(rank, 0))
     assert equal(gradients(model), got)
@@ -243,6 +257,60 @@ def test_a_peer_that_is_slow(rank: int) -> None:
     raised = outcome(lambda: model(batch(rank, 0)).square().sum().backward())
     handle.remove()
     assert raised.startswith("PeerError" if rank else "OwnError")
+
+
+WHOLE, SHARDED = ("module", "ddp", "python_reducer"), ("fsdp", "replicate", "hsdp")
+LATE = [(kind, hook) for kind in (*WHOLE, *SHARDED) for hook in ("allreduce()", "blockwise()")]
+LATE += [
+    (kind, hook)
+    for kind in (*WHOLE, "hsdp")
+    for hook in ("cpp('allreduce')", "local_sgd(1)", "of_a_work")
+]
+
+
+@pytest.mark.parametrize(("kind", "hook"), LATE)
+@on_processes
+def test_a_late_rank(rank: int, kind: str, hook: str) -> None:
+    """Rank 1 comes when rank 0 has given up. All models raise the same types, and continue."""
+    model: Any = layers()
+    groups = [dist.group.WORLD]
+    if kind in SHARDED:
+        mesh = Mesh.of(f"{kind}-2")
+        groups = mesh.mesh.get_all_groups()
+        by_layer(model, mesh)
+    elif kind != "module":
+        model = Mode(kind, "eager").wrap(model)
+    try:
+        for group in groups:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+        handle = attach(model, of_a_work if hook == "of_a_work" else parse_hook(hook))
+    finally:
+        for group in groups:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    store = distributed_c10d._get_default_store()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found, of_steps = [], []
+    for is_late in (False, True, False):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 5), rank + 1.0)).sum()
+        if is_late and rank == 1:
+            store.wait([f"late/{kind}/{hook}"], timedelta(seconds=20))
+
+        def finish(loss: torch.Tensor = loss) -> None:
+            loss.backward()
+            optimizer.step()
+
+        found.append(outcome(finish))
+        if is_late and rank == 0:
+            store.set(f"late/{kind}/{hook}", "")
+        of_all_ranks(None)
+        if not is_late:
+            of_steps.append([local(p.grad).clone() for p in model.parameters()])
+    handle.remove()
+    told = "PeerError: torch_commhook: this step failed on rank 0: " if rank else ""
+    assert found[1].startswith(f"{told}TimeoutError: "), found
+    assert found[::2] == ["done"] * 2
+    assert equal(*of_steps)
 
 
 @on_processes

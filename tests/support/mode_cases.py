@@ -37,6 +37,12 @@ def with_futures(state: object, bucket: GradBucket) -> torch.futures.Future:
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def of_a_work(state: object, bucket: GradBucket) -> torch.futures.Future:
+    """Returns a Work's own Future, of a list."""
+    buffer = bucket.buffer().div_(bucket.process_group().size())
+    return dist.all_reduce(buffer, group=bucket.process_group(), async_op=True).get_future()
+
+
 class CastInTwoStages(hooks.cast):
     """Does the same as :class:`hooks.cast` with many ranks."""
 

@@ -14,8 +14,8 @@ from torch_commhook.step.rendezvous import Reason
 _NO_ANSWER = re.compile(r"Connection timed out|No route to host|Network is unreachable")
 #: Gloo's errors for a connection that another rank has closed, or that ended with its process.
 _CLOSED = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure")
-#: Gloo's errors for a rank that did not come in time.
-_LATE = re.compile(r"gloo.*Timed out waiting", re.DOTALL)
+#: Gloo's errors for a rank that did not come in time: of the collective, and of others beside it.
+_LATE = re.compile(r"gloo.*Timed out waiting|Application timeout caused pair closure", re.DOTALL)
 #: Errors of a collective that another thread of this rank may have ended: Gloo's, and PyTorch's for
 #: a group that has no backend any more.
 _MAY_BE_CUT = re.compile(r"gloo|Could not retrieve or create the backend")

@@ -415,8 +415,8 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   // The reducer now waits for no other bucket.
   if (!failure_) {
     fail(error, drain_seconds_);
-    error = failure_;
   }
+  error = failure_;  // not that of a bucket whose connections were closed because of it
   // Objects that an exception holds, such as a hook's locals, must not live until the next
   // backward.
   running->failure = nullptr;

@@ -402,7 +402,7 @@ def reset(root: Any) -> None:
     for group in groups:
         result = group._all_gather_result
         if result is not None and result.all_gather_work is not None:
-            with suppress(RuntimeError):  # it was part of the failed step
+            with suppress(RuntimeError, TimeoutError):  # it was part of the failed step
                 result.all_gather_work.wait()
             group._all_gather_result = result._replace(all_gather_work=None)
     if hasattr(root, "_reset_iter_state"):
