@@ -20,6 +20,7 @@ from mode_cases import (
     Mode,
     batch,
     module,
+    of_a_work,
     with_futures,
 )
 from rank_pool import RankPool
@@ -68,6 +69,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
     "cast(float16)": (lambda: hooks.cast(torch.float16), 2.0**-10),
     "cast in two stages": (CastInTwoStages, 2.0**-7),
     "futures": (lambda: with_futures, 1e-6),
+    "Future of a Work": (lambda: of_a_work, 1e-6),
     "object": (Object, 1e-6),
     "traced": (lambda: traced, 1e-6),
     "hierarchical": (between_nodes, 1 / 64),
@@ -200,7 +202,7 @@ def compiled(mode: Mode, hook: str) -> Mode:
 
 def runs(mode: Mode, hook: str) -> bool:
     """A hook that cannot be traced breaks the graph, which fullgraph forbids."""
-    if mode.fullgraph and hook in ("futures", "object"):
+    if mode.fullgraph and hook in ("futures", "Future of a Work", "object"):
         return False
     return ALL or hook in EVERYWHERE or mode in SOMEWHERE
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from mode_cases import BUCKET_CAP_MB, Mode
+import torch.distributed as dist
+from cpp_libraries import library
+from mode_cases import BUCKET_CAP_MB, Mode, of_a_work
 from on_ranks import on_processes
 from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
 from sharded_models import Mesh, by_layer
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
-from torch_commhook import GradBucket, attach, codecs, collectives, hooks, spans
+from torch_commhook import GradBucket, attach, codecs, collectives, hooks, load_cpp_hooks, spans
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 
 STEPS = 2
 ONCE = ["encode", "wire", "decode"]
@@ -274,27 +277,53 @@ def test_compiled_code_is_the_same_under_a_profiler(rank: int, runner: str) -> N
         assert torch.equal(one, other)
 
 
+@pytest.fixture(scope="module")
+def comm_hooks() -> str:
+    return library("comm_hooks")
+
+
+class Sharded(hooks.Hook):
+    """A user's, which calls collectives of ``torch.distributed``."""
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return of_a_work(None, bucket)
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        buffer, group = bucket.buffer().mul_(bucket.scale), bucket.process_group()
+        future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        return future.then(lambda _: bucket.shard.copy_(buffer.chunk(2)[group.rank()]))
+
+
 @pytest.mark.parametrize(
     ("kind", "hook"),
     [
         ("ddp", "allreduce()"),
         ("ddp", "cpp('allreduce')"),
+        ("ddp", "cpp('gradients')"),
+        ("ddp", "cpp('torch_allreduce')"),
         ("ddp", "blockwise(bits=4)"),
+        ("ddp", "of_a_work"),
         ("module", "allreduce()"),
         ("module", "cpp('allreduce')"),
+        ("module", "cpp('gradients')"),
+        ("module", "of_a_work"),
         ("module", "randomk(density=0.1)"),
         ("fsdp-2", "blockwise(bits=4)"),
+        ("fsdp-2", "Sharded()"),
+        ("hsdp-2", "of_a_work"),
         ("replicate-2", "allreduce()"),
     ],
 )
 @on_processes
-def test_works_of_gloo_have_no_spans(rank: int, kind: str, hook: str) -> None:
+def test_works_of_gloo_have_no_spans(rank: int, kind: str, hook: str, comm_hooks: str) -> None:
     """The Future of a Work completes before its span ends, and then the profile may be over.
 
     PyTorch writes the end of such a span to freed memory.
     """
     model, options = model_of(kind, 40)
-    handle = attach(model, parse_hook(hook), **options)
+    load_cpp_hooks(comm_hooks)
+    own = {"of_a_work": of_a_work, "Sharded()": Sharded()}
+    handle = attach(model, own.get(hook) or parse_hook(hook), **options)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(torch.full((2, 40), rank + 1.0)).square().sum().backward()
     handle.remove()

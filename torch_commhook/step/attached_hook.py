@@ -303,7 +303,7 @@ class Attached:
         elif self.memory.jump_watch is not None:
             self.memory.jump_watch.look(bucket)
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with active(spans), self.gathering():
+        with self._seeing(), active(spans), self.gathering():
             future: torch.futures.Future[Tensor] = _C.as_future(
                 driven(self.hook.average_shard(bucket)), where
             )
@@ -327,21 +327,21 @@ class Attached:
             with self.gathering():
                 if in_order and self.hook.lets_stages_wait:
                     return self._run_in_order(self.hook, bucket)
-                with self._seeing(bucket) as seen:
+                with self._seeing() as seen:
                     result, dtype, traffic = run_average(self.hook, bucket)
                 return result, dtype, self._with_seen(traffic, seen, result, bucket)
         meter = WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with counting(meter), self._seeing(bucket) as seen, active(spans), self.gathering():
+        with counting(meter), self._seeing() as seen, active(spans), self.gathering():
             result = driven(run_hook(self.hook, self.state, bucket))
         if spans is not None:
             spans.note_sent(result)
         traffic = meter.traffic(bucket.numel(), bucket.dtype())
         return result, bucket.dtype(), self._with_seen(traffic, seen, result, bucket)
 
-    def _seeing(self, bucket: GradBucket) -> AbstractContextManager[SeenCollectives | None]:
+    def _seeing(self) -> AbstractContextManager[SeenCollectives | None]:
         """What sees collectives of a hook that is not the library's; nothing under compilers."""
-        if torch.compiler.is_compiling() or self.has_unseen_traffic or self._counts_itself:
+        if torch.compiler.is_compiling() or self._counts_itself:
             return nullcontext()
         return SeenCollectives()
 
@@ -349,7 +349,7 @@ class Attached:
         self, traffic: BucketTraffic, seen: SeenCollectives | None, result: Any, bucket: GradBucket
     ) -> BucketTraffic:
         """The traffic, with what was seen where nobody else has counted."""
-        if seen is None or traffic.bytes_sent is not None:
+        if seen is None or self.has_unseen_traffic or traffic.bytes_sent is not None:
             return traffic
         follows = bucket.device().type == "cpu"
         sent = seen.bytes_sent(result, self._find_unseen if follows else None)

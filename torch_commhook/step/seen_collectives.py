@@ -1,10 +1,14 @@
-"""Counts the bytes of hooks that call collectives of ``torch.distributed`` themselves."""
+"""Counts the bytes of hooks that call collectives of ``torch.distributed`` themselves.
+
+It also hides these collectives' Works from PyTorch's profiler; see :func:`issue_unseen`.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.process_group.operations import COLLECTIVES, Call, HookOpName
 
 #: The newest names of methods whose operators on process groups have other names.
@@ -152,7 +157,7 @@ def _issued(group: Any) -> int:
 
 
 class _Mode(TorchDispatchMode):
-    """Shows operators to a :class:`SeenCollectives`, and runs them unchanged."""
+    """Shows operators to a :class:`SeenCollectives`, and runs them unseen by the profiler."""
 
     supports_higher_order_operators = True
 
@@ -167,9 +172,13 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen = self._seen()
-        if seen is not None and getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+        call = partial(func, *args, **(kwargs or {}))
+        if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
+            return call()
+        if seen is not None:
             seen.note(func, args)
-        return func(*args, **(kwargs or {}))
+        sent = _tensors(list(args))
+        return issue_unseen(call, sent[0].device) if sent else call()
 
 
 def _described(operator: Any, arguments: Sequence[Any]) -> tuple[Call, dist.ProcessGroup] | None:

@@ -1,6 +1,7 @@
 #include "runtime/cpp_hooks/cpp_hook.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include <memory>
 
@@ -74,7 +75,13 @@ CppRun CppHook::start(GradBucket& bucket) const {
     const auto name = span_name("wire", static_cast<int64_t>(bucket.getIndex()), name_);
     span = std::make_shared<Span>(profiler, name, /*is_async=*/true);
   }
-  auto future = named_errors(spec.where, [&] { return hook->runHook(bucket); });
+  auto future = named_errors(spec.where, [&] {
+    // On the CPU, the profiler does not see the hook's Works, for the reason that issue_unseen() in
+    // torch_commhook/collectives/works.py gives.
+    const at::RecordFunctionGuard seen(at::isRecordFunctionEnabled() &&
+                                       !bucket.getBuffer().device().is_cpu());
+    return hook->runHook(bucket);
+  });
   TORCH_CHECK_TYPE(future, spec.where, ": runHook must return a Future, got a null pointer");
   if (span) {
     end_with(span, *future);
