@@ -12,6 +12,7 @@ from sharded_models import (
     Mesh,
     batch,
     check_outcome,
+    device_mesh,
     gradients_of_step,
     layers,
     local,
@@ -24,8 +25,9 @@ from sharded_models import (
 )
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch.distributed.fsdp import fully_shard
 
-from torch_commhook import attach, hooks
+from torch_commhook import attach, hooks, parse_hook
 
 PLACES = ["fsdp-2", "hsdp-4", "replicate-2"]
 
@@ -101,6 +103,68 @@ def test_a_part_that_is_called_alone(rank: int, place: str) -> None:
     model.zero_grad()
     assert same_bits(gradients_of_step(model, rank), gradients_of_step(plain, rank))
     handle.remove()
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found = [expert(x) for expert in self.each]
+        return weights[..., :1] * found[0] + weights[..., 1:] * found[1]
+
+
+class _Moe(nn.Module):
+    """A layer with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.router, self.experts = nn.Linear(5, 6), nn.Linear(6, 2), _Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x)
+        return self.experts(x, self.router(x).softmax(-1))
+
+
+def _moe(rank: int, kind: str) -> _Moe:
+    """With the experts on another mesh than the rest, which all ranks shard."""
+    torch.manual_seed(0)
+    model = _Moe()
+    mesh = device_mesh((4,), ("ranks",))
+    axes = device_mesh((2, 2), ("a", "b"))
+    if kind == "each pair has its own":  # expert parallelism
+        torch.manual_seed(1 + rank % 2)
+        for parameter in model.experts.parameters():
+            nn.init.normal_(parameter)
+    for part in (model.attention, model.router):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model.experts, mesh=axes if kind == "hsdp" else axes["a"])
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps errors of whole gradients")
+@pytest.mark.parametrize("kind", ["hsdp", "each pair has its own"])
+@on_ranks("fsdp-4")
+def test_experts_on_another_mesh(rank: int, place: str, kind: str) -> None:
+    """As the error for a hook on the whole model says."""
+    expected = [gradients_of_step(_moe(rank, kind), rank, number) for number in range(2)]
+    model = _moe(rank, kind)
+    with pytest.raises(ValueError, match="over different meshes, as parameters 'att") as raised:
+        attach(model, hooks.allreduce())
+    assert "for module in (attention, router, experts): attach(module, hook)" in str(raised.value)
+    parts = (model.attention, model.router, model.experts)
+    for text, bound in (("allreduce()", 0.0), ("error_feedback(blockwise(bits=8))", 1 / 64)):
+        handles = [attach(module, parse_hook(text)) for module in parts]
+        for number in range(2):
+            got = gradients_of_step(model, rank, number)
+            most = max(float(each.abs().sum()) for each in expected[number])
+            torch.testing.assert_close(got, expected[number], rtol=0, atol=bound * most)
+        for handle in handles:
+            handle.load_state_dict(handle.state_dict())
+            handle.remove()
+    assert same_bits(gradients_of_step(model, rank, 1), expected[1])
 
 
 @pytest.mark.parametrize("attach_compiled", [False, True], ids=["model", "compiled model"])
