@@ -266,6 +266,7 @@ LATE += [
     for kind in (*WHOLE, "hsdp")
     for hook in ("cpp('allreduce')", "local_sgd(1)", "of_a_work")
 ]
+LATE += [(kind, "at the end") for kind in WHOLE]  # of a step
 
 
 @pytest.mark.parametrize(("kind", "hook"), LATE)
@@ -283,18 +284,27 @@ def test_a_late_rank(rank: int, kind: str, hook: str) -> None:
     try:
         for group in groups:
             distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
-        handle = attach(model, of_a_work if hook == "of_a_work" else parse_hook(hook))
+        own = {"of_a_work": of_a_work, "at the end": hooks.allreduce()}
+        handle = attach(model, own.get(hook) or parse_hook(hook))
     finally:
         for group in groups:
             distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
     store = distributed_c10d._get_default_store()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    found, of_steps = [], []
+    found: list[str] = []
+    of_steps = []
+
+    def wait(*_: object) -> None:
+        if len(found) == 1 and rank == 1:
+            store.wait([f"late/{kind}/{hook}"], timedelta(seconds=20))
+
+    if hook == "at the end":
+        handle.register_posthook(wait)
     for is_late in (False, True, False):
         optimizer.zero_grad()
         loss = model(torch.full((2, 5), rank + 1.0)).sum()
-        if is_late and rank == 1:
-            store.wait([f"late/{kind}/{hook}"], timedelta(seconds=20))
+        if hook != "at the end":
+            wait()
 
         def finish(loss: torch.Tensor = loss) -> None:
             loss.backward()

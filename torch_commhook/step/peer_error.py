@@ -59,7 +59,8 @@ def is_lost(error: BaseException) -> bool:
 
 def is_late(error: BaseException) -> bool:
     """Whether an error is Gloo's for a collective to which another rank did not come in time."""
-    return _LATE.search(str(error)) is not None
+    # A PeerError has the text of another rank's.
+    return not isinstance(error, PeerError) and _LATE.search(str(error)) is not None
 
 
 def may_be_cut(error: BaseException) -> bool:

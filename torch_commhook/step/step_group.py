@@ -369,14 +369,16 @@ class StepGroup:
 
         Raises:
             PeerError: another rank failed.
+            TimeoutError: another rank did not come in time.
         """
         try:
             agree()
         except RuntimeError as error:
             if not self.recovers:
                 raise
-            if is_lost(error):
-                raise self._fail_with_lost(error) from error
+            # Elastic ranks agree on who continues after a PeerError.
+            if is_lost(error) or (is_late(error) and self._meets_again):
+                raise self.fail_with(error) from error
             explained = self.explain(error)
             self.fail(explained)
             raise explained from error
