@@ -302,7 +302,7 @@ WITH_DYNAMIC_SHAPES = {
     [
         pytest.param(hook, marks=[] if ALL or hook in WITH_DYNAMIC_SHAPES else pytest.mark.long)
         for hook in HOOKS
-        if hook not in ("futures", "object")
+        if hook not in ("futures", "Future of a Work", "object")
     ],
 )
 def test_every_hook_with_dynamic_shapes(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from group_doubles import completed
+from mode_cases import of_a_work
 from on_ranks import on_processes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -226,3 +227,24 @@ def test_a_group_that_tells_nothing_any_more() -> None:
     assert seen_collectives._unseen([baseline]) < 0
     del group
     assert seen_collectives._unseen([baseline]) == 0
+
+
+@on_processes
+def test_bytes_are_known_however_late_callbacks_run(rank: int) -> None:
+    """A step may end before the callbacks of a complete Future have run."""
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future:
+        future = of_a_work(state, bucket)
+        if bucket.index() == 0:
+            future.add_done_callback(lambda _: time.sleep(0.3))
+        else:
+            time.sleep(0.1)
+        return future
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with attach(model, hook, bucket_cap_mb=0.001) as handle:
+        for step in (1, 2):
+            model(torch.ones(2, 16)).sum().backward()
+            time.sleep(0.4)
+            assert handle.stats().bytes_sent == step * 4 * 2 * (16 * 16 + 16)
+        assert len(handle.stats().buckets) > 1

@@ -328,5 +328,6 @@ def test_works_of_gloo_have_no_spans(rank: int, kind: str, hook: str, comm_hooks
         model(torch.full((2, 40), rank + 1.0)).square().sum().backward()
     handle.remove()
     names = {event["name"] for event in complete_events(profiler)}
-    assert kind == "replicate-2" or any(name.startswith("commhook::wire") for name in names)
+    if kind != "replicate-2" and hook not in own:  # a Work may be complete at once
+        assert any(name.startswith("commhook::wire") for name in names)
     assert not [name for name in names if name.startswith("gloo:")]

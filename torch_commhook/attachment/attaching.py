@@ -318,7 +318,7 @@ def _checked_model(
     """
     _check_unoccupied(model)
     is_ddp = isinstance(model, DistributedDataParallel)
-    if is_ddp:
+    if isinstance(model, DistributedDataParallel):
         _check_none_given({"process_group": process_group, **given}, _DDP)
         if _lasting_road(model) is None:
             _check_no_comm_hook(model)

@@ -355,6 +355,8 @@ class DdpRoad:
             kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
         call = attached.start(bucket, where, in_order=self._numbers_buckets())
         self._used.append(call.used)
+        if call.look is not None:  # the reducer's own callback comes after this one
+            call.future.add_done_callback(lambda _, look=call.look: look())
         leaves_some_out = self._results.leaves_some_out(attached)
         if leaves_some_out:
             self._results.keep_for_unused(index, call.future.wait)

@@ -283,9 +283,9 @@ class Attached:
         local = self.stages.before(bucket, where)
         used = UsedTensors()
         with keeping(used):
-            result, dtype, traffic = self.run(bucket, in_order=in_order)
+            result, dtype, traffic, look = self.run(bucket, in_order=in_order)
         future = _C.as_future(result, where)
-        return HookCall(bucket, future, dtype, where, traffic, local, used)
+        return HookCall(bucket, future, dtype, where, traffic, local, used, look)
 
     def start_on_shards(self, bucket: ShardedBucket, where: str) -> torch.futures.Future[Tensor]:
         """Start a hook of the library on sharded gradients: :meth:`Hook.average_shard`.
@@ -313,11 +313,12 @@ class Attached:
 
     def run(
         self, bucket: GradBucket, *, in_order: bool = False
-    ) -> tuple[Any, torch.dtype, BucketTraffic]:
+    ) -> tuple[Any, torch.dtype, BucketTraffic, Callable[[], None] | None]:
         """Start the hook on a bucket; arguments as for :meth:`start`.
 
         Returns:
-            The hook's result, the dtype that it must have, and its traffic (None bytes if unknown).
+            The hook's result, the dtype that it must have, its traffic (None bytes if unknown), and
+            :attr:`HookCall.look`.
         """
         if isinstance(self.hook, Hook):
             if is_capturing(bucket.device()):
@@ -326,10 +327,10 @@ class Attached:
                 self.memory.jump_watch.look(bucket)
             with self.gathering():
                 if in_order and self.hook.lets_stages_wait:
-                    return self._run_in_order(self.hook, bucket)
+                    return *self._run_in_order(self.hook, bucket), None
                 with self._seeing() as seen:
                     result, dtype, traffic = run_average(self.hook, bucket)
-                return result, dtype, self._with_seen(traffic, seen, result, bucket)
+                return result, dtype, *self._with_seen(traffic, seen, result, bucket)
         meter = WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
         with counting(meter), self._seeing() as seen, active(spans), self.gathering():
@@ -337,7 +338,7 @@ class Attached:
         if spans is not None:
             spans.note_sent(result)
         traffic = meter.traffic(bucket.numel(), bucket.dtype())
-        return result, bucket.dtype(), self._with_seen(traffic, seen, result, bucket)
+        return result, bucket.dtype(), *self._with_seen(traffic, seen, result, bucket)
 
     def _seeing(self) -> AbstractContextManager[SeenCollectives | None]:
         """What sees collectives of a hook that is not the library's; nothing under compilers."""
@@ -347,20 +348,23 @@ class Attached:
 
     def _with_seen(
         self, traffic: BucketTraffic, seen: SeenCollectives | None, result: Any, bucket: GradBucket
-    ) -> BucketTraffic:
-        """The traffic, with what was seen where nobody else has counted."""
+    ) -> tuple[BucketTraffic, Callable[[], None] | None]:
+        """The traffic, with what was seen where nobody else has counted, and HookCall.look."""
         if seen is None or self.has_unseen_traffic or traffic.bytes_sent is not None:
-            return traffic
-        follows = bucket.device().type == "cpu"
-        sent = seen.bytes_sent(result, self._find_unseen if follows else None)
-        return traffic._replace(bytes_sent=sent)
+            return traffic, None
+        sent = seen.bytes_sent()
+
+        def look() -> None:
+            self.has_unseen_traffic = self.has_unseen_traffic or seen.has_missed()
+
+        # On CUDA, callbacks run at once.
+        is_pending = isinstance(result, torch._C.Future) and not result.done()
+        follows = sent is not None and is_pending and bucket.device().type == "cpu"
+        return traffic._replace(bytes_sent=sent), look if follows else None
 
     @cached_property
     def _counts_itself(self) -> bool:
         return _is_of_the_library(self.hook)
-
-    def _find_unseen(self) -> None:
-        self.has_unseen_traffic = True
 
     def _run_in_order(
         self, hook: Hook, bucket: GradBucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,8 @@ class HookCall:
         traffic: the call's traffic (None bytes if the hook does not use the library's collectives).
         local: the gradients before the hook, if post-hooks need them.
         used: tensors that the library's streams use until :attr:`future` is waited for.
+        look: notes whether the hook has issued collectives that nobody has counted. Called once the
+            result is there, before the library issues other messages.
     """
 
     bucket: GradBucket
@@ -49,6 +52,7 @@ class HookCall:
     traffic: BucketTraffic
     local: tuple[Tensor, ...] | None = None
     used: UsedTensors | None = None
+    look: Callable[[], None] | None = None
 
     @classmethod
     def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
@@ -81,6 +85,8 @@ class HookCall:
             Exception: the hook's error, or as :func:`checked_result`.
         """
         value = self.future.wait()
+        if self.look is not None:
+            self.look()
         if self.used is not None:
             self.used.waited_for()
         return checked_result(value, self.bucket, self.dtype, self.where)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -107,29 +107,19 @@ class SeenCollectives:
             self._is_known = False
         self._operations += 1
 
-    def bytes_sent(self, result: Any, find_more: Callable[[], object] | None) -> int | None:
+    def bytes_sent(self) -> int | None:
         """The bytes that the hook has sent. Call it once the hook has returned.
-
-        Args:
-            result: the hook's result.
-            find_more: called, perhaps on another thread, if unseen collectives were issued before
-                the result was complete. None if callbacks run at once, as on CUDA.
 
         Returns:
             None if no collective was seen, or if some were not seen.
         """
         if not self._operations or not self._is_known or _unseen(self._baselines) != 0:
             return None
-        is_pending = isinstance(result, torch._C.Future) and not result.done()
-        if is_pending and find_more is not None:
-            baselines, found = list(self._baselines), find_more
-
-            def look(_: object) -> None:
-                if _unseen(baselines) > 0:
-                    found()
-
-            result.add_done_callback(look)
         return self._bytes
+
+    def has_missed(self) -> bool:
+        """Whether unseen collectives were issued. Call it before the library issues its own."""
+        return _unseen(self._baselines) > 0
 
 
 def _unseen(baselines: Sequence[_Baseline]) -> int:
