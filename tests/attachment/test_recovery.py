@@ -508,4 +508,4 @@ def _fail_in_subgroup(rank: int, is_ddp: bool) -> list[str]:
 def test_errors_name_ranks_of_the_world(three_ranks: RankPool, is_ddp: bool) -> None:
     _, (peer, differs), _ = three_ranks.run(_fail_in_subgroup, is_ddp)
     assert peer.startswith("PeerError: torch_commhook: this step failed on rank 2: OwnError: boo")
-    assert differs.endswith("this one has allreduce(), rank 2 has cast(bfloat16)")
+    assert differs.endswith("rank 1 has allreduce(), rank 2 has cast(bfloat16)")
