@@ -239,6 +239,48 @@ def test_the_copy_of_the_tree_for_another_torch(tmp_path: Path) -> None:
     assert is_old == {"build/object", "own.so", "same"}
 
 
+def test_checks_run_in_a_clone_that_keeps_its_builds(tmp_path: Path) -> None:
+    """A run of everything and one after a run that was killed build anew."""
+    tree, cache = tmp_path / "tree", tmp_path / "torch_commhook"
+    files = {
+        ".ci/run": (ROOT / ".ci/run").read_text(),
+        ".gitignore": "/build",
+        "Makefile": "check:\n\techo $(BASE) $(ALL) >> build; cp build ../said; test -e source",
+        "source": "",
+        "tests/long_runs/called_for.py": "",
+    }
+    for name, text in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    finished("git", "init", folder=tree)
+
+    def run(code: int = 0, **settings: str) -> str:
+        """What make check was asked for, since the build that it found."""
+        finished("git", "add", ".", folder=tree)
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        finished("git", *who, "commit", "--allow-empty", "-m", "a change", folder=tree)
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HAS_LOCK": ""} | settings
+        finished("bash", tree / ".ci/run", code=code, environment=environment)
+        return (cache / "said").read_text()
+
+    def passed() -> str:
+        return (cache / "passed").read_text()
+
+    assert run() == "none\n"
+    first = passed()
+    assert run(BASE="c0ffee") == "none\nc0ffee\n"
+    second = passed()
+    assert first != second
+    (tree / "source").unlink()
+    assert run(code=2) == f"none\nc0ffee\n{second}"
+    assert passed() == second
+    (tree / "source").touch()
+    (cache / "running").touch()  # as a run that was killed leaves it
+    assert run() == second
+    assert run(ALL="1", BASE="") == "none 1\n"
+    assert not (cache / "running").exists()
+
+
 def test_it_says_what_runs_and_what_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from on_ranks import on_processes, on_ranks
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import DeadlockError, run_ranks
+from torch_commhook.testing import DeadlockError, run_ranks, worlds
 
 pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 
@@ -185,6 +186,23 @@ def test_one_at_a_time() -> None:
             dist.all_reduce(torch.ones(1))
 
     run_ranks(run, 4)
+
+
+def test_plans_of_dtensor_end_before_their_thread() -> None:
+    """Two threads that free theirs when they have ended can wait for each other for ever."""
+    found: list[str] = []
+
+    class Plans:
+        """In place of those that PyTorch keeps for each thread."""
+
+    def keep(rank: int) -> None:
+        plans = Plans()
+        weakref.finalize(plans, lambda: found.append(threading.current_thread().name))
+        of_thread = worlds.values_of_thread()
+        of_thread["__DTensor_fastpath_thread_cache_cleanup"] = plans
+
+    run_ranks(keep, 3)
+    assert sorted(found) == ["rank 0", "rank 1", "rank 2"]
 
 
 @pytest.mark.parametrize("seed", range(4))

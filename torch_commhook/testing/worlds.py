@@ -6,6 +6,7 @@ be thread-local. The object is replaced by one that forwards to the thread's own
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch_commhook.testing.scheduler import current_rank
 BACKEND = "simulated"
 
 _local = threading.local()
+_forgetting = threading.Lock()
 _left: list[threading.Thread] = []  # of runs that could not end all their threads
 
 
@@ -129,6 +131,25 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
         world.default_pg = None
         for name in _TABLES:
             world.__dict__[name].clear()
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Free this thread's cache of DTensor's plans.
+
+    PyTorch does it when the thread has ended, under a mutex, and gives up the GIL in between: two
+    threads that end at once would wait for each other for ever.
+    """
+    with _forgetting:
+        values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
+
+
+def values_of_thread() -> dict[Any, Any]:
+    """What C++ keeps for this thread until the thread has ended."""
+    get = ctypes.pythonapi.PyThreadState_GetDict
+    get.restype = ctypes.c_void_p  # as py_object the reference would count as new
+    values: dict[Any, Any] = ctypes.cast(get(), ctypes.py_object).value
+    return values
 
 
 def _make_group(options: Any, _: Any) -> SimulatedProcessGroup:
