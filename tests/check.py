@@ -316,10 +316,6 @@ class Plan:
         all_long: whether to run all long cases.
         on_torch: the areas of the files that have changed since the other torch has passed; by
             default ``areas``.
-
-    Attributes:
-        runs: targets of make with their variables, each with what to say about it.
-        left_out: what does not run, each with its reason.
     """
 
     def __init__(
@@ -337,8 +333,9 @@ class Plan:
         self.torch = torch
         self.all_long = all_long
         self.known = durations.load()
+        # targets of make with their variables, each with what to say about it
         self.runs: list[tuple[list[str], str]] = []
-        self.left_out: list[str] = []
+        self.left_out: list[str] = []  # what does not run, each with its reason
         self.changed = [test for test in sources.tests if self._is_changed(test, areas)]
         self.cases = self._cases()
         self.on_torch = self._on_another_torch(areas if on_torch is None else on_torch)

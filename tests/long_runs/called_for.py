@@ -46,15 +46,11 @@ STEPS = layers("attachment", "buckets", "collectives", "hooks", "memory", "reduc
 
 
 class LongRun(NamedTuple):
-    """A target of the Makefile.
+    """A target of the Makefile."""
 
-    Attributes:
-        minutes: roughly how long it takes on 2 cores.
-        files: files and folders; a change of one calls for the run. So does a change of the modules
-            that they import from tests/support and tests/long_runs, of torch and of the compiler.
-    """
-
-    minutes: int
+    minutes: int  # roughly how long it takes on 2 cores
+    # files and folders; a change of one calls for the run. So does a change of the modules that
+    # they import from tests/support and tests/long_runs, of torch and of the compiler
     files: tuple[str, ...]
 
     def paths(self) -> list[Path]:

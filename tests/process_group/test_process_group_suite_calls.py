@@ -28,15 +28,11 @@ MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
 
 
 class Noting(ProcessGroup):
-    """Notes the calls of the methods that a subclass gives it.
-
-    Attributes:
-        calls: the names and arguments, in their order.
-    """
+    """Notes the calls of the methods that a subclass gives it."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size)
-        self.calls: list[Any] = []
+        self.calls: list[Any] = []  # the names and arguments, in their order
 
     def only_call(self, name: str) -> tuple[Any, ...]:
         """The arguments of the only call since the last time."""

@@ -201,8 +201,7 @@ def test_cpp_reconfigures_a_group() -> None:
 def test_the_work_of_reconfiguring_lives_as_long_as_cpp_needs_it() -> None:
     class Own(Reconfigurable):
         def reconfigure(self, options: Any) -> Any:
-            work = DoneWork()
-            self.left = weakref.ref(work)
+            self.left = weakref.ref(work := DoneWork())
             return work
 
     group = Own(0, 1)
@@ -476,13 +475,10 @@ def _shared_layers() -> nn.Module:
 def test_a_shared_weight_in_a_checkpoint_around_the_model(
     reentrant: bool, gradient_as_bucket_view: bool, static_graph: bool
 ) -> None:
-    def call(model: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
-
     compare(
         _shared_layers,
         steps=5,
-        call=call,
+        call=lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant),
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
     )

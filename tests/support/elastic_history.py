@@ -41,28 +41,17 @@ POINTS = {
 
 @dataclass
 class History:
-    """The outcome of a history.
-
-    Attributes:
-        problems: the violations; empty for a good history.
-        faults: the number of faults of each kind.
-        views: the number of agreed views.
-        steps: counted steps, over all ranks.
-        repeated: repeated steps, over all ranks.
-        ended: the ends of processes, by kind.
-        reached_end: whether a rank has trained to the end.
-        seconds: of virtual time.
-    """
+    """The outcome of a history."""
 
     seed: int
-    problems: list[str]
-    faults: Counter[str]
-    views: int
-    steps: int
-    repeated: int
-    ended: Counter[str]
-    reached_end: bool
-    seconds: float
+    problems: list[str]  # the violations; empty for a good history
+    faults: Counter[str]  # the number of faults of each kind
+    views: int  # the number of agreed views
+    steps: int  # counted steps, over all ranks
+    repeated: int  # repeated steps, over all ranks
+    ended: Counter[str]  # the ends of processes, by kind
+    reached_end: bool  # whether a rank has trained to the end
+    seconds: float  # of virtual time
 
 
 class Run:

@@ -62,17 +62,11 @@ class Data(torch.utils.data.Dataset):
 
 @dataclass
 class How:
-    """The settings of a training.
+    """The settings of a training."""
 
-    Attributes:
-        accumulate: batches in a step.
-        bf16: whether autocast uses bfloat16.
-        clip: the largest norm of gradients.
-    """
-
-    accumulate: int = 1
-    bf16: bool = False
-    clip: float | None = None
+    accumulate: int = 1  # batches in a step
+    bf16: bool = False  # whether autocast uses bfloat16
+    clip: float | None = None  # the largest norm of gradients
     ddp: dict[str, Any] = field(default_factory=dict)
 
 

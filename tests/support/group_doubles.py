@@ -109,14 +109,11 @@ class DoneWork(Work):
 
 
 class Alike(ProcessGroup):
-    """Ranks that hold the same, whose works know nothing but to be waited for.
-
-    Attributes:
-        called: the names of the called exchanges and gathers, with their timeouts.
-    """
+    """Ranks that hold the same, whose works know nothing but to be waited for."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
+        # the names of the called exchanges and gathers, with their timeouts
         self.called: list[tuple[str, Any]] = []
 
     def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
@@ -136,15 +133,11 @@ class Alike(ProcessGroup):
 
 
 class MarkingGroup(ProcessGroup):
-    """Leaves a different mark on the tensors of each collective, and does not communicate.
-
-    Attributes:
-        called: the names of the called collectives, in order.
-    """
+    """Leaves a different mark on the tensors of each collective, and does not communicate."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size)
-        self.called: list[str] = []
+        self.called: list[str] = []  # the names of the called collectives, in order
         self.was_aborted = self.was_shut_down = False
 
     def _add(self, name: str, tensors: list[Tensor], mark: int) -> DoneWork:

@@ -132,34 +132,28 @@ def the_world() -> World:
 
 
 class World:
-    """Processes, events and the clock.
-
-    Attributes:
-        values: the store's.
-        doors: for each number in the training, the process that accepts connections.
-        failure: an error of the simulation itself.
-        reach: called with a process and the name of a point that it has reached.
-        written: called with a key of the store and its new value.
-        live: the number of processes that run or have not started yet.
-    """
+    """Processes, events and the clock."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
-        self.values: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}  # the store's
         self.processes: list[Process] = []
         self.tasks: list[Task] = []
+        # for each number in the training, the process that accepts connections
         self.doors: dict[int, Process] = {}
         self.endpoints: dict[tuple[str, int], Endpoint] = {}
         self.current: Any = None
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # an error of the simulation itself
+        # called with a process and the name of a point that it has reached
         self.reach: Callable[[Process, str], None] = lambda process, point: None
+        # called with a key of the store and its new value
         self.written: Callable[[str, bytes], None] = lambda key, value: None
         self._events: list[tuple[float, int, Any, Any, int]] = []
         self._count = 0
         self._main = Baton()
         self._latest = 0.0
-        self.live = 0
+        self.live = 0  # the number of processes that run or have not started yet
         self._cut: dict[tuple[int, int], int] = {}  # the number of faults that separate two hosts
         self._storeless: dict[int, int] = {}
         self._delayed: list[Callable[[], None]] = []
