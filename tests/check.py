@@ -306,25 +306,17 @@ class Cases:
 
 
 class Plan:
-    """The checks that a change needs.
-
-    Args:
-        sources: the files of the project.
-        areas: those of the changed files. With ``everything``, all of it.
-        number: chooses the turns of long cases.
-        torch: the other torch to run on; empty for none.
-        all_long: whether to run all long cases.
-        on_torch: the areas of the files that have changed since the other torch has passed; by
-            default ``areas``.
-    """
+    """The checks that a change needs."""
 
     def __init__(
         self,
-        sources: Sources,
-        areas: set[str],
-        number: int,
-        torch: str = "",
-        all_long: bool = False,
+        sources: Sources,  # the files of the project
+        areas: set[str],  # those of the changed files. With ``everything``, all of it
+        number: int,  # chooses the turns of long cases
+        torch: str = "",  # the other torch to run on; empty for none
+        all_long: bool = False,  # whether to run all long cases
+        # the areas of the files that have changed since the other torch has passed; by default
+        # ``areas``
         on_torch: set[str] | None = None,
     ) -> None:
         self.sources = sources

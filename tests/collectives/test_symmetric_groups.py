@@ -55,15 +55,11 @@ def summed(
 
 
 class Files:
-    """A double of PyTorch's symmetric memory.
-
-    Args:
-        rank: this rank.
-        folder: for the files.
-        fails: the operation that raises an error: "allocate" or "share".
-    """
+    """A double of PyTorch's symmetric memory."""
 
     def __init__(self, rank: int, folder: str, fails: str) -> None:
+        # rank: this rank; folder: for the files; fails: the operation that raises an error:
+        # "allocate" or "share"
         self.rank, self.folder, self.fails = rank, folder, fails
         self.numbers = count()
         #: This rank's memories that are still in use.

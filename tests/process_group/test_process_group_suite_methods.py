@@ -390,22 +390,15 @@ def test_without_init_sync_nothing_is_asked() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Two linear layers, of which some are run in checkpoints.
-
-    Args:
-        layers: the numbers of the layers that are run, after the first one.
-        reentrant: the kind of checkpoint.
-        shared: whether both layers have one weight.
-        alternating: whether a call runs only one layer, each in its turn.
-    """
+    """Two linear layers, of which some are run in checkpoints."""
 
     def __init__(
         self,
-        layers: tuple[int, ...],
+        layers: tuple[int, ...],  # the numbers of the layers that are run, after the first one
         *,
-        reentrant: bool,
-        shared: bool = False,
-        alternating: bool = False,
+        reentrant: bool,  # the kind of checkpoint
+        shared: bool = False,  # whether both layers have one weight
+        alternating: bool = False,  # whether a call runs only one layer, each in its turn
     ) -> None:
         super().__init__()
         self.all = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))

@@ -93,18 +93,12 @@ def everything(
     shards: int,
     scale: float,
     error: Tensor | None,
-    sizes: list[int] | None = None,
+    sizes: list[int] | None = None,  # of chunks; by default, there are none
     *,
-    rounding: Tensor | None = None,
-    added: int = 3,
+    rounding: Tensor | None = None,  # by default, :func:`rounding_for`
+    added: int = 3,  # the number of messages in sums
 ) -> list[Tensor]:
-    """The outputs of all methods, the errors last.
-
-    Args:
-        sizes: of chunks; by default, there are none.
-        rounding: by default, :func:`rounding_for`.
-        added: the number of messages in sums.
-    """
+    """The outputs of all methods, the errors last."""
     is_sharded = codec.exchange == "all_to_all"
     shards = shards if is_sharded else 1
     error = error if codec.takes_error else None

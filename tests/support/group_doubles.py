@@ -72,15 +72,11 @@ COUNTED = ("our Work", "torch's Work")
 
 
 class LonelyGroup(ProcessGroup):
-    """A group of one rank, with collectives that do nothing.
-
-    Args:
-        result: a key of ``RESULTS``.
-    """
+    """A group of one rank, with collectives that do nothing."""
 
     def __init__(self, result: str) -> None:
         super().__init__(0, 1)
-        self.result = result
+        self.result = result  # a key of ``RESULTS``
         self.waits = self.futures = 0
 
     def _done(self, value: Any) -> Any:

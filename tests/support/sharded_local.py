@@ -150,27 +150,18 @@ def _hooks_within(place: str) -> dict[str, Any]:
 def goes_on(
     rank: int,
     place: str,
-    make_hook: Callable[[], Any],
-    steps: int,
-    more: int,
+    make_hook: Callable[[], Any],  # makes a hook
+    steps: int,  # taken before the state is saved
+    more: int,  # steps taken after it
+    # of a distributed checkpoint of the state; None to load the state as it is
     folder: Path | None = None,
     *,
+    # makes settings of ``attach`` for a mesh
     within: Callable[[str], dict[str, Any]] = _hooks_within,
-    gather: bool = False,
-    copies: bool = False,
+    gather: bool = False,  # whether each rank loads one state of all ranks
+    copies: bool = False,  # whether to copy the parameters, which the state does not contain
 ) -> None:
-    """Checks that training continues from a hook's state with the same bits.
-
-    Args:
-        rank, place: the rank, and the mesh.
-        make_hook: makes a hook.
-        steps: taken before the state is saved.
-        more: steps taken after it.
-        folder: of a distributed checkpoint of the state; None to load the state as it is.
-        within: makes settings of ``attach`` for a mesh.
-        gather: whether each rank loads one state of all ranks.
-        copies: whether to copy the parameters, which the state does not contain.
-    """
+    """Checks that training continues from a hook's state with the same bits."""
     model = sharded(place)
     handle = attach(model, make_hook(), **within(place))
     optimizer = sgd(model.parameters())

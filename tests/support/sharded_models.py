@@ -249,28 +249,17 @@ _SGD = sgd_at(0.05)
 
 
 def take_steps(
-    scenario: Scenario,
-    mesh: Mesh,
-    data_rank: int,
-    hook: Any,
+    scenario: Scenario,  # the model and its step
+    mesh: Mesh,  # the ranks
+    data_rank: int,  # selects this rank's batches
+    hook: Any,  # attached to the model; None for plain ``fully_shard``
     *,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = _SGD,
-    count: int = 3,
-    gather: bool = False,
-    same_batches: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _SGD,  # makes the optimizer
+    count: int = 3,  # the number of steps
+    gather: bool = False,  # whether to keep whole gradients
+    same_batches: bool = False,  # whether each step uses the first step's batches
 ) -> Steps:
-    """Trains a new model.
-
-    Args:
-        scenario: the model and its step.
-        mesh: the ranks.
-        data_rank: selects this rank's batches.
-        hook: attached to the model; None for plain ``fully_shard``.
-        optimizer: makes the optimizer.
-        count: the number of steps.
-        gather: whether to keep whole gradients.
-        same_batches: whether each step uses the first step's batches.
-    """
+    """Trains a new model."""
     torch.manual_seed(0)
     model = scenario.net()
     scenario.shard(model, mesh)
