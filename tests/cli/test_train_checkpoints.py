@@ -169,10 +169,7 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hook", "shard_hook"])
 def test_a_file_that_a_checkpoint_names_is_not_run(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("raise AssertionError('it runs')\nhook = print")

@@ -12,13 +12,7 @@ from collective_cases import NO_GROUP
 from rank_pool import RankPool
 from torch import Tensor
 
-from torch_commhook.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-)
+from torch_commhook.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks
 

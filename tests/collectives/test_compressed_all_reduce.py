@@ -57,11 +57,7 @@ class Memory:
             self.rounding[:, 1] += 1
 
     def options(self) -> dict[str, Any]:
-        return {
-            "error": self.error,
-            "shard_error": self.shard_error,
-            "rounding": self.rounding,
-        }
+        return {"error": self.error, "shard_error": self.shard_error, "rounding": self.rounding}
 
     def state(self) -> list[Tensor]:
         kept = (self.error, self.shard_error)

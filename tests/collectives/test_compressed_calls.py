@@ -83,10 +83,7 @@ TYPES: Wrong = [
 ]
 VALUES: Wrong = [
     ({"tensors": []}, "tensors must hold at least one tensor, got none"),
-    (
-        {"tensors": [X, META]},
-        r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta",
-    ),
+    ({"tensors": [X, META]}, r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta"),
     ({"out": []}, "out must hold at least one tensor, got none"),
     (
         {"out": [X[:300], X[:299]]},
@@ -108,10 +105,7 @@ SUM_VALUES: Wrong = [
         "compressed_all_reduce: shard_error must be flat and hold 600 elements",
     ),
     ({"shard_error": META}, "shard_error must be on the tensors' device, cpu, got meta"),
-    (
-        {"shard_error": torch.zeros(1200)[::2]},
-        r"shard_error must be contiguous, got strides \[2\]",
-    ),
+    ({"shard_error": torch.zeros(1200)[::2]}, r"shard_error must be contiguous, got strides \[2\]"),
     ({"codec": STOCHASTIC}, SHAPE.format("2, 2", "rows of ") + "got None"),
     ({"codec": STOCHASTIC, "rounding": SEED}, SHAPE.format("2, 2", "rows of ") + r"got \[2\]"),
     (

@@ -199,10 +199,7 @@ def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int)
     def as_of_a_device(self: StepGroup, _device: torch.device) -> dist.ProcessGroup:
         return own_group(self, torch.device("meta"))  # which has no backend of Gloo
 
-    with (
-        mock.patch.object(StepGroup, "group_for", as_of_a_device),
-        with_files(rank, folder),
-    ):
+    with mock.patch.object(StepGroup, "group_for", as_of_a_device), with_files(rank, folder):
         handles = [attach(net, hooks.blockwise(8), process_group=group) for net in nets]
         if rank == 1:
             handles[fails_at].register_prehook(lambda _: 1 / 0)

@@ -84,9 +84,7 @@ HOOKS: dict[str, Callable[[], hooks.Hook]] = {
         hooks.error_feedback(hooks.sign()),
     ),
     "after": lambda: hooks.after(
-        3,
-        hooks.error_feedback(hooks.topk(0.1)),
-        hooks.error_feedback(hooks.blockwise(bits=4)),
+        3, hooks.error_feedback(hooks.topk(0.1)), hooks.error_feedback(hooks.blockwise(bits=4))
     ),
     "clip": lambda: hooks.clip(1e9, hooks.error_feedback(hooks.sign())),
     "hierarchical": _hierarchical,

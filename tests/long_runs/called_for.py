@@ -163,15 +163,10 @@ RUNS = {
     "test-tsan": LongRun(10, ("csrc/runtime", "tests/long_runs/sanitizers")),
     "soak-hooks": LongRun(
         40,
-        (
-            *layers("collectives", "hooks", "step"),
-            "csrc/runtime/collectives",
-            *own("soak_hooks"),
-        ),
+        (*layers("collectives", "hooks", "step"), "csrc/runtime/collectives", *own("soak_hooks")),
     ),
     "balance": LongRun(
-        50,
-        (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", *own("balance", "local_balance")),
+        50, (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", *own("balance", "local_balance"))
     ),
 }
 

@@ -418,8 +418,7 @@ def test_every_collective_has_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ddp", "blockwise", "topk", "powersgd"),
-    [(2, 26, 14, 13, 28), (8, 182, 92, 91, 196)],
+    ("ranks", "ddp", "blockwise", "topk", "powersgd"), [(2, 26, 14, 13, 28), (8, 182, 92, 91, 196)]
 )
 def test_a_step_of_25_buckets(
     ranks: int, ddp: int, blockwise: int, topk: int, powersgd: int

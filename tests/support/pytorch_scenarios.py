@@ -539,9 +539,7 @@ SCENARIOS: dict[str, Scenario] = {
     "training: the root, then parts": PytorchScenario(mlps, step=_root_then_a_part),
     "training: forwards before backwards": PytorchScenario(mlps, step=_forwards_before_backwards),
     "training: methods that are forwards": PytorchScenario(
-        _Encoder,
-        _own_methods,
-        step=lambda at: sum_of(at, at.batch(0, 4, 16).view(4, 1, 4, 4)),
+        _Encoder, _own_methods, step=lambda at: sum_of(at, at.batch(0, 4, 16).view(4, 1, 4, 4))
     ),
     "training: a loss in chunks of a group": PytorchScenario(
         _ChunkedHead, _norm_with_head, step=_backward_in_chunks, needs="reset_iter_state"

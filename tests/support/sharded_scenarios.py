@@ -430,8 +430,7 @@ SCENARIOS: dict[str, Scenario] = {
         step=_input_needs_gradient,
     ),
     "reentrant checkpoints inside": Scenario(
-        net=partial(_checkpointed, True),
-        step=_input_needs_gradient,
+        net=partial(_checkpointed, True), step=_input_needs_gradient
     ),
     "compiled blocks": Scenario(
         net=_blocks,
