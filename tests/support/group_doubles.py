@@ -211,10 +211,7 @@ def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
 
 #: Places where torch.distributed registers backends.
 _REGISTRY = (
-    "_plugins",
-    "backend_list",
-    "backend_capability",
-    "backend_type_map",
+    *("_plugins", "backend_list", "backend_capability", "backend_type_map"),
     "default_device_backend_map",
 )
 
