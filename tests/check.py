@@ -266,7 +266,6 @@ def _reached(name: str, direct: Mapping[str, set[str]]) -> frozenset[str]:
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints."""
     return subprocess.run(
         ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -445,7 +444,6 @@ class Plan:
             self._add("cuda-compile", "the kernels have changed since it last passed")
 
     def run(self) -> int:
-        """Run it; returns the exit status."""
         self.cases.save(ROOT / CHOSEN)
         self.on_torch.save(ROOT / CHOSEN_ON_TORCH)
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -505,7 +503,6 @@ def _changed_since_passed(sources: Sources, torch: str) -> set[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", help="the commit before the change (the merge base with main)")
     parser.add_argument("--all", action="store_true", help="run everything, and all long cases")

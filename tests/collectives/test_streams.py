@@ -23,8 +23,6 @@ CPU = torch.device("cpu")
 
 
 class Calls(TorchFunctionMode):
-    """Counts what is asked of tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

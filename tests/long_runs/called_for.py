@@ -233,7 +233,6 @@ def run_within(minutes: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", action="store_true", help="run them")
     parser.add_argument("--minutes", type=int, default=20, help="in all (%(default)s)")

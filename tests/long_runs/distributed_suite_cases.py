@@ -133,7 +133,6 @@ def with_small_worlds(ranks: int) -> Callable[[Callable[..., None]], Callable[..
 
 
 def case_names(suite: Suite, cases: type[Any]) -> list[str]:
-    """The names of the suite's cases."""
     names = unittest.TestLoader().getTestCaseNames(cases)
     return [name for name in names if suite.is_selected(name, getattr(cases, name))]
 

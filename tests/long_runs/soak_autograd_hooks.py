@@ -56,8 +56,6 @@ KINDS: dict[str, tuple[Callable[[], Callable[..., Any]], Any, Callable[[Any, Any
 
 
 class Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (

@@ -39,8 +39,6 @@ def values(rank: int, *shape: int) -> Tensor:
 
 
 class Counting(WrapperProcessGroup):
-    """Counts the calls that pass through it."""
-
     calls = 0
 
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -28,8 +28,6 @@ MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
 
 
 class Noting(ProcessGroup):
-    """Notes the calls of the methods that a subclass gives it."""
-
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size)
         self.calls: list[Any] = []  # the names and arguments, in their order
@@ -43,8 +41,6 @@ class Noting(ProcessGroup):
 
 
 def noted(name: str) -> Callable[..., Any]:
-    """A method that notes what it is given."""
-
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         self.calls.append((name, *arguments, *keywords.values()))
         return completed([])

@@ -22,8 +22,6 @@ from torch_commhook.process_group import WrapperProcessGroup, register
 
 
 class Noting(WrapperProcessGroup):
-    """Notes what passes through it."""
-
     def __init__(self, parent: dist.ProcessGroup) -> None:
         super().__init__(parent)
         self.events: list[tuple[str, str]] = []

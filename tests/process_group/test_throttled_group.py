@@ -218,8 +218,6 @@ def test_bad_arguments(options: Any, error: str) -> None:
 
 
 class _Noting(throttled._ClockedLink):
-    """Notes what is issued, and on which group."""
-
     def __init__(self) -> None:
         super().__init__(1e12, 1e-5, 0.0)
         self.issued: list[tuple[GlooGroup, Traffic]] = []

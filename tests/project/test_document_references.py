@@ -43,7 +43,6 @@ def _files() -> list[str]:
 
 @cache
 def _words() -> frozenset[str]:
-    """All identifiers in the sources."""
     texts = (ROOT / name for name in _files() if re.search(r"\.(py|pyi|cpp|h|cu|cuh|inl)$", name))
     return frozenset(
         word

@@ -49,7 +49,6 @@ def encode_chunks(codec: Codec, tensors: list[Tensor], sizes: list[int], **optio
 
 
 def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
-    """The values in a message of ``x``."""
     message, out = encode(codec, [x], **options), torch.empty_like(x)
     rounding = options.get("rounding", rounding_for(codec))
     codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)

@@ -85,7 +85,6 @@ def launched(match: re.Match[str]) -> str:
 
 
 def for_the_host(text: str) -> str:
-    """Converts a CUDA source to C++."""
     text = LAUNCH.sub(launched, text)
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",

@@ -16,8 +16,6 @@ from torch_commhook.process_group import ProcessGroup
 
 
 class EchoGroup(ProcessGroup):
-    """The group of this module."""
-
     def __init__(self, device: str, pause: Callable[[], None], *, is_late: bool = True) -> None:
         super().__init__(0, 2)
         self._device = torch.device(device)  # the tensors', with its index

@@ -41,8 +41,6 @@ POINTS = {
 
 @dataclass
 class History:
-    """The outcome of a history."""
-
     seed: int
     problems: list[str]  # the violations; empty for a good history
     faults: Counter[str]  # the number of faults of each kind
@@ -55,8 +53,6 @@ class History:
 
 
 class Run:
-    """A running history."""
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.chance = random.Random(f"plan {seed}")
@@ -215,7 +211,6 @@ class Run:
             self.views.append(View.from_text(value.decode()))
 
     def history(self) -> History:
-        """Runs the history, and checks it."""
         self.world.run(LONGEST)
         if self.world.failure is not None:
             raise self.world.failure

@@ -23,7 +23,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def completed(value: Any) -> torch.futures.Future:
-    """A Future with a value."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(value)
     return future
@@ -98,8 +97,6 @@ class LonelyGroup(ProcessGroup):
 
 
 class DoneWork(Work):
-    """A Work that is complete from the beginning."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
@@ -200,7 +197,6 @@ class CoalescingGroup(MarkingGroup):
 
 
 def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
-    """Wraps a group of Gloo."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
     backend._set_sequence_number_for_group()

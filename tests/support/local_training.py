@@ -138,7 +138,6 @@ class StreamingTurns:
 
     @torch.no_grad()
     def begin(self, fragment: int) -> None:
-        """Begins the exchange of a fragment."""
         self.in_flight = self.steps, fragment
         self.take_means(fragment)
 

@@ -31,7 +31,6 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def with_futures(state: object, bucket: GradBucket) -> torch.futures.Future:
-    """A hook in PyTorch's style."""
     buffer = bucket.buffer().div_(2)
     work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -38,12 +38,10 @@ def sum_of(at: Training, inputs: Tensor) -> Tensor:
 
 
 def sum_of_tokens(at: Training) -> Tensor:
-    """A step of a model with tokens as inputs."""
     return sum_of(at, at.tokens())
 
 
 def sum_of_inputs(columns: int) -> Step:
-    """A step of a model with numbers as inputs."""
     return lambda at: sum_of(at, at.batch(0, 4, columns))
 
 
@@ -234,8 +232,6 @@ def _unsharded_by_hand(at: Training) -> Any:
 
 
 class _Pairs(nn.Module):
-    """Modules with two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = DoubleLinear(5), DoubleLinear(5)
@@ -469,7 +465,6 @@ def _ignoring_ddp(model: Any, mesh: Mesh) -> None:
 
 
 def _load_another(model: nn.Module, mesh: Mesh) -> None:
-    """A sharded model gets another one's state."""
     by_layer(model, mesh)
     other = mlps()
     by_layer(other, mesh)

@@ -213,8 +213,6 @@ def of_chunks(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A hook, and the sizes of its messages."""
-
     hook: Callable[[], Any]  # makes it
     message: Callable[[int], int]  # returns the bytes of a message for a number of elements
     policy: dict[str, Any] | None = None  # the policy of mixed precision

@@ -88,7 +88,6 @@ class Reference:
         self.steps = 0
 
     def step(self) -> None:
-        """One step of all replicas."""
         number, self.steps = self.steps, self.steps + 1
         for which, (model, optimizer) in enumerate(
             zip(self.replicas, self.optimizers, strict=True)
@@ -120,7 +119,6 @@ class Reference:
 
 
 def farthest(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference."""
     pairs = zip(got, expected, strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
 
@@ -196,7 +194,6 @@ def goes_on(
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Gives a model another one's parameters."""
     with torch.no_grad():
         for parameter, other in zip(target.parameters(), source.parameters(), strict=True):
             parameter.copy_(other)

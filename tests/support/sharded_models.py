@@ -27,8 +27,6 @@ from torch_commhook.testing import run_ranks
 
 @dataclass
 class Mesh:
-    """The sharding of a model."""
-
     kind: str  # ``fsdp``, ``hsdp`` or ``replicate``
     mesh: DeviceMesh  # the ranks
 
@@ -81,7 +79,6 @@ class Layers(nn.Sequential):
 
 
 def layers() -> nn.Module:
-    """The usual model."""
     torch.manual_seed(0)
     return Layers()
 
@@ -127,7 +124,6 @@ def at_once(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
 
 
 def batch(rank: int, number: int) -> Tensor:
-    """A rank's inputs."""
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
@@ -175,8 +171,6 @@ def nothing(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, its sharding, and its step."""
-
     net: Callable[[], nn.Module] = layers  # makes the model, after a seed has been set
     shard: Callable[[Any, Mesh], None] = by_layer  # shards it
     # called with the sharded model, before a hook is attached
@@ -202,8 +196,6 @@ class Scenario:
 
 @dataclass
 class Steps:
-    """The results of steps."""
-
     results: list[Any] = field(default_factory=list)  # of each step
     # after each step, this rank's shard of each parameter's gradient
     gradients: list[list[Tensor | None]] = field(default_factory=list)
@@ -241,7 +233,6 @@ def local_part(tensor: Tensor | None) -> Tensor | None:
 
 
 def sgd_at(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Makes an optimizer for parameters."""
     return partial(torch.optim.SGD, lr=rate)
 
 
@@ -259,7 +250,6 @@ def take_steps(
     gather: bool = False,  # whether to keep whole gradients
     same_batches: bool = False,  # whether each step uses the first step's batches
 ) -> Steps:
-    """Trains a new model."""
     torch.manual_seed(0)
     model = scenario.net()
     scenario.shard(model, mesh)

@@ -54,8 +54,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Replica:
-    """The task of a replica."""
-
     number: int  # the replica's
     hook: Any  # as in :func:`attach_to`; or a function that makes one from the manager
     is_killed: bool = False  # whether its process ends in the backward of step KILLED
@@ -198,8 +196,6 @@ def run(hook: Any, *, kills: bool) -> dict[int, Result]:
 
 
 class _Process:
-    """A process that trains a replica."""
-
     def __init__(self, context: Any, replica: Replica, meeting: Meeting) -> None:
         self.replica = replica
         self._here, there = context.Pipe(duplex=False)

@@ -34,8 +34,6 @@ class StepError(RuntimeError):
 
 @dataclass
 class ProcessPlan:
-    """The events of a process."""
-
     slowness: float = 1.0  # the additional time of its computation
     raises_at: int | None = None  # the step in which its hook raises an error
     leaves_at: int | None = None  # the step before which it leaves
@@ -221,7 +219,6 @@ class Optimizer(torch.optim.Optimizer):
         return self.param_groups[0]["params"]
 
     def move(self, index: int, result: Tensor) -> None:
-        """Moves a parameter."""
         parameter = self._parameters[index]
         state = self.state[parameter]
         if "momentum" not in state:
@@ -232,8 +229,6 @@ class Optimizer(torch.optim.Optimizer):
 
 @dataclass
 class Counted:
-    """A step that a rank has counted."""
-
     step: int
     digest: str  # of parameters, buffers and the optimizer's state after it
     senders: frozenset[int]  # the ranks with gradients in it
@@ -242,8 +237,6 @@ class Counted:
 
 
 class Trainer:
-    """The program of a rank."""
-
     def __init__(
         self, process: Process, training: TrainingPlan, plan: ProcessPlan, seed: str
     ) -> None:

@@ -32,8 +32,6 @@ class Baton:
 
 
 class Task(Baton):
-    """A thread of a process."""
-
     def __init__(self, process: Process, run: Callable[[], object]) -> None:
         super().__init__()
         self.process = process
@@ -127,7 +125,6 @@ worlds: list[World] = []
 
 
 def the_world() -> World:
-    """The running world."""
     return worlds[-1]
 
 
@@ -161,7 +158,6 @@ class World:
     # ---- events ----------------------------------------------------------------------------------
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls a function later."""
         self._count += 1
         heappush(self._events, (self.now + seconds, self._count, call, None, 0))
 
@@ -201,7 +197,6 @@ class World:
             own.lock.acquire()
 
     def _next(self) -> Any:
-        """The task that runs next."""
         while self._events and self.live > 0 and self.now < self._latest and not self.failure:
             self.now, _, call, task, pause = heappop(self._events)
             if task is None:
@@ -219,11 +214,9 @@ class World:
 
     @property
     def process(self) -> Process:
-        """The process of the running thread."""
         return self.current.process
 
     def sleep(self, seconds: float) -> None:
-        """Waits for a time."""
         task = self.current
         task.process.check()
         task.pause += 1
