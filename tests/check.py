@@ -266,7 +266,6 @@ def _reached(name: str, direct: Mapping[str, set[str]]) -> frozenset[str]:
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints."""
     return subprocess.run(
         ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -306,29 +305,17 @@ class Cases:
 
 
 class Plan:
-    """The checks that a change needs.
-
-    Args:
-        sources: the files of the project.
-        areas: those of the changed files. With ``everything``, all of it.
-        number: chooses the turns of long cases.
-        torch: the other torch to run on; empty for none.
-        all_long: whether to run all long cases.
-        on_torch: the areas of the files that have changed since the other torch has passed; by
-            default ``areas``.
-
-    Attributes:
-        runs: targets of make with their variables, each with what to say about it.
-        left_out: what does not run, each with its reason.
-    """
+    """The checks that a change needs."""
 
     def __init__(
         self,
-        sources: Sources,
-        areas: set[str],
-        number: int,
-        torch: str = "",
-        all_long: bool = False,
+        sources: Sources,  # the files of the project
+        areas: set[str],  # those of the changed files. With ``everything``, all of it
+        number: int,  # chooses the turns of long cases
+        torch: str = "",  # the other torch to run on; empty for none
+        all_long: bool = False,  # whether to run all long cases
+        # the areas of the files that have changed since the other torch has passed; by default
+        # ``areas``
         on_torch: set[str] | None = None,
     ) -> None:
         self.sources = sources
@@ -337,8 +324,9 @@ class Plan:
         self.torch = torch
         self.all_long = all_long
         self.known = durations.load()
+        # targets of make with their variables, each with what to say about it
         self.runs: list[tuple[list[str], str]] = []
-        self.left_out: list[str] = []
+        self.left_out: list[str] = []  # what does not run, each with its reason
         self.changed = [test for test in sources.tests if self._is_changed(test, areas)]
         self.cases = self._cases()
         self.on_torch = self._on_another_torch(areas if on_torch is None else on_torch)
@@ -456,7 +444,6 @@ class Plan:
             self._add("cuda-compile", "the kernels have changed since it last passed")
 
     def run(self) -> int:
-        """Run it; returns the exit status."""
         self.cases.save(ROOT / CHOSEN)
         self.on_torch.save(ROOT / CHOSEN_ON_TORCH)
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -516,7 +503,6 @@ def _changed_since_passed(sources: Sources, torch: str) -> set[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", help="the commit before the change (the merge base with main)")
     parser.add_argument("--all", action="store_true", help="run everything, and all long cases")

@@ -143,12 +143,8 @@ def test_hooks_come_and_go_meanwhile(way: str) -> None:
 
     assert in_threads([run, run, run, change, change]) == []
     times = 6 * ROUNDS
-    assert Counter(calls) == {
-        "hook": 2 * times,
-        "prehook": times,
-        "posthook": times,
-        "post_accumulate": times // 2,
-    }
+    want = {"hook": 2 * times, "prehook": times, "posthook": times, "post_accumulate": times // 2}
+    assert Counter(calls) == want
     assert torch.equal(graph.gradient(), expected)
 
 

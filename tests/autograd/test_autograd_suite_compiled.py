@@ -134,7 +134,7 @@ ON_WEIGHTS: dict[str, Callable[[Tensor], list[tuple[str, Callable[..., Any]]]]] 
         ("posthook", _changes_gradient(weight, lambda grad: grad.sub_(3))),
     ],
     "posthooks_that_put_gradients": lambda weight: [
-        ("posthook", _puts_gradient(weight, lambda grad: grad / 4)),
+        ("posthook", _puts_gradient(weight, lambda grad: grad / 4))
     ],
 }
 

@@ -274,10 +274,7 @@ def forget(parameter: Tensor) -> None:
 
 @both
 def test_leaves_that_require_grad_only(api: Any) -> None:
-    for tensor, message in (
-        (leaf() * 2, "leaf"),
-        (torch.ones(2), "require"),
-    ):
+    for tensor, message in ((leaf() * 2, "leaf"), (torch.ones(2), "require")):
         with pytest.raises(RuntimeError, match=message):
             api.post_accumulate(tensor, step)
 

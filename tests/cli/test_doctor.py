@@ -37,7 +37,6 @@ Find = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def find(capsys: pytest.CaptureFixture[str]) -> Find:
-    """Gives the finding with a name that checks of doctor report."""
     return lambda checks, name, *options, code=0: finding(
         report(capsys, checks, *options, code=code), name
     )

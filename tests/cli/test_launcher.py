@@ -47,9 +47,18 @@ def _command(body: str) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def _launch(body: str, ranks: int, **more: float) -> int:
-    """The exit code of the launcher whose ranks run the code of a body."""
-    return launch(_command(body), ranks, Path("out").absolute(), 1, **more)
+def _launch(
+    body: str, ranks: int, action: Callable[[list[int]], object] | None = None, **more: float
+) -> int:
+    """The exit code of the launcher whose ranks run the code of a body.
+
+    Once all run, ``action(pids)`` is called in a thread.
+    """
+    thread = threading.Thread(target=lambda: action and action(_pids(ranks)))
+    thread.start()
+    code = launch(_command(body), ranks, Path("out").absolute(), 1, **more)
+    thread.join()
+    return code
 
 
 def _pids(ranks: int) -> list[int]:
@@ -70,14 +79,6 @@ def _assert_were_ended(ranks: int) -> None:
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def _when_running(ranks: int, action: Callable[[list[int]], None]) -> threading.Thread:
-    """Call ``action(pids)`` in a thread once all ranks run."""
-
-    thread = threading.Thread(target=lambda: action(_pids(ranks)))
-    thread.start()
-    return thread
 
 
 def test_ranks_that_end_well_are_a_success(capfd: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +162,7 @@ def test_a_signal_to_the_launcher_ends_all(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
-    thread = _when_running(2, lambda pids: os.kill(os.getpid(), number))
-    code = _launch("linger()", 2)
-    thread.join()
+    code = _launch("linger()", 2, lambda pids: os.kill(os.getpid(), number))
     assert code == 128 + number
     _assert_were_ended(2)
     error = capfd.readouterr().err
@@ -185,10 +184,8 @@ def test_only_the_steps_of_this_run_are_claimed(
         wait_for(told.exists, "rank 0 did not come so far")
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = _when_running(2, interrupt)
     body = f"{tell}rank == 0 and pathlib.Path('told').touch()\nlinger()"
-    assert _launch(body, 2, timeout=0.2) == 130
-    thread.join()
+    assert _launch(body, 2, interrupt, timeout=0.2) == 130
     assert (f"; the steps so far are in {out}" in capfd.readouterr().err) == steps
 
 
@@ -206,10 +203,7 @@ def _launch_and_signal(body: str, number: signal.Signals, timeout: float) -> int
         wait_for(lambda: len(list(Path().glob("ready-*"))) == 2, "the ranks are not ready")
         os.kill(os.getpid(), number)
 
-    thread = _when_running(2, send)
-    code = _launch(_TOLD + body, 2, timeout=timeout)
-    thread.join()
-    return code
+    return _launch(_TOLD + body, 2, send, timeout=timeout)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -272,9 +266,7 @@ def test_ctrl_c_does_not_reach_the_ranks_themselves() -> None:
             os.kill(pid, signal.SIGINT)
         Path("interrupted").touch()
 
-    thread = _when_running(2, interrupt)
-    assert _launch(body, 2) == 0
-    thread.join()
+    assert _launch(body, 2, interrupt) == 0
     assert Path("done-0").exists() and Path("done-1").exists()
 
 

@@ -93,11 +93,7 @@ def test_a_reduce_scatter_sends_one_encoding(hook: str, each: float, ranks: int)
 
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (4, 2), (2, 4)])
 @pytest.mark.parametrize(
-    ("hook", "each"),
-    [
-        ("allreduce()", 4.0),
-        ("error_feedback(blockwise(bits=4))", 0.5 + 4 / 256),
-    ],
+    ("hook", "each"), [("allreduce()", 4.0), ("error_feedback(blockwise(bits=4))", 0.5 + 4 / 256)]
 )
 def test_replicas_average_a_shard(hook: str, each: float, shards: int, replicas: int) -> None:
     (found,) = plan_sharded.measure_sharded([hook], layout(shards, replicas))
@@ -126,8 +122,7 @@ def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after_forward", "backward"),
-    [(4, (1 + 4 / 256) * 3 / 4), (2, 4 * 1 / 2), (1, 0.0)],
+    ("after_forward", "backward"), [(4, (1 + 4 / 256) * 3 / 4), (2, 4 * 1 / 2), (1, 0.0)]
 )
 def test_weights_are_compressed_among_all_shards(after_forward: int, backward: float) -> None:
     """In the backward, ``reshard_after_forward=2`` gathers uncompressed among two ranks."""
@@ -240,10 +235,7 @@ def test_the_command_lists_hooks_for_shards(
         ),
         (["--weights", "fp8()"], "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
         (["--parallel", "hsdp", "--world", "3"], "--shards: is half of the ranks by default"),
-        (
-            ["--parallel", "fsdp", "--reshard-after-forward", "1"],
-            "must be yes, no or a number fr",
-        ),
+        (["--parallel", "fsdp", "--reshard-after-forward", "1"], "must be yes, no or a number fr"),
         (
             ["--parallel", "fsdp", "--world", "4", "--reshard-after-forward", "3"],
             "must be yes, no or a number that divides the 4 shards, got 3",

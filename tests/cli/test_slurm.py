@@ -37,6 +37,8 @@ PLACE = {
     "MASTER_PORT": "16236",
 }
 
+TRAIN = (sys.executable, "-m", "torch_commhook", "train")
+
 
 def test_a_task_of_srun_finds_its_place() -> None:
     assert slurm_variables(TASK) == PLACE
@@ -167,13 +169,9 @@ def test_the_example_trains_as_on_one_host(tmp_path: Path, slurm_host: dict[str,
     printed = finished("bash", script, *arguments, folder=tmp_path, environment=slurm_host)
     assert "2 ranks (gloo on cpu" in printed.stdout
     hook = ("--hook", "error_feedback(blockwise(bits=4))", "--out", "alone")
-    train = (sys.executable, "-m", "torch_commhook", "train")
-    finished(*train, *hook, *arguments, "--ranks", "2", folder=tmp_path, environment=slurm_host)
+    finished(*TRAIN, *hook, *arguments, "--ranks", "2", folder=tmp_path, environment=slurm_host)
     of_slurm, alone = (
-        [
-            {name: line[name] for name in ("loss", "bytes_sent")}
-            for line in read_metrics(tmp_path / name / "metrics.jsonl")
-        ]
+        [(x["loss"], x["bytes_sent"]) for x in read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("results", "alone")
     )
     assert of_slurm == alone and len(alone) == 4
@@ -182,10 +180,5 @@ def test_the_example_trains_as_on_one_host(tmp_path: Path, slurm_host: dict[str,
 def test_train_says_what_is_missing(tmp_path: Path, slurm_host: dict[str, str]) -> None:
     task = {**slurm_host, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     del task["SLURM_NODELIST"]
-    done = finished(
-        *(sys.executable, "-m", "torch_commhook", "train"),
-        folder=tmp_path,
-        environment=task,
-        code=2,
-    )
+    done = finished(*TRAIN, folder=tmp_path, environment=task, code=2)
     assert "SLURM_STEP_NODELIST or SLURM_NODELIST or SLURM_JOB_NODELIST is missing" in done.stderr

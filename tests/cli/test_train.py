@@ -237,11 +237,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(hook: str, how: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("hook", "to_all"),
-    [
-        (_INT4, True),
-        pytest.param(_WHOLE, False, marks=pytest.mark.long),
-    ],
+    ("hook", "to_all"), [(_INT4, True), pytest.param(_WHOLE, False, marks=pytest.mark.long)]
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     hook: str, to_all: bool, tmp_path: Path

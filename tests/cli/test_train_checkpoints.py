@@ -8,7 +8,8 @@ import pickle
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -168,10 +169,7 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hook", "shard_hook"])
 def test_a_file_that_a_checkpoint_names_is_not_run(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("raise AssertionError('it runs')\nhook = print")
@@ -264,27 +262,19 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 
 def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
-    """A function that sets ``content[keys[0]][keys[1]]...``."""
+    """A function that sets ``content[keys[0]][keys[1]]...``, or removes it for ``...``."""
 
     def change(content: dict[str, Any]) -> None:
-        inner: Any = content
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = to
+        inner: Any = reduce(getitem, keys[:-1], content)
+        if to is ...:
+            del inner[keys[-1]]
+        else:
+            inner[keys[-1]] = to
 
     return change
 
 
-def _without(*keys: Any) -> Callable[[dict[str, Any]], object]:
-    """A function that removes ``content[keys[0]][keys[1]]...``."""
-
-    def change(content: dict[str, Any]) -> None:
-        inner: Any = content
-        for key in keys[:-1]:
-            inner = inner[key]
-        del inner[keys[-1]]
-
-    return change
+_without = partial(_set, to=...)
 
 
 DAMAGED = [
@@ -356,12 +346,9 @@ def test_a_checkpoint_with_other_content_is_refused(
 
 
 def test_a_hook_that_refuses_its_state_is_an_error_of_the_checkpoint() -> None:
-    class Handle:
-        def load_state_dict(self, state: object) -> None:
-            raise KeyError("residual")
-
+    handle = Mock(load_state_dict=Mock(side_effect=KeyError("residual")))
     model, optimizer = _model_and_optimizer()
-    run: Any = types.SimpleNamespace(model=model, optimizer=optimizer, handle=Handle())
+    run: Any = types.SimpleNamespace(model=model, optimizer=optimizer, handle=handle)
     world = World(0, 2, torch.device("cpu"), "gloo")
     with pytest.raises(CheckpointError, match=r"the hook cast\(bfloat16\) refuses its state"):
         _restore(run, _CONFIG, world, _checkpoint(), main_run=True)

@@ -84,9 +84,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "--out new --save new/metrics-2.jsonl --compare cast() sign()",
             "argument --save: new/metrics-2.jsonl collides with new/metrics-2.jsonl, which the run",
         ),
-        pytest.param(
-            "--out /proc/out", "argument --out: /proc takes no new files", marks=needs_proc
-        ),
+        pytest.param("--out /proc/out", "--out: /proc takes no new files", marks=needs_proc),
         ("--save taken", "argument --save: taken is a directory"),
         ("--save ten.txt/c.pt", "argument --save: ten.txt is not a directory"),
         ("--save pipe", "argument --save: pipe is not a regular file"),
@@ -98,10 +96,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("--out new --save at-3/../new/summary.json", "new/summary.json collides with new/summary"),
         ("--out new --save new/metrics-none.jsonl", "argument --save: new/metrics-none.jsonl coll"),
         ("--out link --save at-3/loss.png", "at-3/loss.png collides with link/loss.png, which"),
-        (
-            "--out new --save new/rank1.log",
-            "argument --save: new/rank1.log collides with new/rank1",
-        ),
+        ("--out new --save new/rank1.log", "--save: new/rank1.log collides with new/rank1"),
         ("--out new/out --save new", "argument --save: new collides with new/out/metrics.jsonl"),
         ("--out new --save new/loss.png/c", "argument --save: new/loss.png/c collides with new/lo"),
         ("--out at-3 --save at-{step}/loss.png --steps 3", "at-3/loss.png collides with at-3/loss"),
@@ -110,9 +105,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "--out at-3 --save at-{step}/loss.png --save-every 1 --steps 1000000000",
             "argument --save: at-3/loss.png collides with at-3/loss.png",
         ),
-        pytest.param(
-            "--save /proc/new/c.pt", "argument --save: /proc takes no new files", marks=needs_proc
-        ),
+        pytest.param("--save /proc/new/c.pt", "--save: /proc takes no new files", marks=needs_proc),
         ("--nonsense", "unrecognized arguments: --nonsense"),
         # Of models in shards.
         ("--parallel tensor", "argument --parallel: invalid choice: 'tensor'"),
@@ -130,14 +123,8 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("--parallel fsdp --hook topk(0.1)", "argument --hook: topk(density=0.1): needs the gra"),
         ("--parallel fsdp --hook powersgd()", "argument --hook: powersgd"),
         ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
-        (
-            "--parallel fsdp --hook clip(1.0)",
-            "argument --hook: clip(1) scales all gradients of a step",
-        ),
-        (
-            "--parallel fsdp --hook local_sgd(4)",
-            "argument --hook: local_sgd(4) keeps replicas apar",
-        ),
+        ("--parallel fsdp --hook clip(1.0)", "--hook: clip(1) scales all gradients of a step"),
+        ("--parallel fsdp --hook local_sgd(4)", "--hook: local_sgd(4) keeps replicas apar"),
         ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales all gradients of a"),
         (
             "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
@@ -154,9 +141,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty.txt").touch()
     Path("ten.txt").write_bytes(b"0123456789")
@@ -173,19 +158,15 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
         error = train_error(arguments.split(), capsys)
     finally:
         os.close(pipe)
-    assert message in error
+    assert (f"argument {message}" if message.startswith("--") else message) in error
     assert sorted(Path().iterdir()) == before
 
 
 def test_places_that_can_be_written_are_left_as_they_are() -> None:
     Path("old.pt").write_text("old")
     for save in (
-        "new/folder/{step}.pt",
-        "old.pt",
-        "out/new/c.pt",
-        "out/metrics.jsonl",
-        "out/new/metrics-{step}.jsonl",
-        "out/{step}/metrics.jsonl",
+        *("new/folder/{step}.pt", "old.pt", "out/new/c.pt", "out/metrics.jsonl"),
+        *("out/new/metrics-{step}.jsonl", "out/{step}/metrics.jsonl"),
     ):
         options = parse_options(["--out", "out/new", "--save", save])
         assert options.out == Path("out/new")
@@ -231,13 +212,9 @@ def test_the_runs_of_a_comparison(arguments: str, hooks: list[str]) -> None:
 
 
 def test_what_else_compresses_is_left_out_of_the_plain_run() -> None:
-    arguments = "--parallel fsdp --weights fp8() --compare sign() cast()".split()
-    options = parse_options(arguments)
-    assert [config.weights for config in (options.config, *options.compare)] == [
-        "fp8()",
-        "fp8()",
-        None,
-    ]
+    options = parse_options("--parallel fsdp --weights fp8() --compare sign() cast()".split())
+    weights = [config.weights for config in (options.config, *options.compare)]
+    assert weights == ["fp8()", "fp8()", None]
 
 
 def test_the_step_in_a_checkpoints_path() -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,34 +190,30 @@ def _record(step: int) -> report.StepRecord:
     return report.StepRecord(step, 1.0, 0.1, float(step), 10 * step, 20 * step, step)
 
 
+def _report(path: Path, steps: Iterable[int], first_step: int = 0, logs: Any = ()) -> None:
+    line = report.PlainLine("x", 9, 1, stream=io.StringIO())
+    reporter = report.Reporter(path, line, first_step, logs=logs)
+    reporter.start(0.0)
+    for step in steps:
+        reporter.step(_record(step))
+    reporter.close()
+
+
 def test_metrics_of_a_resumed_run_go_on_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-
-    def write(steps: range, first_step: int) -> None:
-        line = report.PlainLine("x", 9, 1, stream=io.StringIO())
-        reporter = report.Reporter(path, line, first_step)
-        reporter.start(0.0)
-        for step in steps:
-            reporter.step(_record(step))
-        reporter.close()
-
-    write(range(1, 6), 0)
+    _report(path, range(1, 6))
     # A run that was killed while it wrote a line.
     path.write_text(path.read_text() + '{"step": 6, "lo')
-    write(range(4, 8), 3)
+    _report(path, range(4, 8), 3)
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
-    write(range(1, 3), 0)
+    _report(path, range(1, 3))
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def _on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+def _on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> io.StringIO:
     pytest.importorskip("rich")
-    stdout = Terminal()
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -358,20 +354,11 @@ def test_a_smoothed_curve() -> None:
 # ---- other logs ----------------------------------------------------------------------------------
 
 
-def _report_two_steps(tmp_path: Path, logs: list[step_log.StepLog]) -> None:
-    line = report.PlainLine("x", 9, 1, stream=io.StringIO())
-    reporter = report.Reporter(tmp_path / "metrics.jsonl", line, logs=logs)
-    reporter.start(0.0)
-    for step in (1, 2):
-        reporter.step(_record(step))
-    reporter.close()
-
-
 def test_steps_go_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     logs = step_log.open_logs(["jsonl", "tensorboard"], tmp_path, "metrics-2", "cast()", {}, 4)
-    _report_two_steps(tmp_path, logs)
+    _report(tmp_path / "metrics.jsonl", (1, 2), logs=logs)
     folder = str(tmp_path / "tensorboard" / "metrics-2")
     module.SummaryWriter.assert_called_once_with(folder, purge_step=5)
     text, *_, last = module.SummaryWriter().method_calls
@@ -386,7 +373,7 @@ def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = TrainConfig().to_plain()
     logs = step_log.open_logs(["wandb"], tmp_path, "metrics", "cast()", config, 0)
-    _report_two_steps(tmp_path, logs)
+    _report(tmp_path / "metrics.jsonl", (1, 2), logs=logs)
     settings = module.init.call_args.kwargs
     assert settings["name"] == "cast()" and settings["config"]["dim"] == 384
     assert settings["dir"] == settings["group"] == str(tmp_path)
@@ -399,7 +386,7 @@ def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_jsonl_is_always_written(tmp_path: Path) -> None:
     assert step_log.open_logs(["jsonl"], tmp_path, "metrics", "cast()", {}, 0) == []
-    _report_two_steps(tmp_path, [])
+    _report(tmp_path / "metrics.jsonl", (1, 2))
     lines = read_metrics(tmp_path / "metrics.jsonl")
     found = [(line["step"], line["loss"], line["seconds"]) for line in lines]
     assert found == [(1, 1.0, 1.0), (2, 1.0, 2.0)]

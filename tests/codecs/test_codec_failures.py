@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_processes
 from rank_pool import RankPool
 from staged_steps import (
     BLOCKWISE,
@@ -160,19 +161,13 @@ def test_a_codec_that_raises_on_simulated_ranks(method: str) -> None:
         run_ranks(run, 3)
 
 
-def _is_interrupted(rank: int, codec: Codec, method: str) -> str:
+@on_processes
+@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
+def test_an_interrupt_in_a_callback(rank: int, codec: Codec, method: str) -> None:
+    """Reaches the future, or it would never be complete."""
     group = dist.new_group([0, 1])
     failure = Failure()
     failure.arm(method, error=KeyboardInterrupt)
     happened = _outcome(compressed_all_reduce(X, Around(codec, failure), group=group))
     dist.destroy_process_group(group)
-    return happened
-
-
-@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
-def test_an_interrupt_in_a_callback(two_ranks: RankPool, codec: Codec, method: str) -> None:
-    """Reaches the future, or it would never be complete."""
-    assert (
-        two_ranks.run(_is_interrupted, codec, method)
-        == ["RuntimeError: KeyboardInterrupt: boo"] * 2
-    )
+    assert happened == "RuntimeError: KeyboardInterrupt: boo"

@@ -13,30 +13,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from broadcast_groups import DTYPES, LAYOUTS, Alone, Counting, base_of, bits, differing, of_layouts
-from rank_pool import RankPool
+from on_ranks import on_processes, on_ranks
 
 from torch_commhook import _C, broadcast_coalesced
-from torch_commhook.testing import run_ranks
 
 # ---- values --------------------------------------------------------------------------------------
 
 
-def _all_dtypes(rank: int, source: int, buffer_size: int) -> tuple[int, list[str]]:
-    tensors, expected = of_layouts(DTYPES, rank), of_layouts(DTYPES, source)
-    before = len(differing(tensors, expected))
-    broadcast_coalesced(None, tensors.values(), buffer_size, source)
-    return before, differing(tensors, expected)
-
-
+@on_processes
 @pytest.mark.parametrize("buffer_size", [1, 333, 5000, 1 << 30])
 @pytest.mark.parametrize("source", [0, 1])
-def test_all_dtypes_and_strides(two_ranks: RankPool, source: int, buffer_size: int) -> None:
-    replies = two_ranks.run(_all_dtypes, source, buffer_size)
-    assert [after for _, after in replies] == [[], []]
-    assert replies[source][0] == 0 and replies[1 - source][0] > 100
+def test_all_dtypes_and_strides(rank: int, source: int, buffer_size: int) -> None:
+    tensors, expected = of_layouts(DTYPES, rank), of_layouts(DTYPES, source)
+    before = len(differing(tensors, expected))
+    assert before == 0 if rank == source else before > 100
+    broadcast_coalesced(None, tensors.values(), buffer_size, source)
+    assert differing(tensors, expected) == []
 
 
-def _large(rank: int, source: int) -> list[int]:
+@on_processes
+@pytest.mark.parametrize("source", [0, 1])
+def test_large_tensors(rank: int, source: int) -> None:
     """Tensors that travel alone, from where they lie and through a buffer, and a list that is more
     than one bucket whatever the buffer's size."""
     generator = torch.Generator().manual_seed(0)
@@ -48,26 +45,18 @@ def _large(rank: int, source: int) -> list[int]:
         tensors[1] = tensors[1].t().contiguous().t()
         tensors[-1] = tensors[-1].mT.contiguous().mT
     broadcast_coalesced(dist.group.WORLD, tensors, 1 << 30, source)
-    return [i for i, one in enumerate(tensors) if not torch.equal(one, sent[i])]
+    assert [i for i, one in enumerate(tensors) if not torch.equal(one, sent[i])] == []
 
 
-@pytest.mark.parametrize("source", [0, 1])
-def test_large_tensors(two_ranks: RankPool, source: int) -> None:
-    assert two_ranks.run(_large, source) == [[], []]
-
-
-def _views(rank: int) -> tuple[list[float], list[float], list[complex]]:
+@on_processes
+def test_views_are_written_in_place(rank: int) -> None:
     whole, columns = torch.full((2, 3), float(rank)), torch.full((3, 3), float(rank))
     conjugate = torch.full((2,), complex(rank, rank + 1))
     views = [whole[1], columns[:, 1], conjugate.conj(), conjugate.new_ones(2).conj().imag]
     broadcast_coalesced(dist.group.WORLD, views, 1 << 20, 1)
-    return whole.flatten().tolist(), columns.flatten().tolist(), conjugate.tolist()
-
-
-def test_views_are_written_in_place(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_views)
-    assert first == ([0, 0, 0, 1, 1, 1], [0, 1, 0] * 3, [1 + 2j] * 2)
-    assert second == ([1] * 6, [1] * 9, [1 + 2j] * 2)
+    assert whole.flatten().tolist() == [rank] * 3 + [1] * 3
+    assert columns.flatten().tolist() == [rank, 1, rank] * 3
+    assert conjugate.tolist() == [1 + 2j] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -129,36 +118,25 @@ def _calls(run: Callable[[], object]) -> tuple[int, int, int]:
     return tuple(counts.get(name, 0) for name in names)  # type: ignore[return-value]
 
 
-def _counted(rank: int) -> dict[str, Any]:
+@on_processes
+def test_copies_and_broadcasts(rank: int) -> None:
+    """Through a Python group each bucket is gathered and scattered once; on Gloo, gathered on the
+    source and scattered elsewhere. What is contiguous and alone is not copied; what is alone and
+    not contiguous is copied by ATen."""
     group = Counting(dist.group.WORLD)
     tensors = [torch.ones(10) for _ in range(20)] + [torch.ones(40), torch.ones(40, 2)[:, 0]]
     tensors += [torch.ones(9, dtype=torch.int64)]
     alone = [t.data_ptr() for t in (tensors[20], tensors[22])]
     wrapped = _calls(lambda: broadcast_coalesced(group, tensors, 100, 0))
-    return {
-        "wrapped": wrapped,
-        "gloo": _calls(lambda: broadcast_coalesced(dist.group.WORLD, tensors, 100, 0)),
-        "sent": group.sent,
-        "in flight": (group.in_flight, group.most_in_flight),
-        "in place": [place in alone for place in group.places],
-        "buffers": len(set(group.places) - set(alone)),
-    }
-
-
-def test_copies_and_broadcasts(two_ranks: RankPool) -> None:
-    """Through a Python group each bucket is gathered and scattered once; on Gloo, gathered on the
-    source and scattered elsewhere. What is contiguous and alone is not copied; what is alone and
-    not contiguous is copied by ATen."""
-    replies = two_ranks.run(_counted)
-    small, alone, number = [(torch.float32, 20)], [(torch.float32, 40)], [(torch.int64, 9)]
-    for rank, reply in enumerate(replies):
-        assert reply["sent"] == small * 10 + alone * 2 + number
-        assert reply["in place"] == [False] * 10 + [True, False, True]
-        assert reply["wrapped"] == (10, 13, 10)
-        assert reply["gloo"] == ((10, 13, 0) if rank == 0 else (0, 13, 10))
-        assert reply["in flight"] == (0, 2)
-        # Two of a bucket's size, and one for the tensor that is larger.
-        assert reply["buffers"] <= 3
+    gloo = _calls(lambda: broadcast_coalesced(dist.group.WORLD, tensors, 100, 0))
+    assert wrapped == (10, 13, 10)
+    assert gloo == ((10, 13, 0) if rank == 0 else (0, 13, 10))
+    small, large, number = (torch.float32, 20), (torch.float32, 40), (torch.int64, 9)
+    assert group.sent == [small] * 10 + [large] * 2 + [number]
+    assert (group.in_flight, group.most_in_flight) == (0, 2)
+    assert [place in alone for place in group.places] == [False] * 10 + [True, False, True]
+    # Two of a bucket's size, and one for the tensor that is larger.
+    assert len(set(group.places) - set(alone)) <= 3
 
 
 def test_one_rank_copies_nothing(one_rank: None) -> None:
@@ -179,7 +157,9 @@ def test_a_group_may_leave_the_contents(dtype: torch.dtype) -> None:
 # ---- versions ------------------------------------------------------------------------------------
 
 
-def _versions(rank: int) -> tuple[list[int], bool]:
+@on_processes
+def test_autograd_notices(rank: int) -> None:
+    """On all ranks alike, or they would go on differently."""
     base = torch.zeros(4, 4)
     tensors = [torch.zeros(3), base[1], base[:, 3][2:], torch.zeros(1 << 19), torch.zeros(0)]
     saved = torch.zeros(3)
@@ -187,18 +167,9 @@ def _versions(rank: int) -> tuple[list[int], bool]:
     with torch.no_grad():
         leaf = torch.zeros(3, requires_grad=True)
         broadcast_coalesced(dist.group.WORLD, [*tensors, saved, leaf], 1 << 20)
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-        noticed = False
-    except RuntimeError as error:
-        noticed = "modified by an inplace operation" in str(error)
-    return [tensor._version for tensor in (*tensors, leaf)], noticed
-
-
-def test_autograd_notices(two_ranks: RankPool) -> None:
-    """On all ranks alike, or they would go on differently."""
-    for versions, noticed in two_ranks.run(_versions):
-        assert versions == [1, 2, 2, 1, 0, 1] and noticed
+    assert [tensor._version for tensor in (*tensors, leaf)] == [1, 2, 2, 1, 0, 1]
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -228,15 +199,13 @@ def test_an_error_leaves_nothing_in_flight(
     broadcast_coalesced(Alone(2), [torch.ones(2)], 8)
 
 
-def test_tied_weights_travel_once() -> None:
-    def tied(rank: int) -> None:
-        group = Counting(dist.group.WORLD)
-        weight = torch.full((4, 2), 1.0 + rank)
-        broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
-        assert group.sent == [(torch.float32, 11)]
-        assert weight.flatten().tolist() == [1.0] * 8
-
-    run_ranks(tied, 2)
+@on_ranks(2)
+def test_tied_weights_travel_once(rank: int) -> None:
+    group = Counting(dist.group.WORLD)
+    weight = torch.full((4, 2), 1.0 + rank)
+    broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
+    assert group.sent == [(torch.float32, 11)]
+    assert weight.flatten().tolist() == [1.0] * 8
 
 
 class _Unlike(dist.ProcessGroup):  # PyTorch's own class

@@ -9,18 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import NO_GROUP
+from on_ranks import on_processes, on_ranks
 from rank_pool import RankPool
 from torch import Tensor
 
-from torch_commhook.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-)
+from torch_commhook.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from torch_commhook.metrics import WireMeter, counting
-from torch_commhook.testing import run_ranks
 
 
 def unevenly_exchanged(x: Tensor) -> Tensor:
@@ -96,25 +90,20 @@ def test_traced(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, WANT[name][1](rank))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", WANT)
-def test_a_simulated_group_counts_as_much(name: str) -> None:
-    def counted(rank: int) -> None:
-        got, sent = _run(rank, name, False, torch.float32)
-        assert torch.equal(got, WANT[name][1](rank))
-        assert sent == dist.group.WORLD.bytes_sent == WANT[name][2][rank]
-
-    run_ranks(counted, 2)
+def test_a_simulated_group_counts_as_much(rank: int, name: str) -> None:
+    got, sent = _run(rank, name, False, torch.float32)
+    assert torch.equal(got, WANT[name][1](rank))
+    assert sent == dist.group.WORLD.bytes_sent == WANT[name][2][rank]
 
 
-def _is_asynchronous(rank: int) -> bool:
+@on_processes
+def test_several_in_flight(rank: int) -> None:
     """Two are in flight at once, and come in any order."""
     first = all_gather(torch.full((1000,), float(rank)))
     second = all_reduce(torch.ones(3))
-    return second.wait().tolist() == [2, 2, 2] and first.wait()[1, 5] == 1
-
-
-def test_several_in_flight(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_is_asynchronous) == [True, True]
+    assert second.wait().tolist() == [2, 2, 2] and first.wait()[1, 5] == 1
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -196,11 +185,7 @@ def test_errors(name: str) -> None:
         call(**{"tensor": X, **given})
 
 
-def test_rows_that_do_not_divide() -> None:
-    def uneven(rank: int) -> None:
-        with pytest.raises(
-            ValueError, match="reduce_scatter: tensor must have a multiple of 2 rows"
-        ):
-            reduce_scatter(torch.ones(3))
-
-    run_ranks(uneven, 2)
+@on_ranks(2)
+def test_rows_that_do_not_divide(rank: int) -> None:
+    with pytest.raises(ValueError, match="reduce_scatter: tensor must have a multiple of 2 rows"):
+        reduce_scatter(torch.ones(3))

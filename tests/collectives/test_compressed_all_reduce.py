@@ -17,6 +17,7 @@ import torch.distributed as dist
 from chunk_cases import RANKS, STEPS, Modes, bytes_of_value, counted_bytes, in_both_modes
 from codec_examples import of_each_codec
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
+from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -57,11 +58,7 @@ class Memory:
             self.rounding[:, 1] += 1
 
     def options(self) -> dict[str, Any]:
-        return {
-            "error": self.error,
-            "shard_error": self.shard_error,
-            "rounding": self.rounding,
-        }
+        return {"error": self.error, "shard_error": self.shard_error, "rounding": self.rounding}
 
     def state(self) -> list[Tensor]:
         kept = (self.error, self.shard_error)
@@ -238,7 +235,9 @@ def test_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> N
 # ---- what it waits for ---------------------------------------------------------------------------
 
 
-def _returns_at_once(rank: int, codec: Codec) -> Tensor:
+@on_processes
+@pytest.mark.parametrize("codec", [CODECS["blockwise"](), CODECS["topk"](1.0)], ids=repr)
+def test_the_call_waits_for_nobody(rank: int, codec: Codec) -> None:
     """Rank 1 calls when rank 0's call has returned."""
     store = distributed_c10d._get_default_store()
     key = f"returned {codec}"
@@ -249,13 +248,7 @@ def _returns_at_once(rank: int, codec: Codec) -> Tensor:
         store.set(key, "")
     result = future.wait()
     store.delete_key(key)
-    return result
-
-
-@pytest.mark.parametrize("codec", [CODECS["blockwise"](), CODECS["topk"](1.0)], ids=repr)
-def test_the_call_waits_for_nobody(two_ranks: RankPool, codec: Codec) -> None:
-    for result in two_ranks.run(_returns_at_once, codec):
-        assert torch.equal(result, torch.ones(600))
+    assert torch.equal(result, torch.ones(600))
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------

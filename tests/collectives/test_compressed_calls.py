@@ -15,6 +15,7 @@ import torch.distributed as dist
 from chunk_cases import FIRST, error_of, rounding_of, values
 from codec_examples import of_each_codec
 from collective_cases import NO_GROUP
+from on_ranks import on_processes
 from rank_pool import RankPool
 from staged_steps import Around
 from torch import Tensor
@@ -83,10 +84,7 @@ TYPES: Wrong = [
 ]
 VALUES: Wrong = [
     ({"tensors": []}, "tensors must hold at least one tensor, got none"),
-    (
-        {"tensors": [X, META]},
-        r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta",
-    ),
+    ({"tensors": [X, META]}, r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta"),
     ({"out": []}, "out must hold at least one tensor, got none"),
     (
         {"out": [X[:300], X[:299]]},
@@ -108,10 +106,7 @@ SUM_VALUES: Wrong = [
         "compressed_all_reduce: shard_error must be flat and hold 600 elements",
     ),
     ({"shard_error": META}, "shard_error must be on the tensors' device, cpu, got meta"),
-    (
-        {"shard_error": torch.zeros(1200)[::2]},
-        r"shard_error must be contiguous, got strides \[2\]",
-    ),
+    ({"shard_error": torch.zeros(1200)[::2]}, r"shard_error must be contiguous, got strides \[2\]"),
     ({"codec": STOCHASTIC}, SHAPE.format("2, 2", "rows of ") + "got None"),
     ({"codec": STOCHASTIC, "rounding": SEED}, SHAPE.format("2, 2", "rows of ") + r"got \[2\]"),
     (
@@ -198,21 +193,16 @@ def test_tensors_that_require_grad(call: Call) -> None:
         assert torch.equal(result, call(x.detach(), codec, rounding=drawn).wait())
 
 
-def _in_inference_mode(rank: int, codec: Codec) -> bool:
+@on_processes
+@of_each_codec
+def test_inference_mode(rank: int, codec: Codec) -> None:
     """Results are made on other threads, whose mode is another."""
     drawn = rounding_of(codec, rank, 3)
-    same = []
     for call in CALLS if drawn is None else CHUNKS:
         right = call(values(rank, 700, 1), codec, rounding=drawn).wait().clone()
         with torch.inference_mode():
             got = call(values(rank, 700, 1), codec, rounding=drawn).wait()
-            same.append(got.is_inference() and torch.equal(got, right))
-    return all(same)
-
-
-@of_each_codec
-def test_inference_mode(two_ranks: RankPool, codec: Codec) -> None:
-    assert two_ranks.run(_in_inference_mode, codec) == [True, True]
+            assert got.is_inference() and torch.equal(got, right)
 
 
 def _metered(rank: int, codec: Codec) -> list[tuple[dict[str, float], float | None]]:

@@ -31,6 +31,7 @@ from chunk_cases import (
 )
 from codec_examples import of_each_codec
 from collective_cases import COMPILED_CODECS, assert_the_bits_of_eager
+from on_ranks import on_processes, on_ranks
 from rank_pool import RankPool
 from staged_steps import Around, Failure
 from torch import Tensor, nn
@@ -103,7 +104,6 @@ def _calls(rank: int, kind: str, codec: Codec, names: list[str], seed: int) -> l
 def by_hand(
     kind: str, codec: Codec, sizes: list[int], seed: int, errors: list[Tensor | None]
 ) -> list[Tensor]:
-    """The result of each rank."""
     restored = []
     for rank, numel in enumerate(lengths(kind, sizes)):
         drawn = rounding_of(codec, rank, seed)
@@ -155,8 +155,11 @@ def test_on_gloo(pools: dict[int, RankPool], kind: str, codec: Codec, world_size
 # ---- tensors of any form -------------------------------------------------------------------------
 
 
-def _forms(rank: int, codec: Codec) -> list[Tensor]:
-    """Several tensors of several dtypes, as one flat tensor of their values."""
+@on_ranks(4)
+@of_each_codec
+def test_tensors_of_any_form(rank: int, codec: Codec) -> None:
+    """Several tensors of several dtypes, as one flat tensor of their values. The second
+    all-gather's results are 2000 values and a multiple of ten."""
     drawn = rounding_of(codec, rank, 3)
     tensors = [
         values(rank, 350, 1).view(7, 50).t(),
@@ -176,13 +179,6 @@ def _forms(rank: int, codec: Codec) -> list[Tensor]:
     got = compressed_all_gather(tensors, codec, out=out, rounding=drawn).wait()
     assert got is out[0]
     assert torch.equal(torch.cat([tensor.reshape(-1).double() for tensor in out]), whole.double())
-    return [right, whole]
-
-
-@of_each_codec
-def test_tensors_of_any_form(codec: Codec) -> None:
-    """The second all-gather's results are 2000 values and a multiple of ten."""
-    run_ranks(_forms, 4, codec)
 
 
 @pytest.mark.parametrize("dtype", [F64, F16, BF16], ids=str)
@@ -193,19 +189,15 @@ def test_a_result_has_the_dtype_of_the_tensors(dtype: torch.dtype) -> None:
         assert call(x, BLOCKWISE).wait().dtype is dtype
 
 
-def _in_place(rank: int, codec: Codec) -> bool:
-    """Into the tensors that are sent."""
+@on_processes
+def test_results_may_go_where_the_tensors_are(rank: int) -> None:
     x = values(rank, 2000, 1)
-    right = compressed_reduce_scatter(x, codec).wait()
+    right = compressed_reduce_scatter(x, BLOCKWISE).wait()
     own = x[1000 * rank : 1000 * rank + 1000]
-    compressed_reduce_scatter(x, codec, out=own).wait()
-    whole = compressed_all_gather(own.clone(), codec).wait()
-    compressed_all_gather(own, codec, out=x).wait()
-    return torch.equal(x, whole) and float((own - right).abs().max()) < 0.1
-
-
-def test_results_may_go_where_the_tensors_are(two_ranks: RankPool) -> None:
-    assert all(two_ranks.run(_in_place, BLOCKWISE))
+    compressed_reduce_scatter(x, BLOCKWISE, out=own).wait()
+    whole = compressed_all_gather(own.clone(), BLOCKWISE).wait()
+    compressed_all_gather(own, BLOCKWISE, out=x).wait()
+    assert torch.equal(x, whole) and float((own - right).abs().max()) < 0.1
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------
@@ -286,7 +278,10 @@ class Flaky:
         return compressed_all_gather(own, self.codec, sizes=sizes, group=group)
 
 
-def _fails(rank: int, method: str) -> list[Any]:
+@on_processes
+@pytest.mark.parametrize("method", ["encode", "decode", "decode_sum"])
+def test_a_rank_that_fails(rank: int, method: str) -> None:
+    """All ranks raise in the same step, and the next one works: nothing is left under way."""
     torch.manual_seed(0)
     model, hook = nn.Linear(3, 5), Flaky()
     handle = attach(model, hook)
@@ -301,14 +296,7 @@ def _fails(rank: int, method: str) -> list[Any]:
         except Exception as error:
             found.append(type(error).__name__)
     handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("method", ["encode", "decode", "decode_sum"])
-def test_a_rank_that_fails(two_ranks: RankPool, method: str) -> None:
-    """All ranks raise in the same step, and the next one works: nothing is left under way."""
-    for rank, found in enumerate(two_ranks.run(_fails, method)):
-        assert found == [[[3.0] * 3] * 5, ("OwnError", "PeerError")[rank], [[3.0] * 3] * 5]
+    assert found == [[[3.0] * 3] * 5, ("OwnError", "PeerError")[rank], [[3.0] * 3] * 5]
 
 
 # ---- compiled ------------------------------------------------------------------------------------

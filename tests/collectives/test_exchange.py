@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched_ranks import first_says
+from on_ranks import on_processes
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -92,7 +93,8 @@ def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -
                 assert torch.equal(got, message(source, rank, lengths[source][rank]))
 
 
-def _in_another_order(rank: int) -> bool:
+@on_processes
+def test_stages_in_another_order_on_each_rank(rank: int) -> None:
     first = dist.new_group()
     stages = [first, second_group(first)]
     waiting = {}
@@ -103,21 +105,15 @@ def _in_another_order(rank: int) -> bool:
             inputs, outputs = messages(rank, 300_000, seed)
             result = torch.tensor(seed)
             waiting[seed] = exchange(inputs, outputs, result, stages[stage]), outputs
-    right = []
     for seed, (future, outputs) in waiting.items():
-        right += [int(future.wait()) == seed, have_come(rank, outputs, seed)]
+        assert int(future.wait()) == seed and have_come(rank, outputs, seed)
     dist.barrier()
     dist.destroy_process_group(first)
-    return all(right)
 
 
-def test_stages_in_another_order_on_each_rank(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_in_another_order) == [True, True]
-
-
-def _stopped(rank: int) -> list[str]:
+@on_processes
+def test_those_that_are_stopped_fail(rank: int) -> None:
     up, down = dist.new_group(), dist.new_group()
-    said = []
     if rank == 0:  # nobody answers
         exchanges = _C.Exchanges(up, down, False)
         messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
@@ -127,25 +123,19 @@ def _stopped(rank: int) -> list[str]:
         exchanges.stop()
         assert ended  # what waits for them has run
         for future in futures:
-            with pytest.raises(RuntimeError, match="the process group was closed") as error:
+            with pytest.raises(RuntimeError, match="the process group was closed"):
                 future.wait()
-            said.append(str(error.value))
         with pytest.raises(RuntimeError, match="the process group was closed"):
             exchanges.start(messages, messages, torch.ones(1))
         exchanges.stop()
     dist.barrier()
     dist.destroy_process_group(up)
     dist.destroy_process_group(down)
-    return said
 
 
-def test_those_that_are_stopped_fail(two_ranks: RankPool) -> None:
-    assert len(two_ranks.run(_stopped, timeout=60)[0]) == 3
-
-
-def _left(rank: int) -> str:
+@on_processes
+def test_a_rank_that_leaves_ends_them(rank: int) -> None:
     up, down = dist.new_group(), dist.new_group()
-    said = ""
     if rank == 0:
         messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
         exchanges = _C.Exchanges(up, down, False)
@@ -155,20 +145,14 @@ def _left(rank: int) -> str:
         dist.destroy_process_group(up)
         dist.destroy_process_group(down)
     else:
-        with pytest.raises(RuntimeError, match="gloo") as error:
+        with pytest.raises(RuntimeError, match="gloo"):
             future.wait()
-        said = str(error.value)
         later = exchanges.start(messages, messages, torch.ones(1))
         with pytest.raises(RuntimeError, match="gloo"):
             later.wait()
         exchanges.stop()
         dist.destroy_process_group(up)
         dist.destroy_process_group(down)
-    return said
-
-
-def test_a_rank_that_leaves_ends_them(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_left, timeout=60)[0]
 
 
 #: How each rank of the following programs begins.
@@ -210,9 +194,9 @@ def test_a_rank_that_is_killed_halfway(tmp_path: Path, stage: str) -> None:
     assert first_says(BEGIN + LOST_HALFWAY, tmp_path, stage) == "it is told\n"
 
 
-def _from_a_thread_of_gloo(rank: int) -> bool:
+@on_processes
+def test_issued_by_a_thread_of_gloo(rank: int) -> None:
     """A thread of the first group's issues a second stage; then the group goes."""
-    right = True
     for number in range(20):
         first = dist.new_group()
         second = second_group(first)
@@ -227,16 +211,11 @@ def _from_a_thread_of_gloo(rank: int) -> bool:
         work = first.allreduce([torch.ones(1)], dist.AllreduceOptions())
         work.get_future().add_done_callback(issue)
         waiting.wait().wait()
-        right = right and have_come(rank, outputs, number)
+        assert have_come(rank, outputs, number)
         del work, issue, second
         dist.barrier()
         dist.destroy_process_group(first)
         del first
-    return right
-
-
-def test_issued_by_a_thread_of_gloo(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_from_a_thread_of_gloo, timeout=60) == [True, True]
 
 
 def test_one_rank_and_nothing_to_send(one_rank: None) -> None:
@@ -258,14 +237,15 @@ def test_what_is_refused(one_rank: None) -> None:
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
 
 
-def _one_leaves_first(rank: int) -> list[bool]:
+@on_processes
+def test_a_message_counts_whose_sender_has_left(rank: int) -> None:
     """Rank 1 stands still while rank 0 sends its message and closes its connections.
 
     Then the message and the end of the connection reach rank 1 at the same time.
     """
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
-    has_begun, found = torch.zeros(1), []
+    has_begun = torch.zeros(1)
     for _ in range(20):
         group = dist.new_group()
         exchanges = _C.Exchanges(group, group, False)
@@ -291,19 +271,15 @@ def _one_leaves_first(rank: int) -> list[bool]:
                 del exchanges, group  # which closes the connections
             finally:
                 os.kill(int(pids[1]), signal.SIGCONT)
-        found.append(outputs[1 - rank].equal(message(1 - rank, rank, 100)))
+        assert outputs[1 - rank].equal(message(1 - rank, rank, 100))
         dist.barrier()
-    return found
-
-
-def test_a_message_counts_whose_sender_has_left(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_one_leaves_first) == [[True] * 20] * 2
 
 
 # ---- what is expected ----------------------------------------------------------------------------
 
 
-def _expected_in_another_order(rank: int) -> bool:
+@on_processes
+def test_what_is_expected_comes_there(rank: int) -> None:
     """Two places, whose messages rank 0 expects in one order and starts in the other."""
     exchanges = _C.Exchanges(dist.group.WORLD, dist.group.WORLD, False)
     places = [exchanges.reserve(), exchanges.reserve()]
@@ -318,17 +294,12 @@ def _expected_in_another_order(rank: int) -> bool:
         future.wait()
     exchanges.stop()
     other = 1 - rank
-    return all(
-        torch.equal(outputs[place][other], message(other, rank, 40 + place, place))
-        for place in places
-    )
+    for place in places:
+        assert outputs[place][other].equal(message(other, rank, 40 + place, place))
 
 
-def test_what_is_expected_comes_there(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_expected_in_another_order) == [True, True]
-
-
-def _expected_in_vain(rank: int) -> list[str]:
+@on_processes
+def test_what_is_refused_of_expected_messages(rank: int) -> None:
     """What is expected and never comes keeps no group open."""
     group = dist.new_group()
     exchanges = exchanges_of(group)
@@ -353,20 +324,15 @@ def _expected_in_vain(rank: int) -> list[str]:
     exchanges.expect(outputs, exchanges.reserve())  # start() tells
     dist.barrier()
     dist.destroy_process_group(group)
-    return said
-
-
-def test_what_is_refused_of_expected_messages(two_ranks: RankPool) -> None:
-    for rank, said in enumerate(two_ranks.run(_expected_in_vain)):
-        again, elsewhere, few, place, uneven = said
-        assert again == "exchange: stage 0 of place 0 was expected before"
-        assert elsewhere == (
-            "exchange: outputs must be the tensors that expect() was given for this place; that of "
-            f"rank {1 - rank} differs"
-        )
-        assert few == "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank"
-        assert place.startswith("exchange: place must be one that reserve() gave")
-        assert uneven == "exchange: ups and downs must have the same length, got 1 and 0"
+    again, elsewhere, few, wrong_place, uneven = said
+    assert again == "exchange: stage 0 of place 0 was expected before"
+    assert elsewhere == (
+        "exchange: outputs must be the tensors that expect() was given for this place; that of "
+        f"rank {1 - rank} differs"
+    )
+    assert few == "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank"
+    assert wrong_place.startswith("exchange: place must be one that reserve() gave")
+    assert uneven == "exchange: ups and downs must have the same length, got 1 and 0"
 
 
 # ---- waiting for messages of a group -------------------------------------------------------------
@@ -426,14 +392,16 @@ def test_a_killed_sender_ends_the_wait(tmp_path: Path) -> None:
     assert first_says(BEGIN + KILLED_SENDER + ENDED, tmp_path, "") == "it ended\n"
 
 
-def _receiver_leaves(rank: int) -> bool:
+@on_processes
+def test_a_message_counts_whose_receiver_has_left(rank: int) -> None:
     group, value = dist.new_group(), torch.full((3,), float(rank))
     if rank == 1:
         group.recv([value], 0, 1).wait()
         dist.destroy_process_group(group)
         del group
         dist.barrier()
-        return bool((value == 0).all())
+        assert (value == 0).all()
+        return
     sends = [(1, group.send([value], 1, 1))]
     dist.barrier()
     with pytest.raises(RuntimeError, match="gloo"):
@@ -441,11 +409,6 @@ def _receiver_leaves(rank: int) -> bool:
             finish_messages(group, [(1, group.send([value], 1, 1))])
     finish_messages(group, sends)
     dist.destroy_process_group(group)
-    return True
-
-
-def test_a_message_counts_whose_receiver_has_left(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_receiver_leaves, timeout=60) == [True, True]
 
 
 def _works_in(error: BaseException) -> list[object]:
@@ -459,7 +422,10 @@ def _works_in(error: BaseException) -> list[object]:
     return found
 
 
-def _held_error(rank: int, early: bool) -> bool:
+@on_processes
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_keeps_no_work(rank: int, early: bool) -> None:
+    """A Work in use, as by a traceback, would keep the connection open."""
     group = dist.new_group()
     step_end = StepEnd(group)
     dist.barrier()
@@ -469,7 +435,7 @@ def _held_error(rank: int, early: bool) -> bool:
         dist.destroy_process_group(group)
         del group, step_end
         dist.barrier()
-        return True
+        return
     if not early:
         exchanges_of(group).stop()
     try:
@@ -480,16 +446,10 @@ def _held_error(rank: int, early: bool) -> bool:
     assert step_end._sends == [] and not any(step_end._works)
     dist.barrier()
     dist.destroy_process_group(group)
-    return True
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_error_keeps_no_work(two_ranks: RankPool, early: bool) -> None:
-    """A Work in use, as by a traceback, would keep the connection open."""
-    assert two_ranks.run(_held_error, early, timeout=60) == [True, True]
-
-
-def _after_the_end(rank: int) -> bool:
+@on_processes
+def test_a_closed_group_sends_nothing(rank: int) -> None:
     group, value = dist.new_group(), torch.ones(1)
     if rank == 1:
         group.recv([value], 0, 1).wait()
@@ -502,11 +462,6 @@ def _after_the_end(rank: int) -> bool:
             finish_messages(group, [(1, send)])
     dist.barrier()
     dist.destroy_process_group(group)
-    return True
-
-
-def test_a_closed_group_sends_nothing(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_after_the_end, timeout=60) == [True, True]
 
 
 def test_which_messages_are_refused(one_rank: None) -> None:

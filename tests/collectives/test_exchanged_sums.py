@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo_threads import gloo_ranks
 from mode_cases import CastInTwoStages, Mode
+from on_ranks import on_processes
 from ops_reference import LEVELS, cpu_level, threads
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -117,7 +118,6 @@ def test_the_error_does_not_grow_with_the_ranks(dtype: torch.dtype, ranks: int) 
 
 
 def all_reduced(state: object, bucket: GradBucket) -> Any:
-    """One all-reduce in 16 bits."""
     group = collectives.resolve_group()
     wire = bucket.flatten(scale=1 / group.size(), dtype=torch.bfloat16)
     return collectives.all_reduce(wire).then(lambda done: done.value().float())
@@ -221,18 +221,15 @@ def test_which_ranks_need_a_second_group() -> None:
     assert hooks.blockwise().has_stages_among(2) and not hooks.allreduce().has_stages_among(1000)
 
 
-def _second_groups(rank: int) -> list[bool]:
+@on_processes
+def test_few_ranks_have_no_second_group(rank: int) -> None:
     found = []
     for hook in (hooks.cast(), CastInTwoStages()):
         model = nn.Linear(3, 5)
         handle = attach(model, hook)
         found.append(handle._road._group.group in gloo_groups._seconds)
         handle.remove()
-    return found
-
-
-def test_few_ranks_have_no_second_group(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_second_groups) == [[False, True]] * 2
+    assert found == [False, True]
 
 
 def _odd(rank: int, mode: Mode) -> list[Tensor]:
@@ -329,20 +326,16 @@ def test_all_ranks_add_up_in_their_order(three_ranks: RankPool, dtype: torch.dty
             assert torch.equal(got, _sum_of_ranks(3, numel, dtype, number))
 
 
-def _shapes(rank: int) -> list[Any]:
+@on_processes
+def test_shapes_and_inference_mode(rank: int) -> None:
     with torch.inference_mode():
         inference = collectives.all_reduce(torch.ones(4)).wait()
     matrix = collectives.all_reduce(torch.full((3, 40_000), rank + 1.0)).wait()
     whole = collectives.all_reduce(torch.tensor(2.5)).wait()
-    return [inference.clone(), matrix, whole]
-
-
-def test_shapes_and_inference_mode(two_ranks: RankPool) -> None:
-    for inference, matrix, whole in two_ranks.run(_shapes):
-        assert inference.tolist() == [2.0] * 4
-        assert matrix.shape == (3, 40_000)
-        assert matrix.eq(3.0).all()
-        assert whole.item() == 5.0
+    assert inference.tolist() == [2.0] * 4
+    assert matrix.shape == (3, 40_000)
+    assert matrix.eq(3.0).all()
+    assert whole.item() == 5.0
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -352,7 +345,8 @@ def test_bytes_are_those_of_a_ring_or_of_a_gather(rank: int) -> None:
     assert direct_bytes(torch.empty(100_000), rank, 3) == (400_000 - own + 2 * own,) * 2
 
 
-def _sent_directly(rank: int) -> list[bool]:
+@on_processes
+def test_which_tensors(rank: int) -> None:
     group = dist.group.WORLD
     tensors = (
         torch.ones(4),
@@ -361,8 +355,5 @@ def _sent_directly(rank: int) -> list[bool]:
         torch.ones(0),
         torch.ones((4 << 20) // 4 + 1),
     )
-    return [sums_directly(tensor, group) for tensor in tensors]
-
-
-def test_which_tensors(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_sent_directly) == [[True, False, False, False, False]] * 2
+    found = [sums_directly(tensor, group) for tensor in tensors]
+    assert found == [True, False, False, False, False]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import of_all_ranks, on_pool, on_processes, on_ranks
 from rank_pool import RankPool
 from staged_steps import BLOCKWISE, TOPK, Around, X, backward, gloo_groups, model
 from torch.distributed import distributed_c10d
@@ -181,13 +182,10 @@ def test_labels_through_stores_that_do_not_append(monkeypatch: pytest.MonkeyPatc
     assert sorted(_requests(monkeypatch, 8, appends=False)) == [10] * 7 + [19]
 
 
-def test_processes_of_one_machine_have_one_label(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_label)
+@on_processes
+def test_processes_of_one_machine_have_one_label(rank: int) -> None:
+    first, second = of_all_ranks(label_of_host())
     assert first == second and len(first) == 16
-
-
-def _label(rank: int) -> str:
-    return label_of_host()
 
 
 def _pairs(rank: int) -> list[Any]:
@@ -210,7 +208,8 @@ def test_groups_over_some_ranks(four_ranks: RankPool) -> None:
 # ---- groups on which second stages travel --------------------------------------------------------
 
 
-def _second_groups(rank: int) -> dict[str, Any]:
+@on_processes
+def test_second_groups(rank: int) -> None:
     before = gloo_groups()
     group = dist.new_group([0, 1])
     found: dict[str, Any] = {"own": gloo_groups() - before}
@@ -232,26 +231,13 @@ def _second_groups(rank: int) -> dict[str, Any]:
     group = dist.new_group([0, 1])
     found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
     dist.destroy_process_group(group)
-    return found
+    assert found.pop("timeout") == distributed_c10d.default_pg_timeout
+    expected = {"own": 1, "of one stage": 1, "of two stages": 2, "same": True, "ranks": [0, 1]}
+    assert found == {**expected, "turns": 0, "left": 0, "again": 1200.0}
 
 
-def test_second_groups(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_second_groups):
-        timeout = found.pop("timeout")
-        assert timeout == distributed_c10d.default_pg_timeout
-        assert found == {
-            "own": 1,
-            "of one stage": 1,
-            "of two stages": 2,
-            "same": True,
-            "ranks": [0, 1],
-            "turns": 0,
-            "left": 0,
-            "again": 1200.0,
-        }
-
-
-def _groups_of_some(rank: int) -> list[float]:
+@on_pool("three_ranks")
+def test_groups_of_some_ranks(rank: int) -> None:
     """Ranks 0 and 2 have a group; rank 1 knows of none."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1,))}
     ranks = (1,) if rank == 1 else (0, 2)
@@ -260,17 +246,14 @@ def _groups_of_some(rank: int) -> list[float]:
         for _ in range(3)
     ]
     dist.destroy_process_group(groups[ranks])
-    return sums
+    assert sums == [2.0 if rank == 1 else 4.0] * 3
 
 
-def test_groups_of_some_ranks(pools: dict[int, RankPool]) -> None:
-    assert pools[3].run(_groups_of_some) == [[4.0] * 3, [2.0] * 3, [4.0] * 3]
-
-
-def _groups_of_a_model(rank: int, codecs: list[Codec]) -> list[int]:
-    """After each of attaching, training and removing."""
+@on_processes
+def test_groups_of_a_model(rank: int) -> None:
+    """Both are made when a hook is attached, and go with it."""
     counts = [gloo_groups()]
-    for codec in codecs:
+    for codec in (TOPK, BLOCKWISE, BLOCKWISE):
         net = model()
         handle = attach(net, hooks.compressed(codec))
         counts.append(gloo_groups() - counts[0])
@@ -280,23 +263,16 @@ def _groups_of_a_model(rank: int, codecs: list[Codec]) -> list[int]:
         handle.remove()
         del net, handle
         counts.append(gloo_groups() - counts[0])
-    return counts[1:]
+    assert counts[1:] == [1, 1, 0, 2, 2, 0, 2, 2, 0]
 
 
-def test_groups_of_a_model(two_ranks: RankPool) -> None:
-    """Both are made when a hook is attached, and go with it."""
-    for counts in two_ranks.run(_groups_of_a_model, [TOPK, BLOCKWISE, BLOCKWISE]):
-        assert counts == [1, 1, 0, 2, 2, 0, 2, 2, 0]
+@on_ranks(2)
+def test_other_groups_have_no_second(rank: int) -> None:
+    assert second_group(dist.group.WORLD) is None
 
 
-def test_other_groups_have_no_second() -> None:
-    def run(rank: int) -> bool:
-        return second_group(dist.group.WORLD) is None
-
-    assert run_ranks(run, 2) == [True, True]
-
-
-def _comes_late(rank: int) -> str:
+@on_processes
+def test_the_future_tells_of_a_closed_connection(rank: int) -> None:
     """The second of two calls, before which rank 0 has closed its connections."""
     group = dist.new_group([0, 1])
     compressed_all_reduce(X, BLOCKWISE, group=group).wait()
@@ -304,22 +280,21 @@ def _comes_late(rank: int) -> str:
         dist.destroy_process_group(group)
         del group  # which closes them
         dist.barrier()
-        return "gloo"
+        return
     dist.barrier()
     future = compressed_all_reduce(X, BLOCKWISE, group=group)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="gloo"):
         future.wait()
     dist.destroy_process_group(group)
-    return str(raised.value)
 
 
-def test_the_future_tells_of_a_closed_connection(two_ranks: RankPool) -> None:
-    assert all("gloo" in said for said in two_ranks.run(_comes_late))
+@on_processes
+@pytest.mark.parametrize("inner", [BLOCKWISE, TOPK], ids=repr)
+def test_a_group_that_goes_first(rank: int, inner: Codec) -> None:
+    """A thread of Gloo's that ends its own group ends the process.
 
-
-def _group_goes_first(rank: int, inner: Codec) -> int:
-    """Callbacks, on threads of the group's own, are the last who could keep it."""
-    done = 0
+    Callbacks, on threads of the group's own, are the last who could keep it.
+    """
     for _ in range(10):
         group = dist.new_group([0, 1])
         codec = Around(inner, lambda method: time.sleep(0.005))
@@ -330,11 +305,3 @@ def _group_goes_first(rank: int, inner: Codec) -> int:
         del group
         with contextlib.suppress(RuntimeError):  # it may have been left in its middle
             slow.wait()
-        done += 1
-    return done
-
-
-@pytest.mark.parametrize("codec", [BLOCKWISE, TOPK], ids=repr)
-def test_a_group_that_goes_first(two_ranks: RankPool, codec: Codec) -> None:
-    """A thread of Gloo's that ends its own group ends the process."""
-    assert two_ranks.run(_group_goes_first, codec) == [10, 10]

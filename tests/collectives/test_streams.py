@@ -23,8 +23,6 @@ CPU = torch.device("cpu")
 
 
 class Calls(TorchFunctionMode):
-    """Counts what is asked of tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -50,9 +48,7 @@ def _use(used: UsedTensors, tensors: Any) -> None:
         pass
 
 
-def test_tensors_are_kept_until_the_result_is_waited_for(
-    device_on_host: DeviceOnHost,
-) -> None:
+def test_tensors_are_kept_until_the_result_is_waited_for(device_on_host: DeviceOnHost) -> None:
     one, several = torch.ones(3), [torch.ones(2), torch.ones(4)]
     watched = [weakref.ref(tensor) for tensor in (one, *several)]
     used = UsedTensors()
@@ -66,8 +62,7 @@ def test_tensors_are_kept_until_the_result_is_waited_for(
 
 @pytest.mark.parametrize("how", ["nobody waits", "another stream waits"])
 def test_the_allocator_is_told_where_references_are_not_enough(
-    device_on_host: DeviceOnHost,
-    how: str,
+    device_on_host: DeviceOnHost, how: str
 ) -> None:
     bucket = torch.ones(8)
     views = [bucket[:3], bucket[3:]]
@@ -88,9 +83,7 @@ def test_without_a_keeper_the_allocator_is_told(device_on_host: DeviceOnHost) ->
     assert any(tensor is x for tensor, _ in device_on_host.recorded)
 
 
-def test_the_cost_does_not_depend_on_the_tensors(
-    device_on_host: DeviceOnHost,
-) -> None:
+def test_the_cost_does_not_depend_on_the_tensors(device_on_host: DeviceOnHost) -> None:
     counts = []
     for number in (1, 200):
         tensors = [torch.ones(2) for _ in range(number)]
@@ -112,9 +105,7 @@ def _model() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["blockwise()", "topk(0.5)", "powersgd(1)", "randomk(0.5)"])
 def test_gradients_go_as_soon_as_the_step_has_waited(
-    device_on_host: DeviceOnHost,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    device_on_host: DeviceOnHost, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A user may take gradients away while the hook is on its way."""
     model = _model()
@@ -145,9 +136,7 @@ def test_gradients_go_as_soon_as_the_step_has_waited(
     handle.remove()
 
 
-def test_a_step_that_fails_tells_the_allocator(
-    device_on_host: DeviceOnHost,
-) -> None:
+def test_a_step_that_fails_tells_the_allocator(device_on_host: DeviceOnHost) -> None:
     class Fails(hooks.compressed):
         def average(self, bucket: GradBucket) -> Any:
             found = super().average(bucket)

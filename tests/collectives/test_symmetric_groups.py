@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from on_ranks import of_all_ranks, on_pool, on_processes
 from symmetric_ranks import CODEC, of_each_block_codec, shared_memories
 from torch import Tensor, nn
 
@@ -39,6 +39,7 @@ from torch_commhook.step.step_group import StepGroup
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OTHER = CODECS["blockwise"](bits=4, block_size=64)
 SHORT = timedelta(seconds=0.3)
+on_three = on_pool("three_ranks")
 
 
 def summed(
@@ -55,15 +56,11 @@ def summed(
 
 
 class Files:
-    """A double of PyTorch's symmetric memory.
+    """A double of PyTorch's symmetric memory."""
 
-    Args:
-        rank: this rank.
-        folder: for the files.
-        fails: the operation that raises an error: "allocate" or "share".
-    """
-
-    def __init__(self, rank: int, folder: str, fails: str) -> None:
+    def __init__(self, rank: int, folder: Path, fails: str) -> None:
+        # rank: this rank; folder: for the files; fails: the operation that raises an error:
+        # "allocate" or "share"
         self.rank, self.folder, self.fails = rank, folder, fails
         self.numbers = count()
         #: This rank's memories that are still in use.
@@ -96,7 +93,7 @@ class _Memory:
 
 @contextmanager
 def with_files(
-    rank: int, folder: str, *, obstacle: str = "", machine: str = "m", gpu: str = "", **more: str
+    rank: int, folder: Path, *, obstacle: str = "", machine: str = "m", gpu: str = "", **more: str
 ) -> Iterator[Files]:
     files = Files(rank, folder, more.get("fails", ""))
     place = symmetric._Place(obstacle, machine, gpu or f"gpu {rank}", more.get("torch", "2"))
@@ -114,10 +111,11 @@ def with_files(
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def _sums_of_buckets(rank: int, folder: str) -> None:
+@on_three
+def test_buckets_of_several_sizes(rank: int, tmp_path: Path) -> None:
     buffers = MessageBuffers()
     meters = WireMeter(), WireMeter()
-    with with_files(rank, folder) as files:
+    with with_files(rank, tmp_path) as files:
         for numel in (1000, 5000, 300, 5000, 0):
             with counting(meters[0]):
                 got = summed(rank, buffers, numel=numel)
@@ -133,21 +131,7 @@ def _sums_of_buckets(rank: int, folder: str) -> None:
     assert found() is None
 
 
-def test_buckets_of_several_sizes(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_sums_of_buckets, str(tmp_path))
-
-
-def _falls_back(rank: int, folder: str, options: list[dict[str, str]], reason: str) -> None:
-    group = dist.new_group()
-    with with_files(rank, folder, **options[rank]):
-        buffers = MessageBuffers()
-        for _ in range(2):
-            assert torch.equal(summed(rank, buffers, group), summed(rank))
-        assert buffers not in symmetric._memories
-        assert symmetric.obstacle_of(group) == reason
-    dist.destroy_process_group(group)
-
-
+@on_three
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -161,20 +145,30 @@ def _falls_back(rank: int, folder: str, options: list[dict[str, str]], reason: s
     ],
 )
 def test_one_rank_that_cannot(
-    options: list[dict[str, str]], reason: str, three_ranks: RankPool, tmp_path: Path
+    rank: int, options: list[dict[str, str]], reason: str, tmp_path: Path
 ) -> None:
     """All ranks use collectives, and know why."""
-    three_ranks.run(_falls_back, str(tmp_path), options, reason)
+    group = dist.new_group()
+    with with_files(rank, tmp_path, **options[rank]):
+        buffers = MessageBuffers()
+        for _ in range(2):
+            assert torch.equal(summed(rank, buffers, group), summed(rank))
+        assert buffers not in symmetric._memories
+        assert symmetric.obstacle_of(group) == reason
+    dist.destroy_process_group(group)
 
 
-def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
+@on_three
+@pytest.mark.parametrize("fails_a_step", [False, True])
+def test_a_rank_that_gives_up(rank: int, fails_a_step: bool, tmp_path: Path) -> None:
+    """The others do not wait for it."""
     group = dist.new_group()
     buffers = [MessageBuffers(), MessageBuffers()]
     step = StepGroup()
     assert step.stand_in(group, CUDA) is group  # as for a group that cannot connect anew
 
     step.begin()
-    with with_files(rank, folder):
+    with with_files(rank, tmp_path):
         assert all(summed(rank, each, group).isfinite().all() for each in buffers)
         if rank != 1:
             assert all(summed(rank, each, group).isnan().all() for each in buffers)
@@ -189,13 +183,12 @@ def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("fails_a_step", [False, True])
-def test_a_rank_that_gives_up(fails_a_step: bool, three_ranks: RankPool, tmp_path: Path) -> None:
-    """The others do not wait for it."""
-    three_ranks.run(_gives_up, str(tmp_path), fails_a_step)
-
-
-def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int) -> None:
+@on_processes
+@pytest.mark.parametrize(("models", "fails_at"), [(1, 0), (2, 0), (2, 1)])
+def test_a_rank_fails_in_its_first_step(
+    rank: int, models: int, fails_at: int, tmp_path: Path
+) -> None:
+    """The others ask it for its memory, and do not wait until the group's timeout."""
     group = dist.new_group(timeout=timedelta(hours=1))  # far more than the test has
     nets = [nn.Linear(300, 30) for _ in range(models)]
     own_group = StepGroup.group_for
@@ -203,10 +196,7 @@ def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int)
     def as_of_a_device(self: StepGroup, _device: torch.device) -> dist.ProcessGroup:
         return own_group(self, torch.device("meta"))  # which has no backend of Gloo
 
-    with (
-        mock.patch.object(StepGroup, "group_for", as_of_a_device),
-        with_files(rank, folder),
-    ):
+    with mock.patch.object(StepGroup, "group_for", as_of_a_device), with_files(rank, tmp_path):
         handles = [attach(net, hooks.blockwise(8), process_group=group) for net in nets]
         if rank == 1:
             handles[fails_at].register_prehook(lambda _: 1 / 0)
@@ -214,19 +204,12 @@ def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int)
             torch.stack([net(torch.ones(2, 300)).sum() for net in nets]).sum().backward()
 
 
-@pytest.mark.parametrize(("models", "fails_at"), [(1, 0), (2, 0), (2, 1)])
-def test_a_rank_fails_in_its_first_step(
-    models: int, fails_at: int, two_ranks: RankPool, tmp_path: Path
-) -> None:
-    """The others ask it for its memory, and do not wait until the group's timeout."""
-    two_ranks.run(_fails_in_its_first_step, str(tmp_path), models, fails_at)
-
-
 class Group(ProcessGroup):
     """One of Python."""
 
 
-def _may_share(rank: int) -> None:
+@on_processes
+def test_groups_and_codecs_that_may(rank: int) -> None:
     world = dist.group.WORLD
 
     def may(codec: Codec = CODEC, device: torch.device = CUDA, group: Any = world) -> bool:
@@ -251,10 +234,6 @@ def _may_share(rank: int) -> None:
         assert not may(group=alone[rank])
         assert not may(group=Group(rank, 2))
     dist.destroy_process_group(alone[rank])
-
-
-def test_groups_and_codecs_that_may(two_ranks: RankPool) -> None:
-    two_ranks.run(_may_share)
 
 
 def test_where_this_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,13 +409,28 @@ def raises(rank: int, at_fault: int) -> Any:
     return mock.patch.object(BlockCodec, "reduce_shards", mock.Mock(side_effect=error))
 
 
-def _trial_fails(
-    rank: int, folder: str, fault: Callable[[int, int], Any], is_known: bool
-) -> str | None:
-    """Fall back from a trial that fails; with the second codec if the first is known."""
+@on_three
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "reasons"),
+    [
+        (wrong_bit, ["rank 1: RuntimeError: ", "values of a sum", "differ from those"]),
+        (wrong_sum, ["rank 0: RuntimeError: ", "values of a sum", "differ from those"]),
+        (waits_in_vain, ["rank 1: it missed rank 0 at a barrier", "rank 2: it missed rank 1"]),
+        (comes_late, ["rank 0: it missed rank", "rank 2: it missed rank"]),
+        (raises, ["rank 1: RuntimeError: no kernel image is available"]),
+    ],
+)
+def test_a_trial_that_fails(
+    rank: int, fault: Any, reasons: list[str], is_known: bool, tmp_path: Path
+) -> None:
+    """On one rank: all use collectives, and one of them says why.
+
+    It is a trial with the second codec if the first is known.
+    """
     group = dist.new_group()
     with mock.patch.object(symmetric._log, "handle") as handled:
-        with with_files(rank, folder) as files:
+        with with_files(rank, tmp_path) as files:
             buffers, others = MessageBuffers(), MessageBuffers()
             if is_known:
                 assert_right_sums(rank, group, buffers)
@@ -458,30 +452,12 @@ def _trial_fails(
     assert len(texts) == (rank == 0), texts
     assert rank != 0 or texts[0].endswith(f"a test of that memory failed on {obstacle}")
     dist.destroy_process_group(group)
-    return obstacle
+    assert len(set(of_all_ranks(obstacle))) == 1
+    assert all(reason in obstacle for reason in reasons), obstacle
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize(
-    ("fault", "reasons"),
-    [
-        (wrong_bit, ["rank 1: RuntimeError: ", "values of a sum", "differ from those"]),
-        (wrong_sum, ["rank 0: RuntimeError: ", "values of a sum", "differ from those"]),
-        (waits_in_vain, ["rank 1: it missed rank 0 at a barrier", "rank 2: it missed rank 1"]),
-        (comes_late, ["rank 0: it missed rank", "rank 2: it missed rank"]),
-        (raises, ["rank 1: RuntimeError: no kernel image is available"]),
-    ],
-)
-def test_a_trial_that_fails(
-    fault: Any, reasons: list[str], is_known: bool, three_ranks: RankPool, tmp_path: Path
-) -> None:
-    """On one rank: all use collectives, and one of them says why."""
-    found = three_ranks.run(_trial_fails, str(tmp_path), fault, is_known)
-    assert found[0] == found[1] == found[2]
-    assert all(reason in found[0] for reason in reasons), found[0]
-
-
-def _each_codec_once(rank: int, folder: str) -> None:
+@on_three
+def test_each_memory_and_codec_is_tried_once(rank: int, tmp_path: Path) -> None:
     group = dist.new_group()
     tried: list[str] = []
 
@@ -490,7 +466,7 @@ def _each_codec_once(rank: int, folder: str) -> None:
         assert more["timeout"] == timedelta(seconds=10)
         try_out(memory, codec, *args, **more)
 
-    with with_files(rank, folder) as files, mock.patch.object(symmetric, "try_out", noted):
+    with with_files(rank, tmp_path) as files, mock.patch.object(symmetric, "try_out", noted):
         buffers = MessageBuffers(), MessageBuffers()
         for each in buffers:
             assert_right_sums(rank, group, each)
@@ -507,13 +483,10 @@ def _each_codec_once(rank: int, folder: str) -> None:
     dist.destroy_process_group(group)
 
 
-def test_each_memory_and_codec_is_tried_once(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_each_codec_once, str(tmp_path))
-
-
-def _while_capturing(rank: int, folder: str) -> None:
+@on_three
+def test_no_trial_while_a_graph_is_captured(rank: int, tmp_path: Path) -> None:
     group = dist.new_group()
-    with with_files(rank, folder) as files:
+    with with_files(rank, tmp_path) as files:
         buffers = MessageBuffers()
 
         def captured(codec: Codec) -> bool:
@@ -538,14 +511,11 @@ def _while_capturing(rank: int, folder: str) -> None:
     dist.destroy_process_group(group)
 
 
-def test_no_trial_while_a_graph_is_captured(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_while_capturing, str(tmp_path))
-
-
-def _groups_made_anew(rank: int, folder: str) -> None:
+@on_three
+def test_a_new_group_finds_no_memory_of_an_old_one(rank: int, tmp_path: Path) -> None:
     """A step fails, and the same hook goes on with a new group."""
     buffers = MessageBuffers()
-    with with_files(rank, folder) as files:
+    with with_files(rank, tmp_path) as files:
         for step in range(3):
             group = dist.new_group()
             assert symmetric.obstacle_of(group) is None
@@ -563,7 +533,3 @@ def _groups_made_anew(rank: int, folder: str) -> None:
         del of_group, memory, group
         gc.collect()
         assert len(files.alive) == 1
-
-
-def test_a_new_group_finds_no_memory_of_an_old_one(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_groups_made_anew, str(tmp_path))

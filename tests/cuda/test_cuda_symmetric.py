@@ -42,14 +42,9 @@ def test_the_kernels_of_a_sum(device: KernelDevice) -> None:
     shared = SharedRanks(2, CODEC.nbytes(5000, 2), device.name)
     with device.kernels():
         names = device.kernels_of(lambda: shared.run(case.of_rank, device=device.name))
-    for kernel, count in [
-        ("encode_kernel", 2),
-        ("barrier_kernel", 4),
-        ("reduce_shards_kernel", 2),
-        ("gather_kernel", 2),
-        ("decode_kernel", 2),
-    ]:
-        assert sum(kernel in name for name in names) == count, kernel
+    counts = {"encode": 2, "barrier": 4, "reduce_shards": 2, "gather": 2, "decode": 2}
+    for kernel, count in counts.items():
+        assert sum(f"{kernel}_kernel" in name for name in names) == count, kernel
 
 
 # ---- several GPUs --------------------------------------------------------------------------------

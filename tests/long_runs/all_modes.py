@@ -19,8 +19,6 @@ TABLE = Path(__file__).with_suffix(".json")
 
 
 class Counts:
-    """A plugin that counts outcomes."""
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         names = ("passed", "failed", "error", "skipped")
         counts = {name: len(terminalreporter.stats.get(name, [])) for name in names}

@@ -84,9 +84,7 @@ HOOKS: dict[str, Callable[[], hooks.Hook]] = {
         hooks.error_feedback(hooks.sign()),
     ),
     "after": lambda: hooks.after(
-        3,
-        hooks.error_feedback(hooks.topk(0.1)),
-        hooks.error_feedback(hooks.blockwise(bits=4)),
+        3, hooks.error_feedback(hooks.topk(0.1)), hooks.error_feedback(hooks.blockwise(bits=4))
     ),
     "clip": lambda: hooks.clip(1e9, hooks.error_feedback(hooks.sign())),
     "hierarchical": _hierarchical,
@@ -95,20 +93,16 @@ HOOKS: dict[str, Callable[[], hooks.Hook]] = {
 
 @dataclass(frozen=True)
 class Road:
-    """How gradients reach a hook.
+    """How gradients reach a hook."""
 
-    Attributes:
-        model: ``module``, ``ddp``, ``python_reducer``, or ``taken_over``: a DDP whose gradients our
-            reducer averages since a first backward in compiled autograd.
-        views: ``gradient_as_bucket_view``. PyTorch's Python reducer takes the setting and keeps no
-            views; ours, in its place, does.
-        compiled: backward passes are compiled autograd's. All of them, but with ``taken_over``:
-            there they are so by chance, so that our reducer takes over in mid-history and then
-            gets both.
-    """
-
+    # ``module``, ``ddp``, ``python_reducer``, or ``taken_over``: a DDP whose gradients our reducer
+    # averages since a first backward in compiled autograd
     model: str
+    # ``gradient_as_bucket_view``. PyTorch's Python reducer takes the setting and keeps no views;
+    # ours, in its place, does
     views: bool = False
+    # backward passes are compiled autograd's. All of them, but with ``taken_over``: there they are
+    # so by chance, so that our reducer takes over in mid-history and then gets both
     compiled: bool = False
 
     def __str__(self) -> str:

@@ -46,15 +46,11 @@ STEPS = layers("attachment", "buckets", "collectives", "hooks", "memory", "reduc
 
 
 class LongRun(NamedTuple):
-    """A target of the Makefile.
+    """A target of the Makefile."""
 
-    Attributes:
-        minutes: roughly how long it takes on 2 cores.
-        files: files and folders; a change of one calls for the run. So does a change of the modules
-            that they import from tests/support and tests/long_runs, of torch and of the compiler.
-    """
-
-    minutes: int
+    minutes: int  # roughly how long it takes on 2 cores
+    # files and folders; a change of one calls for the run. So does a change of the modules that
+    # they import from tests/support and tests/long_runs, of torch and of the compiler
     files: tuple[str, ...]
 
     def paths(self) -> list[Path]:
@@ -167,15 +163,10 @@ RUNS = {
     "test-tsan": LongRun(10, ("csrc/runtime", "tests/long_runs/sanitizers")),
     "soak-hooks": LongRun(
         40,
-        (
-            *layers("collectives", "hooks", "step"),
-            "csrc/runtime/collectives",
-            *own("soak_hooks"),
-        ),
+        (*layers("collectives", "hooks", "step"), "csrc/runtime/collectives", *own("soak_hooks")),
     ),
     "balance": LongRun(
-        50,
-        (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", *own("balance", "local_balance")),
+        50, (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", *own("balance", "local_balance"))
     ),
 }
 
@@ -242,7 +233,6 @@ def run_within(minutes: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", action="store_true", help="run them")
     parser.add_argument("--minutes", type=int, default=20, help="in all (%(default)s)")

@@ -69,7 +69,6 @@ OPERATORS = {
 
 
 def store(part: str, found: dict[str, Any]) -> None:
-    """Write one part of the results."""
     whole = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     commit = check.git("rev-parse", "HEAD").strip()
     whole[part] = {"commit": commit, **found}
@@ -285,7 +284,6 @@ def faults(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The program."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("reach")

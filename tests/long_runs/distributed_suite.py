@@ -140,7 +140,7 @@ def new_reducer(model: DDP) -> None:
 KNOWN_WRAPPED: dict[str, str] = {
     "test_ddp_logging_data_cpu": (
         "asks DDP's statistics for the name that a group's C++ gives: a wrapper's is `custom`"
-    ),
+    )
 }
 
 

@@ -33,26 +33,19 @@ MODULE = "torch.testing._internal.distributed.distributed_test"
 
 @dataclass(frozen=True)
 class Suite:
-    """Which cases are run twice, and what is changed the second time.
+    """Which cases are run twice, and what is changed the second time."""
 
-    Attributes:
-        name: of the change, and of its column in the table.
-        changed: the change as the table tells it.
-        change: makes an object whose ``install()`` makes the change in a rank, and whose
-            ``record()`` says what came of it, for the table.
-        is_selected: whether a case is run, by its name and function.
-        ranks: how many ranks there are; where a case asks for more, the next number is tried.
-        counted: the entry of what ``change`` records that says how often it was used.
-        known: cases that may fail with the change, with the reason.
-    """
-
-    name: str
-    changed: str
+    name: str  # of the change, and of its column in the table
+    changed: str  # the change as the table tells it
+    # makes an object whose ``install()`` makes the change in a rank, and whose ``record()`` says
+    # what came of it, for the table
     change: Callable[[], Any]
+    # whether a case is run, by its name and function
     is_selected: Callable[[str, Callable[..., None]], bool]
+    # how many ranks there are; where a case asks for more, the next number is tried
     ranks: tuple[int, ...]
-    counted: str
-    known: dict[str, str]
+    counted: str  # the entry of what ``change`` records that says how often it was used
+    known: dict[str, str]  # cases that may fail with the change, with the reason
 
 
 def make_cases(suite: Suite, work: Path, ranks: int) -> type[Any]:
@@ -140,7 +133,6 @@ def with_small_worlds(ranks: int) -> Callable[[Callable[..., None]], Callable[..
 
 
 def case_names(suite: Suite, cases: type[Any]) -> list[str]:
-    """The names of the suite's cases."""
     names = unittest.TestLoader().getTestCaseNames(cases)
     return [name for name in names if suite.is_selected(name, getattr(cases, name))]
 

@@ -33,10 +33,7 @@ QUADRATIC_STEPS = 20_000
 STUCK_STEPS = 4000
 
 #: Settings of the codecs for the quadratics: as strong as it takes to fail without feedback.
-OF_QUADRATICS: dict[str, Codec] = {
-    "topk": CODECS["topk"](0.05),
-    "sign": CODECS["sign"](),
-}
+OF_QUADRATICS: dict[str, Codec] = {"topk": CODECS["topk"](0.05), "sign": CODECS["sign"]()}
 
 
 class Steps:

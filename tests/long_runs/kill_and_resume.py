@@ -62,12 +62,7 @@ SHARDED = [
 
 
 def killed_and_resumed(
-    hook: str,
-    seed: int,
-    folder: Path,
-    *,
-    steps: int = STEPS,
-    how: Sequence[str] = _WHOLE,
+    hook: str, seed: int, folder: Path, *, steps: int = STEPS, how: Sequence[str] = _WHOLE
 ) -> dict[str, Any]:
     """Where it was killed, from where it went on, and whether all is the same in the end.
 

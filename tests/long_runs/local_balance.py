@@ -29,8 +29,6 @@ _PARAMETERS = "local_sgd_parameter"  # which a state has beside what the hook re
 
 
 class LocalHistory(History):
-    """One history, on this rank."""
-
     def __init__(self, name: str, road: Road, seed: int) -> None:
         self.with_error_reset = seed % 4 < 2
         super().__init__(name, road, seed)

@@ -36,11 +36,7 @@ BOUNDS = {"rss_bytes": 4 << 20, "heap_bytes": 64 << 10, "python_blocks": 2000, "
 
 #: Of each kind: what makes a hook in Python, the operator, and where in the graph it goes.
 KINDS: dict[str, tuple[Callable[[], Callable[..., Any]], Any, Callable[[Any, Any], Any]]] = {
-    "hook": (
-        lambda: lambda grad: grad * 2,
-        torch.ops.aten.neg.default,
-        lambda x, y: y,
-    ),
+    "hook": (lambda: lambda grad: grad * 2, torch.ops.aten.neg.default, lambda x, y: y),
     "prehook": (
         lambda: lambda grads: (grads[0] * 2,),
         torch.ops.aten._foreach_neg.default,
@@ -60,8 +56,6 @@ KINDS: dict[str, tuple[Callable[[], Callable[..., Any]], Any, Callable[[Any, Any
 
 
 class Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (

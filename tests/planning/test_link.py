@@ -278,6 +278,10 @@ def changed(**values: Any) -> str:
     return json.dumps({**json.loads(FULL.text()), **values})
 
 
+def changed_link(rate: float, delay: float = 0) -> str:
+    return changed(link={"bits_per_second": rate, "delay_seconds": delay})
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -294,22 +298,13 @@ def changed(**values: Any) -> str:
         (changed(link=3), "its link must be an object, got 3"),
         (changed(link={}), "its link.bits_per_second must be a number, got nothing"),
         (
-            changed(link={"bits_per_second": 0, "delay_seconds": 0}),
+            changed_link(0),
             "its link is not valid (MeasuredLink: bits_per_second must be positive and finite, got "
             "0.0)",
         ),
-        (
-            changed(link={"bits_per_second": float("nan"), "delay_seconds": 0}),
-            "its link.bits_per_second must be a number, got NaN",
-        ),
-        (
-            changed(link={"bits_per_second": 10**400, "delay_seconds": 0}),
-            "its link.bits_per_second must be a number, got 1000",
-        ),
-        (
-            changed(link={"bits_per_second": 1, "delay_seconds": -1}),
-            "its link.delay_seconds must be a number, got -1",
-        ),
+        (changed_link(math.nan), "its link.bits_per_second must be a number, got NaN"),
+        (changed_link(10**400), "its link.bits_per_second must be a number, got 1000"),
+        (changed_link(1, -1), "its link.delay_seconds must be a number, got -1"),
         (changed(messages={}), "its messages must be a list, got {}"),
         (changed(messages=[1]), "its messages[0] must be an object, got 1"),
         (changed(messages=[{"bytes": 1.5, "seconds": 1}]), "its messages[0].bytes must be a whole"),

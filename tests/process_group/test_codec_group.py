@@ -28,11 +28,7 @@ from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.metrics import WireMeter, counting
-from torch_commhook.process_group import (
-    CompressedProcessGroup,
-    RecordingProcessGroup,
-    compressed,
-)
+from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup, compressed
 from torch_commhook.testing import run_ranks
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX

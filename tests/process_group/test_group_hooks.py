@@ -33,8 +33,6 @@ SUM = dist.AllreduceOptions()
 
 
 class Alone(ProcessGroup):
-    """One rank."""
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return completed(tensors)
 
@@ -52,8 +50,6 @@ class Alone(ProcessGroup):
 
 
 class Log:
-    """All three hooks of a group."""
-
     def __init__(self, group: ProcessGroup) -> None:
         self.pre: list[PreHookArgs] = []
         self.post: list[PostHookArgs] = []

@@ -190,8 +190,6 @@ class ManagedFuture(torch.futures.Future):
 
 
 class ManagedWork(dist._Work):
-    """Over another Work."""
-
     def __init__(self, work: Any, value: Any) -> None:
         super().__init__()
         self.work, self.value = work, value

@@ -39,8 +39,6 @@ def values(rank: int, *shape: int) -> Tensor:
 
 
 class Counting(WrapperProcessGroup):
-    """Counts the calls that pass through it."""
-
     calls = 0
 
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -50,12 +48,8 @@ class Counting(WrapperProcessGroup):
 
 def _hooked(parent: Any) -> WrapperProcessGroup:
     group = WrapperProcessGroup(parent)
-    for register_hook in (
-        group.register_pre_hook,
-        group.register_post_hook,
-        group.register_completion_hook,
-    ):
-        register_hook(0, lambda args: None)
+    for kind in ("pre", "post", "completion"):
+        getattr(group, f"register_{kind}_hook")(0, lambda args: None)
     return group
 
 
@@ -90,11 +84,10 @@ def _in_python(group: Any, name: str, *arguments: Any) -> Any:
     return getattr(group, name)(*arguments)
 
 
-def _from_cpp(group: Any, name: str, *arguments: Any) -> Any:
-    return getattr(base, name)(group, *arguments)
-
-
-WAYS = {"in Python": _in_python, "from C++": _from_cpp}
+WAYS: dict[str, Callable[..., Any]] = {
+    "in Python": _in_python,
+    "from C++": lambda group, name, *arguments: getattr(base, name)(group, *arguments),
+}
 Found = dict[str, list[Any] | str]
 
 
@@ -186,14 +179,11 @@ def _every_method(rank: int, group: Any, way: str) -> Found:
     return found
 
 
-def _on(rank: int, group: Any, kind: str, way: str) -> Found:
-    return _every_method(rank, AROUND[kind](group), way)
-
-
 @functools.cache
-def _of_gloo(size: int) -> list[Found]:
-    """The results of Gloo's group, for so many ranks."""
-    return gloo_ranks(_every_method, size, "in Python")
+def _of_gloo(size: int, kind: str | None = None, way: str = "in Python") -> list[Found]:
+    """The results of Gloo's group, for so many ranks, or of one around it."""
+    around = AROUND[kind] if kind else lambda group: group
+    return gloo_ranks(lambda rank, group: _every_method(rank, around(group), way), size)
 
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -219,7 +209,7 @@ def _compare(found: list[Found], expected: list[Found]) -> list[str]:
 @pytest.mark.parametrize("kind", AROUND)
 def test_methods_around_gloo(kind: str, size: int, way: str) -> None:
     expected = _of_gloo(size)
-    found = gloo_ranks(_on, size, kind, way)
+    found = _of_gloo(size, kind, way)
     assert _compare(found, expected) == []
     # What Gloo lacks is an error here too.
     assert list(map(_errors, found)) == list(map(_errors, expected))

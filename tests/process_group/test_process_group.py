@@ -87,10 +87,7 @@ def test_super_is_what_cpp_does(name: str) -> None:
     if name.startswith(("register_", "supports_abort", "supports_completion")):
         pytest.skip("hooks are kept in Python, where super() leads to ProcessGroup's own method")
 
-    def method(self: Any, *arguments: Any) -> Any:
-        return CALLS[name][0](self)
-
-    group = group_with(name, method)
+    group = group_with(name, lambda self, *arguments: CALLS[name][0](self))
     try:
         expected = CALLS[name][0](ProcessGroup(0, 2))
     except Exception as error:
@@ -322,10 +319,6 @@ def test_the_example_in_the_docs() -> None:
     assert output.tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def _hooked(parent: Any) -> Any:
     group = WrapperProcessGroup(parent)
     group.register_completion_hook(1, lambda args: group.size())  # a cycle
@@ -350,7 +343,7 @@ def test_ten_thousand_groups_and_works_leave_nothing(around: Any) -> None:
             assert base.allreduce(group, [X], dist.AllreduceOptions()).wait()
             assert group.allreduce([X], dist.AllreduceOptions()).wait(timedelta(1))
         gc.collect()
-        return _resident()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096  # what is resident
 
     before = cycles(2_000)
     # A leak grows in each round; what other threads of this process take does not.
@@ -486,14 +479,8 @@ def _group_of(method: str, where: str, what: str) -> ProcessGroup:
         output.copy_(input.repeat(2))
         return _Good()
 
-    methods = {
-        "broadcast": good,
-        "allgather": allgather,
-        "all_gather_single": all_gather_single,
-        "allreduce": good,
-        method: call,
-    }
-    return type("Own", (ProcessGroup,), methods)(0, 2)
+    methods = {"allgather": allgather, "all_gather_single": all_gather_single, "allreduce": good}
+    return type("Own", (ProcessGroup,), {"broadcast": good, **methods, method: call})(0, 2)
 
 
 FUNCTIONAL: dict[str, Callable[[Any], Any]] = {
@@ -507,14 +494,10 @@ FUNCTIONAL: dict[str, Callable[[Any], Any]] = {
 
 
 def _functional(rank: int, method: str, where: str, what: str) -> tuple[str, str]:
-    # PyTorch asks for the coalesced method of one tensor, in some versions.
-    coalesced = {
-        "all_gather_single": "all_gather_single_coalesced",
-        "reduce_scatter_single": "reduce_scatter_single_coalesced",
-    }
     group: Any = _group_of(method, where, what)
-    if method in coalesced:
-        setattr(type(group), coalesced[method], getattr(type(group), method))
+    # PyTorch asks for the coalesced method of one tensor, in some versions.
+    if method in ("all_gather_single", "reduce_scatter_single"):
+        setattr(type(group), f"{method}_coalesced", getattr(type(group), method))
     register(group, "misused")
     try:
         # The Work is waited for when its tensor is used.
@@ -533,10 +516,11 @@ def test_functional_collectives(process: RankPool, method: str, where: str, what
 
 
 def _model(rank: int, road: str, where: str, what: str) -> tuple[str, str]:
-    return _step(road, _group_of("allreduce", where, what))
-
-
-def _step(road: str, group: Any) -> tuple[str, str]:
+    group = _group_of("allreduce", where, what)
+    if what == "late error":
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_exception(OwnError("boo"))
+        group = type("Late", (type(group),), {"allreduce": lambda *arguments: future})(0, 2)
     register(group, "misused")
     try:
         model: Any = nn.Linear(4, 1)
@@ -549,18 +533,10 @@ def _step(road: str, group: Any) -> tuple[str, str]:
         dist.destroy_process_group(group)
 
 
-def _model_with_a_late_error(rank: int, road: str) -> tuple[str, str]:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_exception(OwnError("boo"))
-    kind = type(_group_of("allreduce", "allreduce", "None"))
-    late = type("Late", (kind,), {"allreduce": lambda self, *arguments: future})
-    return _step(road, late(0, 2))
-
-
 @pytest.mark.parametrize("road", ["DDP", "module"])
 def test_a_future_with_an_exception(process: RankPool, road: str) -> None:
     """What Python sets as a Future's exception is a value to C++."""
-    ((kind, message),) = process.run(_model_with_a_late_error, road)
+    ((kind, message),) = process.run(_model, road, "allreduce", "late error")
     assert kind == "OwnError" and message == "boo"
 
 

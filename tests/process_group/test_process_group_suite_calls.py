@@ -28,15 +28,9 @@ MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
 
 
 class Noting(ProcessGroup):
-    """Notes the calls of the methods that a subclass gives it.
-
-    Attributes:
-        calls: the names and arguments, in their order.
-    """
-
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size)
-        self.calls: list[Any] = []
+        self.calls: list[Any] = []  # the names and arguments, in their order
 
     def only_call(self, name: str) -> tuple[Any, ...]:
         """The arguments of the only call since the last time."""
@@ -47,8 +41,6 @@ class Noting(ProcessGroup):
 
 
 def noted(name: str) -> Callable[..., Any]:
-    """A method that notes what it is given."""
-
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         self.calls.append((name, *arguments, *keywords.values()))
         return completed([])

@@ -201,8 +201,7 @@ def test_cpp_reconfigures_a_group() -> None:
 def test_the_work_of_reconfiguring_lives_as_long_as_cpp_needs_it() -> None:
     class Own(Reconfigurable):
         def reconfigure(self, options: Any) -> Any:
-            work = DoneWork()
-            self.left = weakref.ref(work)
+            self.left = weakref.ref(work := DoneWork())
             return work
 
     group = Own(0, 1)
@@ -391,22 +390,15 @@ def test_without_init_sync_nothing_is_asked() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Two linear layers, of which some are run in checkpoints.
-
-    Args:
-        layers: the numbers of the layers that are run, after the first one.
-        reentrant: the kind of checkpoint.
-        shared: whether both layers have one weight.
-        alternating: whether a call runs only one layer, each in its turn.
-    """
+    """Two linear layers, of which some are run in checkpoints."""
 
     def __init__(
         self,
-        layers: tuple[int, ...],
+        layers: tuple[int, ...],  # the numbers of the layers that are run, after the first one
         *,
-        reentrant: bool,
-        shared: bool = False,
-        alternating: bool = False,
+        reentrant: bool,  # the kind of checkpoint
+        shared: bool = False,  # whether both layers have one weight
+        alternating: bool = False,  # whether a call runs only one layer, each in its turn
     ) -> None:
         super().__init__()
         self.all = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
@@ -476,13 +468,10 @@ def _shared_layers() -> nn.Module:
 def test_a_shared_weight_in_a_checkpoint_around_the_model(
     reentrant: bool, gradient_as_bucket_view: bool, static_graph: bool
 ) -> None:
-    def call(model: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
-
     compare(
         _shared_layers,
         steps=5,
-        call=call,
+        call=lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant),
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
     )

@@ -22,8 +22,6 @@ from torch_commhook.process_group import WrapperProcessGroup, register
 
 
 class Noting(WrapperProcessGroup):
-    """Notes what passes through it."""
-
     def __init__(self, parent: dist.ProcessGroup) -> None:
         super().__init__(parent)
         self.events: list[tuple[str, str]] = []
@@ -125,14 +123,11 @@ def test_another_thread_leaves_the_parent_to_the_main_one() -> None:
         def __del__(self) -> None:
             dropped.append(threading.get_ident())
 
-    def drop(groups: list[Any]) -> None:
-        groups.clear()
-
     for on_main in (False, True):
         groups = [WrapperProcessGroup(Parent(0, 1))]
-        thread = threading.Thread(target=drop, args=(groups,))
+        thread = threading.Thread(target=groups.clear)
         if on_main:
-            drop(groups)
+            groups.clear()
         else:
             thread.start()
             thread.join()
@@ -209,10 +204,7 @@ def test_what_cannot_be_registered() -> None:
 def test_a_method_has_all_its_names(names: tuple[str, ...]) -> None:
     """Whichever of them a subclass defines, callers of each get that, and not the parent's."""
     for defined in names:
-
-        def own(self: Any, *arguments: Any) -> str:
-            return "own"
-
-        group = type("Own", (WrapperProcessGroup,), {defined: own})(ProcessGroup(0, 2))
+        own = {defined: lambda self, *arguments: "own"}
+        group = type("Own", (WrapperProcessGroup,), own)(ProcessGroup(0, 2))
         for name in names:
             assert getattr(group, name)(None) == "own", f"{name} where the class has {defined}"

@@ -18,12 +18,7 @@ from on_ranks import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
-from torch_commhook.process_group import (
-    Record,
-    RecordingProcessGroup,
-    merge_traces,
-    register,
-)
+from torch_commhook.process_group import Record, RecordingProcessGroup, merge_traces, register
 from torch_commhook.process_group.trace import chrome_trace, lanes, overlaps
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cpp_libraries import library
 from echo_group import EchoGroup
 from mode_cases import Mode, OwnError, batch, module
+from on_ranks import on_pool
 from rank_pool import KEPT_GROUPS, RankPool
 from stream_groups import (
     DEVICE,
@@ -71,7 +72,6 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def pairs() -> Iterator[RankPool]:
-    """Four processes."""
     yield from _pool(4)
 
 
@@ -174,8 +174,24 @@ def test_results_are_waited_for_on_cuda(one_rank: None, name: str, model: str) -
 # ---- overlap -------------------------------------------------------------------------------------
 
 
-def _goes_on(rank: int, paths: Paths, hook: Any, messages: int) -> None:
-    """Check that the stream of the gradients goes on while the wire is held."""
+@on_pool("ranks")
+@pytest.mark.parametrize(
+    ("hook", "messages"),
+    [
+        (hooks.allreduce(), 1),
+        (hooks.cast(), 1),
+        (hooks.policy([("dim <= 1", hooks.allreduce())], hooks.cast()), 2),
+        (hooks.policy([("dim <= 1", hooks.cast())], hooks.allreduce()), 2),
+    ],
+    ids=str,
+)
+def test_the_stream_of_the_gradients_goes_on(
+    rank: int, paths: Paths, hook: Any, messages: int
+) -> None:
+    """All messages of a bucket are issued, and the backward waits for none, before its end.
+
+    Meanwhile the wire is held.
+    """
     library = stream_groups.load(paths[0])
     group = dist.new_group(backend=MIXED)
     model = nn.Linear(16, 8).to(DEVICE)
@@ -209,23 +225,6 @@ def _goes_on(rank: int, paths: Paths, hook: Any, messages: int) -> None:
     assert torch.equal(model.weight.grad.cpu(), torch.full((8, 16), 1.5))
 
 
-@pytest.mark.parametrize(
-    ("hook", "messages"),
-    [
-        (hooks.allreduce(), 1),
-        (hooks.cast(), 1),
-        (hooks.policy([("dim <= 1", hooks.allreduce())], hooks.cast()), 2),
-        (hooks.policy([("dim <= 1", hooks.cast())], hooks.allreduce()), 2),
-    ],
-    ids=str,
-)
-def test_the_stream_of_the_gradients_goes_on(
-    ranks: RankPool, paths: Paths, hook: Any, messages: int
-) -> None:
-    """All messages of a bucket are issued, and the backward waits for none, before its end."""
-    ranks.run(_goes_on, paths, hook, messages)
-
-
 # ---- after a step that failed --------------------------------------------------------------------
 
 
@@ -244,7 +243,13 @@ class FailsAtSecondBucket(hooks.allreduce):
         return super().average(bucket)
 
 
-def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> None:
+@on_pool("ranks")
+@pytest.mark.parametrize("backend", [MIXED, NAME])
+@by_model
+def test_no_collective_meets_those_of_a_step_that_failed(
+    rank: int, paths: Paths, backend: str, model: str
+) -> None:
+    """All ranks raise in that step, and refuse the next one, before they send anything."""
     library = stream_groups.load(paths[0])
     group = dist.new_group(backend=backend)
     mode = EAGER[model]
@@ -281,15 +286,6 @@ def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> None:
     assert "boo" in said[2]
     assert said[3].startswith("RuntimeError: "), said[3]
     assert "Its collectives may still be running" in said[3]
-
-
-@pytest.mark.parametrize("backend", [MIXED, NAME])
-@by_model
-def test_no_collective_meets_those_of_a_step_that_failed(
-    ranks: RankPool, paths: Paths, backend: str, model: str
-) -> None:
-    """All ranks raise in that step, and refuse the next one, before they send anything."""
-    ranks.run(_fails_on_rank_1, paths, backend, model, timeout=60)
 
 
 # ---- streams of the library's own ----------------------------------------------------------------
@@ -349,7 +345,6 @@ HOOKS: dict[str, Callable[[], Any]] = {
 
 
 def _train_pairs(rank: int, path: str, name: str, model: str, backend: str | None) -> list[Tensor]:
-    """Two pairs of ranks."""
     stream_groups.load(path)  # on the CPU too: before the process's first backward
     group = [_group([0, 1], backend), _group([2, 3], backend)][rank // 2]
     mode = EAGER[model]

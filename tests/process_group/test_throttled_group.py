@@ -218,8 +218,6 @@ def test_bad_arguments(options: Any, error: str) -> None:
 
 
 class _Noting(throttled._ClockedLink):
-    """Notes what is issued, and on which group."""
-
     def __init__(self) -> None:
         super().__init__(1e12, 1e-5, 0.0)
         self.issued: list[tuple[GlooGroup, Traffic]] = []
@@ -418,8 +416,7 @@ def test_every_collective_has_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ddp", "blockwise", "topk", "powersgd"),
-    [(2, 26, 14, 13, 28), (8, 182, 92, 91, 196)],
+    ("ranks", "ddp", "blockwise", "topk", "powersgd"), [(2, 26, 14, 13, 28), (8, 182, 92, 91, 196)]
 )
 def test_a_step_of_25_buckets(
     ranks: int, ddp: int, blockwise: int, topk: int, powersgd: int

@@ -188,11 +188,7 @@ def test_the_torch_that_has_not_passed_for_longer(
     ("status", "uncommitted", "is_noted"), [(0, "", True), (0, "setup.py\n", False), (1, "", False)]
 )
 def test_the_commit_that_another_torch_has_passed(
-    status: int,
-    uncommitted: str,
-    is_noted: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    status: int, uncommitted: str, is_noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = Plan(SOURCES, {"cli"}, 0, "2.15.0")
     monkeypatch.setattr(check, "CACHE", tmp_path)

@@ -19,11 +19,7 @@ import pytest
 from repository import ROOT
 
 from torch_commhook.cli.main import COMMANDS, main
-from torch_commhook.hooks.expressions import (
-    HookExpressionError,
-    is_file_reference,
-    parse_hook,
-)
+from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -47,7 +43,6 @@ def _files() -> list[str]:
 
 @cache
 def _words() -> frozenset[str]:
-    """All identifiers in the sources."""
     texts = (ROOT / name for name in _files() if re.search(r"\.(py|pyi|cpp|h|cu|cuh|inl)$", name))
     return frozenset(
         word

@@ -45,7 +45,6 @@ PAGES = sorted(
 
 
 def _blocks(page: str) -> list[str]:
-    """A page's blocks of Python."""
     return re.findall(r"^```py(?:thon)?\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 

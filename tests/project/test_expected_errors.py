@@ -106,14 +106,9 @@ handle.load_state_dict({})
 
 class TestOperators(RefusalCase):
     def test_wrong_dtypes_shapes_and_layouts(self) -> None:
-        names = {
-            **NAMES,
-            "message": zeros_of_bytes(16),
-            "bytes": zeros_of_bytes,
-            "x": torch.ones(64),
-        }
+        own = {"message": zeros_of_bytes(16), "bytes": zeros_of_bytes, "x": torch.ones(64)}
         self.assert_refused(
-            names,
+            {**NAMES, **own},
             """\
 ops.flatten([])
     ValueError: flatten: tensors must hold at least one tensor, got none

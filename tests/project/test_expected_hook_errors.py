@@ -12,13 +12,7 @@ from refusals import RefusalCase
 from torch_commhook import codecs, hooks
 from torch_commhook.testing import simulate
 
-NAMES: dict[str, Any] = {
-    "codecs": codecs,
-    "hooks": hooks,
-    "math": math,
-    "simulate": simulate,
-    "torch": torch,
-}
+NAMES = dict[str, Any](codecs=codecs, hooks=hooks, math=math, simulate=simulate, torch=torch)
 
 
 class TestHooks(RefusalCase):

@@ -289,8 +289,7 @@ def test_carried_libraries_must_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("obstacle", "loads"),
-    [(None, True), (None, False), ("no libraries were carried", False)],
+    ("obstacle", "loads"), [(None, True), (None, False), ("no libraries were carried", False)]
 )
 def test_a_card_uses_what_was_carried_or_builds(
     gpu_run: Run, monkeypatch: pytest.MonkeyPatch, obstacle: str | None, loads: bool

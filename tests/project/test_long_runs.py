@@ -208,7 +208,6 @@ def _table(suite: str) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def _expressing(suite: str) -> set[str]:
-    """The names of the tests that express some."""
     groups = _table(suite)["expressed"].values()
     return {name for tests in groups for ours in tests.values() for name in ours.split()}
 

@@ -281,12 +281,8 @@ def test_output_names_its_rank(
 ) -> None:
     assert run_here("echo out of $RANK; echo no newline >&2; printf 'the end'") == 0
     printed = capsys.readouterr()
-    assert sorted(printed.out.splitlines()) == [
-        "[0] out of 0",
-        "[0] the end",
-        "[1] out of 1",
-        "[1] the end",
-    ]
+    lines = ["[0] out of 0", "[0] the end", "[1] out of 1", "[1] the end"]
+    assert sorted(printed.out.splitlines()) == lines
     assert sorted(printed.err.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 

@@ -10,13 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from netlab_hosts import (
-    LIMIT_SECONDS,
-    left,
-    lines_of,
-    skip_without_far_hosts,
-    transfer,
-)
+from netlab_hosts import LIMIT_SECONDS, left, lines_of, skip_without_far_hosts, transfer
 from repository import ROOT
 from train_processes import wait_for
 

@@ -47,10 +47,7 @@ PUBLIC = _public_objects()
 INTEGRATIONS = ROOT / "torch_commhook" / "integrations"
 
 #: A dict, and an enum that is torch's own from torch 2.15 on. The page says what they hold.
-WITHOUT_DOCSTRING = {
-    "torch_commhook.codecs.CODECS",
-    "torch_commhook.process_group.HookOpName",
-}
+WITHOUT_DOCSTRING = {"torch_commhook.codecs.CODECS", "torch_commhook.process_group.HookOpName"}
 
 #: Classes whose objects the library makes.
 WITHOUT_ARGUMENTS = {"torch_commhook.HookHandle", "torch_commhook.autograd.RemovableHandle"}

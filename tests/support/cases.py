@@ -12,8 +12,6 @@ from repository import ROOT
 
 
 class Cases:
-    """The cases of one run."""
-
     def __init__(self, config: pytest.Config) -> None:
         self.stored = load()
         self.stores = config.getoption("--store-durations")

@@ -49,7 +49,6 @@ def encode_chunks(codec: Codec, tensors: list[Tensor], sizes: list[int], **optio
 
 
 def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
-    """The values in a message of ``x``."""
     message, out = encode(codec, [x], **options), torch.empty_like(x)
     rounding = options.get("rounding", rounding_for(codec))
     codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)
@@ -93,18 +92,12 @@ def everything(
     shards: int,
     scale: float,
     error: Tensor | None,
-    sizes: list[int] | None = None,
+    sizes: list[int] | None = None,  # of chunks; by default, there are none
     *,
-    rounding: Tensor | None = None,
-    added: int = 3,
+    rounding: Tensor | None = None,  # by default, :func:`rounding_for`
+    added: int = 3,  # the number of messages in sums
 ) -> list[Tensor]:
-    """The outputs of all methods, the errors last.
-
-    Args:
-        sizes: of chunks; by default, there are none.
-        rounding: by default, :func:`rounding_for`.
-        added: the number of messages in sums.
-    """
+    """The outputs of all methods, the errors last."""
     is_sharded = codec.exchange == "all_to_all"
     shards = shards if is_sharded else 1
     error = error if codec.takes_error else None

@@ -42,7 +42,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values that differ on each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

@@ -33,11 +33,7 @@ BUILD = ROOT / "build" / "cuda_on_host"
 NAMESPACE = "commhook_on_host"
 
 #: Compiled files, and the headers that they need: the library of operators has everything else.
-KINDS = {
-    "cuda": (".cu", ".cuh", ".cpp", ".h"),
-    "csrc/ops": (".h",),
-    "csrc/include": (".h",),
-}
+KINDS = {"cuda": (".cu", ".cuh", ".cpp", ".h"), "csrc/ops": (".h",), "csrc/include": (".h",)}
 #: CUDA's headers, in whose place the kernels get on_host.h.
 REPLACED = ["cuda_runtime.h", "ATen/cuda/CUDAContext.h"]
 REPLACED += [f"c10/cuda/CUDA{name}.h" for name in ("Exception", "Functions", "Guard")]
@@ -89,7 +85,6 @@ def launched(match: re.Match[str]) -> str:
 
 
 def for_the_host(text: str) -> str:
-    """Converts a CUDA source to C++."""
     text = LAUNCH.sub(launched, text)
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",

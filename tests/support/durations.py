@@ -18,14 +18,8 @@ LONG, SHORT_AGAIN = 1.0, 0.7
 
 @dataclass
 class Durations:
-    """The durations of one file of tests.
-
-    Attributes:
-        short: seconds of all its short cases, with its fixtures.
-        long: seconds of each long case, by its name in the file (``test_x[a]``).
-    """
-
-    short: float = 0.0
+    short: float = 0.0  # seconds of all its short cases, with its fixtures
+    # seconds of each long case, by its name in the file (``test_x[a]``)
     long: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -16,26 +16,18 @@ from torch_commhook.process_group import ProcessGroup
 
 
 class EchoGroup(ProcessGroup):
-    """The group of this module.
-
-    Args:
-        device: the tensors' device, with its index.
-        pause: makes the current stream wait for a while.
-        is_late: if true, only a wait for the Future gives its values; otherwise the host waits in
-            each collective.
-    """
-
     def __init__(self, device: str, pause: Callable[[], None], *, is_late: bool = True) -> None:
         super().__init__(0, 2)
-        self._device = torch.device(device)
+        self._device = torch.device(device)  # the tensors', with its index
         self._stream = torch.Stream(self._device)
-        self._pause = pause
+        self._pause = pause  # makes the current stream wait for a while
+        # Only a wait for the Future gives its values; otherwise the host waits in each collective.
         self._is_late = is_late
 
     def getBackendName(self) -> str:  # noqa: N802
         return "echo"
 
-    def _run(self, outputs: Any, written: Sequence[Tensor], write: Callable[[], None]) -> Any:
+    def _run(self, outputs: Any, written: Sequence[Tensor], write: Callable[[], object]) -> Any:
         current = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._stream:
@@ -70,17 +62,11 @@ class EchoGroup(ProcessGroup):
         return self._run(outputs, outputs[0], write)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        def write() -> None:
-            output.view(2, -1).copy_(own.view(-1))
-
         own = input.clone()  # the input may be a part of the output
-        return self._run(output, [output], write)
+        return self._run(output, [output], lambda: output.view(2, -1).copy_(own.view(-1)))
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, gets: list[int], sends: list[int], opts: Any = None
     ) -> Any:
-        def write() -> None:
-            output.copy_(torch.cat([own, own]))
-
         own = input[: sends[0] if sends else len(input) // 2]
-        return self._run(output, [output], write)
+        return self._run(output, [output], lambda: output.copy_(torch.cat([own, own])))

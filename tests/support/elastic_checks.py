@@ -28,7 +28,6 @@ class Outcome:
 
 
 def problems(run: Outcome) -> Iterator[str]:
-    """The violations, in words."""
     yield from _hangs(run)
     yield from _strange_errors(run)
     yield from _order_of_views(run.views)

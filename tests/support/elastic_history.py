@@ -41,33 +41,18 @@ POINTS = {
 
 @dataclass
 class History:
-    """The outcome of a history.
-
-    Attributes:
-        problems: the violations; empty for a good history.
-        faults: the number of faults of each kind.
-        views: the number of agreed views.
-        steps: counted steps, over all ranks.
-        repeated: repeated steps, over all ranks.
-        ended: the ends of processes, by kind.
-        reached_end: whether a rank has trained to the end.
-        seconds: of virtual time.
-    """
-
     seed: int
-    problems: list[str]
-    faults: Counter[str]
-    views: int
-    steps: int
-    repeated: int
-    ended: Counter[str]
-    reached_end: bool
-    seconds: float
+    problems: list[str]  # the violations; empty for a good history
+    faults: Counter[str]  # the number of faults of each kind
+    views: int  # the number of agreed views
+    steps: int  # counted steps, over all ranks
+    repeated: int  # repeated steps, over all ranks
+    ended: Counter[str]  # the ends of processes, by kind
+    reached_end: bool  # whether a rank has trained to the end
+    seconds: float  # of virtual time
 
 
 class Run:
-    """A running history."""
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.chance = random.Random(f"plan {seed}")
@@ -226,7 +211,6 @@ class Run:
             self.views.append(View.from_text(value.decode()))
 
     def history(self) -> History:
-        """Runs the history, and checks it."""
         self.world.run(LONGEST)
         if self.world.failure is not None:
             raise self.world.failure

@@ -43,8 +43,6 @@ def loss_of(output: Tensor, labels: Tensor) -> Tensor:
 
 
 class Data(torch.utils.data.Dataset):
-    """A rank's examples."""
-
     def __init__(self, rank: int, batches: int) -> None:
         generator = torch.Generator().manual_seed(100 + rank)
         self.x = torch.randn(batches * BATCH, 8, generator=generator)
@@ -62,17 +60,9 @@ class Data(torch.utils.data.Dataset):
 
 @dataclass
 class How:
-    """The settings of a training.
-
-    Attributes:
-        accumulate: batches in a step.
-        bf16: whether autocast uses bfloat16.
-        clip: the largest norm of gradients.
-    """
-
-    accumulate: int = 1
-    bf16: bool = False
-    clip: float | None = None
+    accumulate: int = 1  # batches in a step
+    bf16: bool = False  # whether autocast uses bfloat16
+    clip: float | None = None  # the largest norm of gradients
     ddp: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +88,6 @@ class Trained:
         return cls([_whole(parameter.detach()) for parameter in model.parameters()], sent)
 
     def is_same(self, other: Trained) -> bool:
-        """Whether all bits are equal."""
         pairs = zip(self.parameters, other.parameters, strict=True)
         return all(torch.equal(one, two) for one, two in pairs)
 

@@ -50,15 +50,11 @@ def ddp_alone(net: nn.Module, bucket_cap_mb: float) -> DDP:
 
 @dataclass(frozen=True)
 class GilCallsPerBucket:
-    """The counts of this rank's threads.
+    """The counts of this rank's threads."""
 
-    Attributes:
-        few: how often threads took the GIL in ``STEPS`` backwards with ``FEW`` buckets, by library.
-        many: the same with ``MANY`` buckets.
-    """
-
+    # how often threads took the GIL in ``STEPS`` backwards with ``FEW`` buckets, by library
     few: dict[str, int]
-    many: dict[str, int]
+    many: dict[str, int]  # the same with ``MANY`` buckets
 
     @property
     def per_bucket(self) -> float:

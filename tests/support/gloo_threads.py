@@ -58,12 +58,10 @@ class LibraryRanks:
         ]
 
     def each(self, do: Callable[[int], Any]) -> None:
-        """Do something on each rank at once."""
         targets = [functools.partial(do, rank) for rank in range(len(self.groups))]
         assert in_threads(targets, SECONDS) == []
 
     def connect(self, greetings: Sequence[bytes] | None = None) -> None:
-        """Connect the ranks."""
         told = greetings or [b""] * len(self.groups)
         self.each(lambda rank: connect(self.groups[rank], self.backends[rank], TIMEOUT, told[rank]))
 

@@ -46,7 +46,6 @@ def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def stored(run: Run) -> dict[str, Any]:
-    """The stored results of a run."""
     result: dict[str, Any] = json.loads(run.store.state.read_text())
     [path] = run.store.folders[0].glob("*.json")
     assert json.loads(path.read_text()) == result

@@ -49,17 +49,12 @@ class StreamOnHost:
 
 
 class DeviceOnHost:
-    """The interface of a device with streams that the library uses.
-
-    Attributes:
-        is_capturing: whether a graph captures the current stream.
-        current: the current stream.
-        recorded: the streams reported to the allocator, with the tensors that they use.
-    """
+    """The interface of a device with streams that the library uses."""
 
     def __init__(self) -> None:
-        self.is_capturing = False
-        self.current = StreamOnHost()
+        self.is_capturing = False  # whether a graph captures the current stream
+        self.current = StreamOnHost()  # the current stream
+        # the streams reported to the allocator, with the tensors that they use
         self.recorded: list[tuple[Tensor, StreamOnHost]] = []
 
     @contextmanager

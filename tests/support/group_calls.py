@@ -25,11 +25,8 @@ _HOOKED = ("pre", "post", "abort")
 
 
 def done(*tensors: torch.Tensor) -> Work:
-    class Done(Work):
-        def get_future(self) -> torch.futures.Future:
-            return completed(list(tensors))
-
-    return Done()
+    future = completed(list(tensors))
+    return type("Done", (Work,), {"get_future": lambda self: future})()
 
 
 def _call(binding: str, arguments: tuple[Any, ...]) -> Call:
@@ -42,8 +39,8 @@ def _call(binding: str, arguments: tuple[Any, ...]) -> Call:
     return call
 
 
-#: By PyTorch's name of the binding: the names that a class may give the method, arguments with
-#: which the call reaches C++, and a possible result.
+#: By PyTorch's name of the binding: the names that a class may give the method (``*`` is that of
+#: the binding), arguments with which the call reaches C++, and a possible result.
 _BINDINGS: dict[str, tuple[str, tuple[Any, ...], Any]] = {
     "rank": ("rank getRank", (), 1),
     "size": ("size getSize", (), 3),
@@ -62,20 +59,12 @@ _BINDINGS: dict[str, tuple[str, tuple[Any, ...], Any]] = {
     "allgather": ("allgather", ([[X]], [X]), Work),
     "allgather_coalesced": ("allgather_coalesced", ([[X]], [X]), Work),
     "_allgather_base": ("all_gather_single _allgather_base", (X, X), Work),
-    "allgather_into_tensor_coalesced": (
-        "all_gather_single_coalesced allgather_into_tensor_coalesced",
-        ([X], [X]),
-        Work,
-    ),
+    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced *", ([X], [X]), Work),
     "gather": ("gather", ([[X]], [X], dist.GatherOptions()), Work),
     "scatter": ("scatter", ([X], [[X]], dist.ScatterOptions()), Work),
     "reduce_scatter": ("reduce_scatter", ([X], [[X]], dist.ReduceScatterOptions()), Work),
     "_reduce_scatter_base": ("reduce_scatter_single _reduce_scatter_base", (X, X), Work),
-    "reduce_scatter_tensor_coalesced": (
-        "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
-        ([X], [X]),
-        Work,
-    ),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced *", ([X], [X]), Work),
     "alltoall_base": ("all_to_all_single alltoall_base", (X, X, [], []), Work),
     "alltoall": ("alltoall", ([X], [X], dist.AllToAllOptions()), Work),
     "send": ("send", ([X], 1, 2), Work),
@@ -83,11 +72,7 @@ _BINDINGS: dict[str, tuple[str, tuple[Any, ...], Any]] = {
     "recv_anysource": ("recv_anysource recvAnysource", ([X], 2), Work),
     "barrier": ("barrier", (dist.BarrierOptions(),), Work),
     "monitored_barrier": ("monitored_barrier monitoredBarrier", (SECOND, True), None),
-    "_get_sequence_number_for_group": (
-        "_get_sequence_number_for_group getSequenceNumberForGroup",
-        (),
-        7,
-    ),
+    "_get_sequence_number_for_group": ("* getSequenceNumberForGroup", (), 7),
     "_start_coalescing": ("start_coalescing startCoalescing", (torch.device("cpu"),), None),
     "_end_coalescing": ("end_coalescing _end_coalescing", (torch.device("cpu"),), Work),
     "split_group": ("split_group splitGroup", ([0],), ProcessGroup),
@@ -117,7 +102,7 @@ CALLS: dict[str, tuple[Call, Any, tuple[Any, ...]]] = {
         **_BINDINGS,
         **{each: row for each, row in _NEWER.items() if hasattr(base, each)},
     }.items()
-    for name in names.split()
+    for name in names.replace("*", binding).split()
 }
 
 

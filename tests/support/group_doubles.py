@@ -23,7 +23,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def completed(value: Any) -> torch.futures.Future:
-    """A Future with a value."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(value)
     return future
@@ -72,15 +71,11 @@ COUNTED = ("our Work", "torch's Work")
 
 
 class LonelyGroup(ProcessGroup):
-    """A group of one rank, with collectives that do nothing.
-
-    Args:
-        result: a key of ``RESULTS``.
-    """
+    """A group of one rank, with collectives that do nothing."""
 
     def __init__(self, result: str) -> None:
         super().__init__(0, 1)
-        self.result = result
+        self.result = result  # a key of ``RESULTS``
         self.waits = self.futures = 0
 
     def _done(self, value: Any) -> Any:
@@ -102,21 +97,16 @@ class LonelyGroup(ProcessGroup):
 
 
 class DoneWork(Work):
-    """A Work that is complete from the beginning."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 class Alike(ProcessGroup):
-    """Ranks that hold the same, whose works know nothing but to be waited for.
-
-    Attributes:
-        called: the names of the called exchanges and gathers, with their timeouts.
-    """
+    """Ranks that hold the same, whose works know nothing but to be waited for."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
+        # the names of the called exchanges and gathers, with their timeouts
         self.called: list[tuple[str, Any]] = []
 
     def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
@@ -136,15 +126,11 @@ class Alike(ProcessGroup):
 
 
 class MarkingGroup(ProcessGroup):
-    """Leaves a different mark on the tensors of each collective, and does not communicate.
-
-    Attributes:
-        called: the names of the called collectives, in order.
-    """
+    """Leaves a different mark on the tensors of each collective, and does not communicate."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size)
-        self.called: list[str] = []
+        self.called: list[str] = []  # the names of the called collectives, in order
         self.was_aborted = self.was_shut_down = False
 
     def _add(self, name: str, tensors: list[Tensor], mark: int) -> DoneWork:
@@ -211,7 +197,6 @@ class CoalescingGroup(MarkingGroup):
 
 
 def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
-    """Wraps a group of Gloo."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
     backend._set_sequence_number_for_group()
@@ -222,10 +207,7 @@ def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
 
 #: Places where torch.distributed registers backends.
 _REGISTRY = (
-    "_plugins",
-    "backend_list",
-    "backend_capability",
-    "backend_type_map",
+    *("_plugins", "backend_list", "backend_capability", "backend_type_map"),
     "default_device_backend_map",
 )
 

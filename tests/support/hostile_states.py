@@ -27,7 +27,6 @@ class Number(int):
 
 
 def without_memory(*shape: int) -> Tensor:
-    """A tensor with a freed storage."""
     tensor = torch.ones(shape)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -39,7 +38,6 @@ def of_tensor(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
 
 
 def as_dtype(name: str) -> Callable[[Any], Any]:
-    """A change of the dtype."""
     return of_tensor(lambda tensor: tensor.detach().to(getattr(torch, name)))
 
 

@@ -19,15 +19,11 @@ COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
 
 class KernelDevice:
-    """The device of a test's tensors, which may be that of the CUDA kernels.
-
-    Attributes:
-        is_slow: whether CUDA kernels are simulated on the host, within kernels().
-    """
+    """The device of a test's tensors, which may be that of the CUDA kernels."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_slow = False
+        self.is_slow = False  # whether CUDA kernels are simulated on the host, within kernels()
 
     def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
         """Within this block, ``torch.ops.commhook`` has the CUDA kernels for this device's tensors.

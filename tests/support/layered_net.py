@@ -46,7 +46,6 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
 
 
 def differing(a: list[Tensor | None], b: list[Tensor | None]) -> list[int]:
-    """The numbers of the gradients that differ."""
     return [
         i
         for i, (x, y) in enumerate(zip(a, b, strict=True))

@@ -66,11 +66,7 @@ def all_same(results: list[list[Tensor]]) -> bool:
 
 
 class Training:
-    """A rank's training in plain SGD, with a hook on an execution path.
-
-    Attributes:
-        done: the steps so far, which select the batches.
-    """
+    """A rank's training in plain SGD, with a hook on an execution path."""
 
     def __init__(
         self,
@@ -82,7 +78,7 @@ class Training:
         lr: float = 0.01,
         momentum: float = 0.0,
     ) -> None:
-        self.rank, self.done = rank, 0
+        self.rank, self.done = rank, 0  # the steps so far, which select the batches
         self.model, self.handle = attached(hook, road, model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum)
 
@@ -120,15 +116,12 @@ class StreamingTurns:
     A subclass has ``train()``, which takes one step of all ranks, each by itself;
     ``take_means(fragment)``, which uses mean distances as gradients of the fragment's anchor; and
     ``move(fragment)``, which moves the anchor by these, and the parameters.
-
-    Attributes:
-        settings: ``H``, ``fragments``, ``delay`` and ``mix``, as in ``local_sgd``.
-        steps: the steps so far, by :meth:`train`.
-        in_flight: the step after which the exchange in flight began, and its fragment.
     """
 
+    # ``H``, ``fragments``, ``delay`` and ``mix``, as in ``local_sgd``
     settings: tuple[int, int, int, float]
-    steps: int
+    steps: int  # the steps so far, by :meth:`train`
+    # the step after which the exchange in flight began, and its fragment
     in_flight: tuple[int, int] | None = None
 
     def step(self) -> None:
@@ -145,7 +138,6 @@ class StreamingTurns:
 
     @torch.no_grad()
     def begin(self, fragment: int) -> None:
-        """Begins the exchange of a fragment."""
         self.in_flight = self.steps, fragment
         self.take_means(fragment)
 

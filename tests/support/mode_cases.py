@@ -31,7 +31,6 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def with_futures(state: object, bucket: GradBucket) -> torch.futures.Future:
-    """A hook in PyTorch's style."""
     buffer = bucket.buffer().div_(2)
     work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -74,24 +73,18 @@ FIRST_BUCKET_BYTES = 1024
 
 @dataclass(frozen=True)
 class Mode:
-    """A kind of model, and its runner.
+    """A kind of model, and its runner."""
 
-    Attributes:
-        model: ``module``, ``ddp`` (C++ reducer) or ``python_reducer`` (DDP with its Python
-            reducer).
-        runner: ``eager``; ``compile``: a compiled forward; ``context``: also a compiled backward,
-            by compiled autograd's context manager; ``config``: a compiled function calls backward,
-            with ``torch._dynamo.config.compiled_autograd``.
-        fullgraph: whether a graph break in the backward is an error.
-        backend: for ``torch.compile``. ``aot_eager`` traces everything, but does not compile
-            kernels.
-        dynamic: whether the backward is compiled for all shapes; None lets the compiler decide.
-    """
-
+    # ``module``, ``ddp`` (C++ reducer) or ``python_reducer`` (DDP with its Python reducer)
     model: str
+    # ``eager``; ``compile``: a compiled forward; ``context``: also a compiled backward, by compiled
+    # autograd's context manager; ``config``: a compiled function calls backward, with
+    # ``torch._dynamo.config.compiled_autograd``
     runner: str
-    fullgraph: bool = False
+    fullgraph: bool = False  # whether a graph break in the backward is an error
+    # for ``torch.compile``. ``aot_eager`` traces everything, but does not compile kernels
     backend: str = "inductor"
+    # whether the backward is compiled for all shapes; None lets the compiler decide
     dynamic: bool | None = None
 
     def __str__(self) -> str:

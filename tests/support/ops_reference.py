@@ -169,12 +169,10 @@ def _changed(get: Callable[[], T], put: Callable[[T], object], value: T) -> Iter
 
 
 def threads(count: int) -> contextlib.AbstractContextManager[None]:
-    """Runs with ``count`` intra-op threads."""
     return _changed(torch.get_num_threads, torch.set_num_threads, count)
 
 
 def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """Runs with ``dtype`` as the dtype of new tensors."""
     return _changed(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
@@ -211,7 +209,6 @@ def new_count(device: str = "cpu") -> Tensor:
 
 
 def counted(*tensors: Tensor) -> int:
-    """What ``check_finite`` counts."""
     count = new_count(tensors[0].device.type)
     assert check_finite(tensors, count) is None
     return int(count)

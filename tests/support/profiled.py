@@ -56,7 +56,6 @@ def complete_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 def spans_in(events: list[dict[str, Any]]) -> list[Span]:
-    """The library's spans among events."""
     found = []
     for event in events:
         if not event["name"].startswith("commhook::") or event["cat"] != "user_annotation":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sharded_models import Mesh, Scenario, Step, Training, by_layer, local_part
-from sharded_scenarios import BF16, F16, F32, SHARDED, shard_each
+from sharded_scenarios import BF16, F16, F32, SHARDED, in_groups, shard_each
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
@@ -38,12 +38,10 @@ def sum_of(at: Training, inputs: Tensor) -> Tensor:
 
 
 def sum_of_tokens(at: Training) -> Tensor:
-    """A step of a model with tokens as inputs."""
     return sum_of(at, at.tokens())
 
 
 def sum_of_inputs(columns: int) -> Step:
-    """A step of a model with numbers as inputs."""
     return lambda at: sum_of(at, at.batch(0, 4, columns))
 
 
@@ -57,22 +55,11 @@ by_block = partial(shard_each, of="layers")
 mlps = partial(MLPStack, 5)
 
 
-class _TiedUnevenly(nn.Module):
+def _tied_unevenly() -> nn.Module:
     """Has a number of rows that the ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 16)
-        self.output = nn.Linear(16, 17, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.embedding(tokens))
-
-
-def _both_tied(model: Any, mesh: Mesh) -> None:
-    mesh.apply([model.embedding, model.output])
-    mesh.apply(model)
+    model = nn.Sequential(nn.Embedding(17, 16), nn.Linear(16, 17, bias=False))
+    model[1].weight = model[0].weight
+    return model
 
 
 def _cross_entropy(at: Training) -> Tensor:
@@ -192,11 +179,7 @@ class _ChunkedHead(nn.Module):
         return hidden if skip_head else self.head(hidden)
 
 
-def _norm_with_head(model: Any, mesh: Mesh, **settings: Any) -> None:
-    mesh.apply(model.embedding, **settings)
-    mesh.apply(model.body, **settings)
-    mesh.apply([model.norm, model.head], **settings)
-    mesh.apply(model, **settings)
+_norm_with_head = partial(in_groups, "embedding", "body", "norm head")
 
 
 def _backward_in_chunks(at: Training, number: int = 0, keeps_head_whole: bool = False) -> Any:
@@ -249,8 +232,6 @@ def _unsharded_by_hand(at: Training) -> Any:
 
 
 class _Pairs(nn.Module):
-    """Modules with two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = DoubleLinear(5), DoubleLinear(5)
@@ -306,10 +287,6 @@ def _tensor_in(value: Any) -> Tensor:
     return value.tensor if isinstance(value, (_Named, _Record)) else value[0]
 
 
-def _three_nested(kind: str) -> nn.Module:
-    return nn.Sequential(*(_Nested(kind) for _ in range(3)))
-
-
 def _nested_step(at: Training) -> Tensor:
     loss = _tensor_in(at.model(at.batch(0, 4))).sum()
     loss.backward()
@@ -346,12 +323,6 @@ class _Casts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.second(self.first(inputs).to(self.dtype)).float()
-
-
-def _grouped_casts(model: Any, mesh: Mesh) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
-    mesh.apply([model.first, model.second], mp_policy=policy)
-    mesh.apply(model, mp_policy=policy)
 
 
 def _one_in_half(model: Any, mesh: Mesh) -> None:
@@ -484,28 +455,16 @@ def _unfrozen_later(at: Training) -> Tensor:
     return sum_of_inputs(5)(at)
 
 
-class _Between(nn.Module):
-    """A sharded part; another library averages its inner part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Linear(5, 5)
-        self.inner = nn.Linear(5, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(functional.relu(self.outer(inputs)))
-
-
 def _ignoring_ddp(model: Any, mesh: Mesh) -> None:
-    model.inner = nn.parallel.DistributedDataParallel(model.inner)
-    mesh.apply(model, ignored_params=set(model.inner.parameters()))
+    """A sharded part; another library averages its inner part."""
+    model[2] = nn.parallel.DistributedDataParallel(model[2])
+    mesh.apply(model, ignored_params=set(model[2].parameters()))
 
 
 # ---- initialisation ------------------------------------------------------------------------------
 
 
 def _load_another(model: nn.Module, mesh: Mesh) -> None:
-    """A sharded model gets another one's state."""
     by_layer(model, mesh)
     other = mlps()
     by_layer(other, mesh)
@@ -532,23 +491,23 @@ SCENARIOS: dict[str, Scenario] = {
     "training: a transformer with dropout": PytorchScenario(
         partial(transformer, dropout_p=0.1), by_block, step=sum_of_tokens, meshes=("gloo-fsdp-3",)
     ),
-    "training: tied, uneven": PytorchScenario(_TiedUnevenly, _both_tied, step=_cross_entropy),
+    "training: tied, uneven": PytorchScenario(
+        _tied_unevenly, in_groups("0 1"), step=_cross_entropy
+    ),
     "training: nested, two forwards": PytorchScenario(
         partial(transformer, 2), _nested, step=_difference_of_two_forwards
     ),
     "training: the root, then parts": PytorchScenario(mlps, step=_root_then_a_part),
     "training: forwards before backwards": PytorchScenario(mlps, step=_forwards_before_backwards),
     "training: methods that are forwards": PytorchScenario(
-        _Encoder,
-        _own_methods,
-        step=lambda at: sum_of(at, at.batch(0, 4, 16).view(4, 1, 4, 4)),
+        _Encoder, _own_methods, step=lambda at: sum_of(at, at.batch(0, 4, 16).view(4, 1, 4, 4))
     ),
     "training: a loss in chunks of a group": PytorchScenario(
-        _ChunkedHead, _norm_with_head, step=_backward_in_chunks, needs="reset_iter_state"
+        _ChunkedHead, _norm_with_head(), step=_backward_in_chunks, needs="reset_iter_state"
     ),
     "training: a loss in chunks of a whole head": PytorchScenario(
         _ChunkedHead,
-        partial(_norm_with_head, reshard_after_forward=False),
+        _norm_with_head(reshard_after_forward=False),
         step=partial(_backward_in_chunks, keeps_head_whole=True),
         needs="reset_iter_state",
     ),
@@ -564,7 +523,7 @@ SCENARIOS: dict[str, Scenario] = {
     "autograd: one output of two": PytorchScenario(_Pairs, step=_one_output_by_turns, count=6),
     **{
         f"autograd: a {kind}": PytorchScenario(
-            partial(_three_nested, kind),
+            lambda kind=kind: nn.Sequential(*(_Nested(kind) for _ in range(3))),
             step=_nested_step,
             meshes=("fsdp-3",),
             needs="reset_iter_state" if kind == "record" else "reshard",
@@ -574,7 +533,13 @@ SCENARIOS: dict[str, Scenario] = {
     "autograd: optimizers in hooks": PytorchScenario(mlps, step=_steps_in_hooks, steps_itself=True),
     # test_fully_shard_mixed_precision.py
     "mixed precision: inputs of a group": PytorchScenario(
-        partial(_Casts, F32), _grouped_casts, step=sum_of_inputs(5), needs="reset_iter_state"
+        partial(_Casts, F32),
+        in_groups(
+            "first second",
+            mp_policy=MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True),
+        ),
+        step=sum_of_inputs(5),
+        needs="reset_iter_state",
     ),
     "mixed precision: one module in float16": PytorchScenario(
         partial(_Casts, F16), _one_in_half, step=sum_of_inputs(5)
@@ -604,7 +569,10 @@ SCENARIOS: dict[str, Scenario] = {
         meshes=("fsdp-1", "fsdp-3"),
     ),
     "ignored: DDP inside": PytorchScenario(
-        _Between, _ignoring_ddp, step=sum_of_inputs(5), meshes=("fsdp-2",)
+        lambda: nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)),
+        _ignoring_ddp,
+        step=sum_of_inputs(5),
+        meshes=("fsdp-2",),
     ),
     # test_fully_shard_init.py, test_fully_shard_state_dict.py
     "init: in float64": PytorchScenario(mlps, prepare=nn.Module.double, step=sum_of_inputs(5)),

@@ -185,7 +185,6 @@ class RankPool:
         return replies
 
     def stop(self, kill: bool = False) -> None:
-        """Ends the processes."""
         for connection in self._connections:
             if not kill:
                 try:

@@ -42,8 +42,6 @@ def gradients(model: nn.Module, scale: float) -> list[Tensor]:
 
 
 class Steps:
-    """Backward passes with a scaled loss."""
-
     def __init__(self, road: str, hook: Any, rank: int, *, scaled: bool, told: bool) -> None:
         self.road, self.rank, self.number = road, rank, 0
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALES[0], enabled=scaled)
@@ -63,8 +61,6 @@ class Steps:
 
 
 class Counted:
-    """A scaler of a user's class."""
-
     def __init__(self, scale: Any) -> None:
         self.scale, self.asked = scale, 0
 

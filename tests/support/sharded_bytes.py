@@ -213,21 +213,11 @@ def of_chunks(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A hook, and the sizes of its messages.
-
-    Attributes:
-        hook: makes it.
-        message: returns the bytes of a message for a number of elements.
-        policy: the policy of mixed precision.
-        across: the exchange of messages across replicas.
-        block: elements of a block.
-    """
-
-    hook: Callable[[], Any]
-    message: Callable[[int], int]
-    policy: dict[str, Any] | None = None
-    across: str = "two stages"
-    block: int = BLOCK
+    hook: Callable[[], Any]  # makes it
+    message: Callable[[int], int]  # returns the bytes of a message for a number of elements
+    policy: dict[str, Any] | None = None  # the policy of mixed precision
+    across: str = "two stages"  # the exchange of messages across replicas
+    block: int = BLOCK  # elements of a block
 
     @property
     def gathered(self) -> int:

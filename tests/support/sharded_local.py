@@ -88,7 +88,6 @@ class Reference:
         self.steps = 0
 
     def step(self) -> None:
-        """One step of all replicas."""
         number, self.steps = self.steps, self.steps + 1
         for which, (model, optimizer) in enumerate(
             zip(self.replicas, self.optimizers, strict=True)
@@ -120,7 +119,6 @@ class Reference:
 
 
 def farthest(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference."""
     pairs = zip(got, expected, strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
 
@@ -150,27 +148,18 @@ def _hooks_within(place: str) -> dict[str, Any]:
 def goes_on(
     rank: int,
     place: str,
-    make_hook: Callable[[], Any],
-    steps: int,
-    more: int,
+    make_hook: Callable[[], Any],  # makes a hook
+    steps: int,  # taken before the state is saved
+    more: int,  # steps taken after it
+    # of a distributed checkpoint of the state; None to load the state as it is
     folder: Path | None = None,
     *,
+    # makes settings of ``attach`` for a mesh
     within: Callable[[str], dict[str, Any]] = _hooks_within,
-    gather: bool = False,
-    copies: bool = False,
+    gather: bool = False,  # whether each rank loads one state of all ranks
+    copies: bool = False,  # whether to copy the parameters, which the state does not contain
 ) -> None:
-    """Checks that training continues from a hook's state with the same bits.
-
-    Args:
-        rank, place: the rank, and the mesh.
-        make_hook: makes a hook.
-        steps: taken before the state is saved.
-        more: steps taken after it.
-        folder: of a distributed checkpoint of the state; None to load the state as it is.
-        within: makes settings of ``attach`` for a mesh.
-        gather: whether each rank loads one state of all ranks.
-        copies: whether to copy the parameters, which the state does not contain.
-    """
+    """Checks that training continues from a hook's state with the same bits."""
     model = sharded(place)
     handle = attach(model, make_hook(), **within(place))
     optimizer = sgd(model.parameters())
@@ -205,7 +194,6 @@ def goes_on(
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Gives a model another one's parameters."""
     with torch.no_grad():
         for parameter, other in zip(target.parameters(), source.parameters(), strict=True):
             parameter.copy_(other)

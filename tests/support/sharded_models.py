@@ -27,15 +27,8 @@ from torch_commhook.testing import run_ranks
 
 @dataclass
 class Mesh:
-    """The sharding of a model.
-
-    Attributes:
-        kind: ``fsdp``, ``hsdp`` or ``replicate``.
-        mesh: the ranks.
-    """
-
-    kind: str
-    mesh: DeviceMesh
+    kind: str  # ``fsdp``, ``hsdp`` or ``replicate``
+    mesh: DeviceMesh  # the ranks
 
     @classmethod
     def of(cls, place: str) -> Mesh:
@@ -86,7 +79,6 @@ class Layers(nn.Sequential):
 
 
 def layers() -> nn.Module:
-    """The usual model."""
     torch.manual_seed(0)
     return Layers()
 
@@ -132,7 +124,6 @@ def at_once(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
 
 
 def batch(rank: int, number: int) -> Tensor:
-    """A rank's inputs."""
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
@@ -142,22 +133,14 @@ def loss_of(output: Tensor) -> Tensor:
 
 @dataclass
 class Training:
-    """A model in training, as a step gets it.
+    """A model in training, as a step gets it."""
 
-    Attributes:
-        model: it may be unsharded.
-        rank: selects the data.
-        number: the step's, from 0.
-        optimizer: for the parameters.
-        handle: of the hook; None without one.
-        memory: values that a scenario keeps from one step to the next.
-    """
-
-    model: Any
-    rank: int
-    number: int = 0
-    optimizer: Any = None
-    handle: HookHandle | None = None
+    model: Any  # it may be unsharded
+    rank: int  # selects the data
+    number: int = 0  # the step's, from 0
+    optimizer: Any = None  # for the parameters
+    handle: HookHandle | None = None  # of the hook; None without one
+    # values that a scenario keeps from one step to the next
     memory: dict[str, Any] = field(default_factory=dict)
 
     def batch(self, number: int = 0, rows: int = 6, columns: int = 5) -> Tensor:
@@ -188,62 +171,39 @@ def nothing(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, its sharding, and its step.
-
-    Attributes:
-        net: makes the model, after a seed has been set.
-        shard: shards it.
-        prepare: called with the sharded model, before a hook is attached.
-        step: a step of a sharded or an unsharded model; its result is compared, too.
-        meshes: its kinds of mesh, each with a number of ranks.
-        rounding: the greatest distance of gradients from the reference without a codec, relative to
-            the largest gradient.
-        encodings: the number of encodings of a gradient in a step.
-        backwards: the number of backwards in a step with the hook, on each kind of mesh; one where
-            it is not given. None for any number.
-        factor: the divisor of the sum over ranks; None for the number of ranks.
-        plain_works: whether ``fully_shard`` supports it over Gloo without a hook.
-        averages: whether gradients are the mean of the ranks' own gradients.
-        count: the number of steps that are compared.
-        steps_itself: whether ``step`` calls the optimizer.
-        needs: a method of ``FSDPModule`` that came with the torch that supports it.
-    """
-
-    net: Callable[[], nn.Module] = layers
-    shard: Callable[[Any, Mesh], None] = by_layer
+    net: Callable[[], nn.Module] = layers  # makes the model, after a seed has been set
+    shard: Callable[[Any, Mesh], None] = by_layer  # shards it
+    # called with the sharded model, before a hook is attached
     prepare: Callable[[Any], None] = nothing
+    # a step of a sharded or an unsharded model; its result is compared, too
     step: Step = Training.backward
+    # its kinds of mesh, each with a number of ranks
     meshes: tuple[str, ...] = ("fsdp-3", "hsdp-4", "replicate-2")
+    # the greatest distance of gradients from the reference without a codec, relative to the largest
+    # gradient
     rounding: float = 1e-5
-    encodings: int = 1
+    encodings: int = 1  # the number of encodings of a gradient in a step
+    # the number of backwards in a step with the hook, on each kind of mesh; one where it is not
+    # given. None for any number
     backwards: dict[str, int] | None = field(default_factory=dict)
-    factor: float | None = None
-    plain_works: bool = True
-    averages: bool = True
-    count: int = 3
-    steps_itself: bool = False
-    needs: str = "reshard"
+    factor: float | None = None  # the divisor of the sum over ranks; None for the number of ranks
+    plain_works: bool = True  # whether ``fully_shard`` supports it over Gloo without a hook
+    averages: bool = True  # whether gradients are the mean of the ranks' own gradients
+    count: int = 3  # the number of steps that are compared
+    steps_itself: bool = False  # whether ``step`` calls the optimizer
+    needs: str = "reshard"  # a method of ``FSDPModule`` that came with the torch that supports it
 
 
 @dataclass
 class Steps:
-    """The results of steps.
-
-    Attributes:
-        results: of each step.
-        gradients: after each step, this rank's shard of each parameter's gradient.
-        whole: the same for whole parameters; empty unless requested.
-        parameters: this rank's shards at the end.
-        stats: the hook's.
-        state: the hook's.
-    """
-
-    results: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)  # of each step
+    # after each step, this rank's shard of each parameter's gradient
     gradients: list[list[Tensor | None]] = field(default_factory=list)
+    # the same for whole parameters; empty unless requested
     whole: list[list[Tensor | None]] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
-    stats: Any = None
-    state: Any = None
+    parameters: list[Tensor] = field(default_factory=list)  # this rank's shards at the end
+    stats: Any = None  # the hook's
+    state: Any = None  # the hook's
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -273,7 +233,6 @@ def local_part(tensor: Tensor | None) -> Tensor | None:
 
 
 def sgd_at(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Makes an optimizer for parameters."""
     return partial(torch.optim.SGD, lr=rate)
 
 
@@ -281,28 +240,16 @@ _SGD = sgd_at(0.05)
 
 
 def take_steps(
-    scenario: Scenario,
-    mesh: Mesh,
-    data_rank: int,
-    hook: Any,
+    scenario: Scenario,  # the model and its step
+    mesh: Mesh,  # the ranks
+    data_rank: int,  # selects this rank's batches
+    hook: Any,  # attached to the model; None for plain ``fully_shard``
     *,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = _SGD,
-    count: int = 3,
-    gather: bool = False,
-    same_batches: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _SGD,  # makes the optimizer
+    count: int = 3,  # the number of steps
+    gather: bool = False,  # whether to keep whole gradients
+    same_batches: bool = False,  # whether each step uses the first step's batches
 ) -> Steps:
-    """Trains a new model.
-
-    Args:
-        scenario: the model and its step.
-        mesh: the ranks.
-        data_rank: selects this rank's batches.
-        hook: attached to the model; None for plain ``fully_shard``.
-        optimizer: makes the optimizer.
-        count: the number of steps.
-        gather: whether to keep whole gradients.
-        same_batches: whether each step uses the first step's batches.
-    """
     torch.manual_seed(0)
     model = scenario.net()
     scenario.shard(model, mesh)
@@ -455,15 +402,11 @@ def _as_test(places: Any, function: Callable[..., Any]) -> Any:
 
 
 class Failing(hooks.Hook):
-    """Averages exactly, and raises an error in one of its calls.
-
-    Attributes:
-        fails_in: the number of successful calls before; None for all.
-    """
+    """Averages exactly, and raises an error in one of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fails_in: int | None = None
+        self.fails_in: int | None = None  # the number of successful calls before; None for all
 
     def set(self, calls: int, fails: bool) -> None:
         """Makes it fail after so many calls, or never."""

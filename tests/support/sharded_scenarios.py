@@ -120,24 +120,23 @@ def _unshard_ahead(at: Training) -> None:
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-class _Tied(nn.Module):
+def _tied() -> nn.Module:
     """The first and the last layer share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.middle = nn.Linear(7, 5)
-        self.last = nn.Linear(5, 7)
-        self.last.weight = self.first.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
+    model = Layers(5, 7, 5, 7)
+    model[4].weight = model[0].weight
+    return model
 
 
-def _shard_tied(model: nn.Module, mesh: Mesh) -> None:
-    mesh.apply(model.middle)
-    mesh.apply([model.first, model.last])
-    mesh.apply(model)
+def in_groups(*groups: str, **settings: Any) -> Callable[[nn.Module, Mesh], None]:
+    """Shards the parts of each group, given by their names, together, and then the model."""
+
+    def shard(model: nn.Module, mesh: Mesh, **more: Any) -> None:
+        for group in groups:
+            parts = [model.get_submodule(name) for name in group.split()]
+            mesh.apply(parts if len(parts) > 1 else parts[0], **settings, **more)
+        mesh.apply(model, **settings, **more)
+
+    return shard
 
 
 def _frozen() -> nn.Module:
@@ -254,11 +253,6 @@ def _each_its_own_root(model: nn.Module, mesh: Mesh) -> None:
             mesh.apply(layer)
 
 
-def _two_groups(model: nn.Module, mesh: Mesh) -> None:
-    mesh.apply([model[0], model[4]])
-    mesh.apply(model)
-
-
 # ---- settings ------------------------------------------------------------------------------------
 
 
@@ -316,7 +310,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "one group": Scenario(shard=at_once),
     "each layer its own root": Scenario(shard=_each_its_own_root),
-    "two modules in one group": Scenario(shard=_two_groups),
+    "two modules in one group": Scenario(shard=in_groups("0 4")),
     "input needs gradient": Scenario(step=_input_needs_gradient),
     "bf16, reduced in f32": Scenario(shard=policy(BF16, F32), rounding=0.05),
     "bf16, reduced in bf16": Scenario(shard=policy(BF16, BF16), rounding=0.05),
@@ -407,8 +401,8 @@ SCENARIOS: dict[str, Scenario] = {
     "the largest dimension": Scenario(
         net=_even, shard=partial(_placed, by=_largest), meshes=("fsdp-4", "hsdp-4")
     ),
-    "tied": Scenario(net=_Tied, shard=_shard_tied),
-    "tied in one group": Scenario(net=_Tied, shard=at_once),
+    "tied": Scenario(net=_tied, shard=in_groups("2", "0 4")),
+    "tied in one group": Scenario(net=_tied, shard=at_once),
     "frozen": Scenario(net=_frozen),
     "unused by turns": Scenario(
         net=partial(_Branches, False), shard=partial(shard_each, of="branches")
@@ -430,8 +424,7 @@ SCENARIOS: dict[str, Scenario] = {
         step=_input_needs_gradient,
     ),
     "reentrant checkpoints inside": Scenario(
-        net=partial(_checkpointed, True),
-        step=_input_needs_gradient,
+        net=partial(_checkpointed, True), step=_input_needs_gradient
     ),
     "compiled blocks": Scenario(
         net=_blocks,

@@ -64,16 +64,11 @@ def _noted(method: str) -> Any:
 
 
 class Around(Codec):
-    """Wraps a codec, and calls a function before each of its methods.
-
-    Args:
-        inner: the wrapped codec.
-        before: called with the method's name.
-    """
+    """Wraps a codec, and calls a function before each of its methods."""
 
     def __init__(self, inner: Codec, before: Callable[[str], None]) -> None:
-        self.inner = inner
-        self.before = before
+        self.inner = inner  # the wrapped codec
+        self.before = before  # called with the method's name
 
     exchange = property(lambda self: self.inner.exchange)  # type: ignore[assignment]
     is_random = property(lambda self: self.inner.is_random)  # type: ignore[assignment]

@@ -281,11 +281,8 @@ def test_shards_at_any_addresses(codec: Codec, device: KernelDevice) -> None:
         more = {} if rounding is None else {"rounding": rounding.to(device.name)}
         with device.kernels():
             for failed in (None, torch.tensor([0], device=device.name)):
-                got, got_error = (
-                    torch.zeros_like(right, device=device.name),
-                    error.to(device.name, copy=True),
-                )
-                more["error"] = got_error
+                got = torch.zeros_like(right, device=device.name)
+                more["error"] = got_error = error.to(device.name, copy=True)
                 codec.reduce_shards(there, got, numel, scale=0.3, failed=failed, **more)
                 assert torch.equal(got.cpu(), right), offsets
                 assert torch.equal(got_error.cpu(), right_error), offsets

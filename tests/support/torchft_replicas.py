@@ -54,19 +54,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Replica:
-    """The task of a replica.
-
-    Attributes:
-        number: the replica's.
-        hook: as in :func:`attach_to`; or a function that makes one from the manager.
-        is_killed: whether its process ends in the backward of step KILLED.
-        joins: whether it replaces a killed one.
-    """
-
-    number: int
-    hook: Any
-    is_killed: bool = False
-    joins: bool = False
+    number: int  # the replica's
+    hook: Any  # as in :func:`attach_to`; or a function that makes one from the manager
+    is_killed: bool = False  # whether its process ends in the backward of step KILLED
+    joins: bool = False  # whether it replaces a killed one
 
 
 @dataclass
@@ -81,18 +72,12 @@ class Result:
 
 @dataclass
 class Meeting:
-    """Events at which replicas wait for each other.
-
-    Attributes:
-        here: set by each replica at the start.
-        was_alone: set by the survivor; an earlier successor would be in its next quorum.
-        back: set by the successor.
-    """
+    """Events at which replicas wait for each other."""
 
     lighthouse: str
-    here: list[Any]
-    was_alone: Any
-    back: Any
+    here: list[Any]  # set by each replica at the start
+    was_alone: Any  # set by the survivor; an earlier successor would be in its next quorum
+    back: Any  # set by the successor
 
     def wait(self, events: list[Any]) -> None:
         for event in events:
@@ -211,8 +196,6 @@ def run(hook: Any, *, kills: bool) -> dict[int, Result]:
 
 
 class _Process:
-    """A process that trains a replica."""
-
     def __init__(self, context: Any, replica: Replica, meeting: Meeting) -> None:
         self.replica = replica
         self._here, there = context.Pipe(duplex=False)

@@ -56,7 +56,6 @@ def finished(
 
 
 def hooks_file(folder: Path, source: str) -> Path:
-    """A user's file of hooks."""
     path = folder / "my_hooks.py"
     path.write_text(f"import torch\nimport torch.distributed as dist\n{source}")
     return path
@@ -111,7 +110,6 @@ class TrainProcess:
         return self.stderr_path.read_text()
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> int:
-        """Waits for the exit code."""
         return self.process.wait(seconds)
 
     def wait_for_steps(self, metrics: Path, count: int = 1) -> None:
@@ -139,7 +137,6 @@ class TrainProcess:
         return found
 
     def rank_pid(self, rank: int) -> int:
-        """The process id of a rank."""
         pids = [pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)]
         assert len(pids) == 1, f"rank {rank} has the processes {pids}"
         return pids[0]
@@ -165,7 +162,6 @@ def trained(*arguments: str | Path, folder: Path) -> TrainProcess:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a ``metrics.jsonl``."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -211,7 +207,6 @@ def run_alone(folder: Path, script: str) -> str:
 
 
 def run_on_ranks(folder: Path, script: str) -> list[str]:
-    """What each of two ranks prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", "--redirects=1", f"--log-dir={folder / 'logs'}"]
     _run(folder, script, command)
@@ -248,6 +243,5 @@ def report(
 
 
 def finding(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """The finding with a name."""
     (found,) = [each for each in report["findings"] if each["name"] == name]
     return dict(found)

@@ -34,19 +34,10 @@ class StepError(RuntimeError):
 
 @dataclass
 class ProcessPlan:
-    """The events of a process.
-
-    Attributes:
-        slowness: the additional time of its computation.
-        raises_at: the step in which its hook raises an error.
-        leaves_at: the step before which it leaves.
-        is_touched: whether a fault may end its participation.
-    """
-
-    slowness: float = 1.0
-    raises_at: int | None = None
-    leaves_at: int | None = None
-    is_touched: bool = False
+    slowness: float = 1.0  # the additional time of its computation
+    raises_at: int | None = None  # the step in which its hook raises an error
+    leaves_at: int | None = None  # the step before which it leaves
+    is_touched: bool = False  # whether a fault may end its participation
 
 
 @dataclass
@@ -228,7 +219,6 @@ class Optimizer(torch.optim.Optimizer):
         return self.param_groups[0]["params"]
 
     def move(self, index: int, result: Tensor) -> None:
-        """Moves a parameter."""
         parameter = self._parameters[index]
         state = self.state[parameter]
         if "momentum" not in state:
@@ -239,35 +229,14 @@ class Optimizer(torch.optim.Optimizer):
 
 @dataclass
 class Counted:
-    """A step that a rank has counted.
-
-    Attributes:
-        digest: of parameters, buffers and the optimizer's state after it.
-        senders: the ranks with gradients in it.
-        joining: the ranks that took part with zeros.
-        count: the optimizer's.
-    """
-
     step: int
-    digest: str
-    senders: frozenset[int]
-    joining: frozenset[int]
-    count: int
+    digest: str  # of parameters, buffers and the optimizer's state after it
+    senders: frozenset[int]  # the ranks with gradients in it
+    joining: frozenset[int]  # the ranks that took part with zeros
+    count: int  # the optimizer's
 
 
 class Trainer:
-    """The program of a rank.
-
-    Attributes:
-        own: its number in the training; None before it has one.
-        counted: the steps that it has counted.
-        said: the reason of its end; None while it runs.
-        sent_again: parameters that it received twice while it joined in pieces.
-        joining: the ranks that take part with zeros in the open step.
-        written: the gradients that the step has written.
-        repeated: the number of repeated steps.
-    """
-
     def __init__(
         self, process: Process, training: TrainingPlan, plan: ProcessPlan, seed: str
     ) -> None:
@@ -275,14 +244,16 @@ class Trainer:
         self.world = process.world
         self.whole = training
         self.plan = plan
-        self.own: int | None = None
-        self.counted: list[Counted] = []
-        self.said: BaseException | str | None = None
+        self.own: int | None = None  # its number in the training; None before it has one
+        self.counted: list[Counted] = []  # the steps that it has counted
+        self.said: BaseException | str | None = None  # the reason of its end; None while it runs
+        # the gradients that the step has written
         self.written: dict[int, tuple[Tensor, frozenset[int], bool]] = {}
         self.used = torch.ones(training.buckets, dtype=torch.uint8)
-        self.repeated = 0
+        self.repeated = 0  # the number of repeated steps
         self._random = random.Random(seed)
-        self.sent_again = 0
+        self.sent_again = 0  # parameters that it received twice while it joined in pieces
+        # the ranks that take part with zeros in the open step
         self.joining: frozenset[int] = frozenset()
         self._fails = False
 

@@ -32,8 +32,6 @@ class Baton:
 
 
 class Task(Baton):
-    """A thread of a process."""
-
     def __init__(self, process: Process, run: Callable[[], object]) -> None:
         super().__init__()
         self.process = process
@@ -127,39 +125,32 @@ worlds: list[World] = []
 
 
 def the_world() -> World:
-    """The running world."""
     return worlds[-1]
 
 
 class World:
-    """Processes, events and the clock.
-
-    Attributes:
-        values: the store's.
-        doors: for each number in the training, the process that accepts connections.
-        failure: an error of the simulation itself.
-        reach: called with a process and the name of a point that it has reached.
-        written: called with a key of the store and its new value.
-        live: the number of processes that run or have not started yet.
-    """
+    """Processes, events and the clock."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
-        self.values: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}  # the store's
         self.processes: list[Process] = []
         self.tasks: list[Task] = []
+        # for each number in the training, the process that accepts connections
         self.doors: dict[int, Process] = {}
         self.endpoints: dict[tuple[str, int], Endpoint] = {}
         self.current: Any = None
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # an error of the simulation itself
+        # called with a process and the name of a point that it has reached
         self.reach: Callable[[Process, str], None] = lambda process, point: None
+        # called with a key of the store and its new value
         self.written: Callable[[str, bytes], None] = lambda key, value: None
         self._events: list[tuple[float, int, Any, Any, int]] = []
         self._count = 0
         self._main = Baton()
         self._latest = 0.0
-        self.live = 0
+        self.live = 0  # the number of processes that run or have not started yet
         self._cut: dict[tuple[int, int], int] = {}  # the number of faults that separate two hosts
         self._storeless: dict[int, int] = {}
         self._delayed: list[Callable[[], None]] = []
@@ -167,7 +158,6 @@ class World:
     # ---- events ----------------------------------------------------------------------------------
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls a function later."""
         self._count += 1
         heappush(self._events, (self.now + seconds, self._count, call, None, 0))
 
@@ -207,7 +197,6 @@ class World:
             own.lock.acquire()
 
     def _next(self) -> Any:
-        """The task that runs next."""
         while self._events and self.live > 0 and self.now < self._latest and not self.failure:
             self.now, _, call, task, pause = heappop(self._events)
             if task is None:
@@ -225,11 +214,9 @@ class World:
 
     @property
     def process(self) -> Process:
-        """The process of the running thread."""
         return self.current.process
 
     def sleep(self, seconds: float) -> None:
-        """Waits for a time."""
         task = self.current
         task.process.check()
         task.pause += 1

@@ -94,10 +94,7 @@ DEADLOCKS: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     ),
     "a future that is never complete": (
         lambda rank: None if rank else dist.all_reduce(X.clone(), async_op=True).get_future(),
-        [
-            "waits for allreduce 1 on group '0': float32 [2], sum; not there: rank 1",
-            "has returned",
-        ],
+        ["waits for allreduce 1 on group '0': float32 [2], sum; not there: rank 1", "has returned"],
     ),
     "a key that nobody sets": (
         lambda rank: None if rank else distributed_c10d._get_default_store().get("key"),

@@ -85,12 +85,8 @@ def test_several_dtypes_and_sparse_gradients() -> None:
         return collectives.all_reduce(bucket.buffer() / dist.get_world_size(), group=group).wait()
 
     found = simulate(hook, grads)
-    assert [r.to_dense().tolist() for r in found.result] == [
-        [1.5] * 4,
-        [2.0] * 2,
-        [1.5, 1.5, 0.0],
-        [1.5] * 3,
-    ]
+    means = [[1.5] * 4, [2.0] * 2, [1.5, 1.5, 0.0], [1.5] * 3]
+    assert [r.to_dense().tolist() for r in found.result] == means
     assert found.error == 0
     buckets = [(0, False, torch.float32), (1, False, torch.float64), (2, True, torch.float32)]
     assert sorted(seen, key=str) == sorted(2 * buckets, key=str)
