@@ -286,7 +286,7 @@ def test_ranks_that_disagree_change_nothing(rank: int) -> None:
         (
             lambda: handle.load_state_dict({**state, "steps": 1 + rank}),
             "RuntimeError: HookHandle.load_state_dict: the state's steps must be the same on all "
-            "ranks: this one has 1, rank 1 has 2",
+            "ranks: rank 0 has 1, rank 1 has 2",
             "RuntimeError: HookHandle.load_state_dict: the state's steps must be the same",
         ),
         (

@@ -87,9 +87,9 @@ class HookHandle:
         If the hook keeps ranks apart, call :meth:`synchronize` first, or the ranks' parameters
         differ.
         """
+        stop_watching_optimizers(self._attached)  # also if the model is gone
         if not self.is_attached:
             return
-        stop_watching_optimizers(self._attached)
         try:
             if self._attached.local_steps is not None:
                 self._attached.local_steps.close()

@@ -95,7 +95,7 @@ def gather_values(
     data = packed(value)
     own = data.numel()
     lengths = list(torch.zeros(size, dtype=torch.int64, device=device).split(1))
-    dist.all_gather(lengths, torch.tensor([own], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([own], dtype=torch.int64, device=device), group=group)
     every = [int(length) for length in lengths]
     for length in every:
         check_length(length, own)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import of_all_ranks
+from rank_pool import KEPT_GROUPS
 from sharded_models import (
     GLOO,
     Layers,
@@ -179,6 +180,7 @@ def _two_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
 
 def _two_equal_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     another = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    KEPT_GROUPS.update(group.group_name for group in another.get_all_groups())
     fully_shard(model[0], mesh=mesh.mesh)
     fully_shard(model[2], mesh=another)
     return {}
@@ -243,7 +245,10 @@ BAD: dict[str, dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str]
         ),
     },
     "fsdp-4": {
-        "two meshes": (_two_meshes, "over different meshes; attach a hook to each part"),
+        "two meshes": (
+            _two_meshes,
+            "over different meshes, as parameters '0.weight' and '2.weight' are",
+        ),
     },
     "hsdp-4": {
         "two equal meshes": (
@@ -278,7 +283,8 @@ def _bad(rank: int, place: str, name: str) -> None:
     settings = shard(model, Mesh.of(place))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert expected in _error_of(lambda: attach(model, hooks.allreduce(), **settings))
+        found = _error_of(lambda: attach(model, hooks.allreduce(), **settings))
+        assert expected in found, found
 
 
 @pytest.mark.parametrize(
