@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -316,6 +318,21 @@ def test_globals_and_expressions_in_hooks_of_users() -> None:
     assert printed_hook(lambda state, bucket: _GLOBAL) == "another with blockwise(bits=4)"
     assert printed_hook(Own()) == "own(bits=3)"
     assert printed_hook(doubled) == "another"
+
+
+def test_no_addresses_or_data_in_hooks_of_users_are_compared() -> None:
+    @dataclass(repr=True)
+    class Scaled(hooks.Hook):
+        scale: Callable[[torch.Tensor], torch.Tensor]
+
+        def average(self, bucket: GradBucket) -> torch.Tensor:
+            return self.scale(bucket.buffer())
+
+    text = printed_hook(Scaled(lambda grad: grad * 2))
+    assert "Scaled(scale=<function" in text and "0x" not in text
+    many = [hooks.allreduce()] * 101
+    keeps = functools.partial(doubled, many, {4: hooks.cast()}, torch.nn.Linear(4, 4))
+    assert printed_hook(keeps) == "another"
 
 
 def test_versions_and_lengths_of_messages_are_compared() -> None:

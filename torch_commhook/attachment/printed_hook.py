@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 from torch_commhook import __version__
 from torch_commhook.codecs.base import Codec
@@ -15,26 +18,29 @@ from torch_commhook.hooks.base import Hook
 #: The number of values in the messages whose lengths ranks compare.
 _VALUES = (1, 1000)
 _MOST_LEVELS = 6
+#: Larger containers hold data or caches.
+_MOST_ENTRIES = 100
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def printed_hook(hook: object) -> str:
     """The text of a hook that ranks compare.
 
     A hook of the library prints as its expression, and a user's :class:`Hook` with a ``__repr__``
-    of its own by that. Another callable may differ between ranks, but not in the library's hooks
+    of its own by that, without addresses. Another callable may differ between ranks, but not in the library's hooks
     and codecs that it holds: in its attributes, its closure, its defaults, or as globals that it
     names.
     """
     if _is_printed(hook):
-        return repr(hook)
-    parts = [repr(part) for part in _parts(hook)]
+        return _ADDRESS.sub("", repr(hook))
+    parts = [_ADDRESS.sub("", repr(part)) for part in _parts(hook)]
     return f"another with {', '.join(parts)}" if parts else "another"
 
 
 def compared_settings(hook: object) -> dict[str, object]:
     """The settings of a hook that must be the same on all ranks, by name."""
     codecs = (part for part in _parts(hook, inside=True) if isinstance(part, Codec))
-    forms = {f"{each!r}: {', '.join(_lengths(each))}" for each in codecs}
+    forms = {f"{_ADDRESS.sub('', repr(each))}: {', '.join(_lengths(each))}" for each in codecs}
     return {
         "the version of torch_commhook": __version__,
         "the hook": printed_hook(hook),
@@ -84,10 +90,14 @@ def _held(value: object) -> list[object]:
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
         return _held_by_function(value)
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, (list, tuple, dict)) and len(value) > _MOST_ENTRIES:
+        return []
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, dict):
-        return _by_name(value)
+        return _by_name({key: each for key, each in value.items() if isinstance(key, str)})
     if isinstance(value, (Hook, Codec)) or (callable(value) and not isinstance(value, type)):
         return _by_name(getattr(value, "__dict__", {}))
     return []
