@@ -27,9 +27,9 @@ def printed_hook(hook: object) -> str:
     """The text of a hook that ranks compare.
 
     A hook of the library prints as its expression, and a user's :class:`Hook` with a ``__repr__``
-    of its own by that, without addresses. Another callable may differ between ranks, but not in the library's hooks
-    and codecs that it holds: in its attributes, its closure, its defaults, or as globals that it
-    names.
+    of its own by that, without addresses. Another callable may differ between ranks, but not in the
+    library's hooks and codecs that it holds: in its attributes, its closure, its defaults, or as
+    globals that it names.
     """
     if _is_printed(hook):
         return _ADDRESS.sub("", repr(hook))
