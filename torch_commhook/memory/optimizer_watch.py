@@ -138,7 +138,8 @@ def _remove_unneeded_step_hook() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = not _final_stages and _is_in_backward()
     # A compiler that traces step() would break its graph below.
-    if not in_backward and (torch.compiler.is_compiling() or not _scaler_calls()):
+    looks = _without_scaler and not torch.compiler.is_compiling()
+    if not in_backward and not (looks and _scaler_calls()):
         return
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for attached in list(_watched):
