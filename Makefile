@@ -244,12 +244,9 @@ gpu-carry:
 
 # A copy of the tree, without files that the tree no longer has. It keeps its build, and files that are
 # the same keep their times, so that only changed files are compiled.
-SORT = LC_ALL=C sort -z
-COPY_TREE = mkdir -p $(1)/build && git ls-files -z --cached --others --exclude-standard > $(1)/build/listed && \
-  xargs -0 sh -c 'for each; do [ ! -f "$$each" ] || printf "%s\0" "$$each"; done' - < $(1)/build/listed | $(SORT) > $(1)/build/tree && \
-  (cd $(1) && find . -path ./build -prune -o ! -type d ! -name '*.so' -printf '%P\0' | $(SORT) | \
-    LC_ALL=C comm -z -23 - build/tree | xargs -0 rm -f && find . -type d -empty ! -path './build/*' -delete) && \
-  xargs -0 sh -c 'for each; do cmp -s "$$each" "$$0/$$each" || cp --parents "$$each" "$$0" || exit 255; done' $(1) < $(1)/build/tree
+INDEX_OF = GIT_INDEX_FILE=$(abspath $(1)/build)
+COPY_TREE = mkdir -p $(1)/build && $(INDEX_OF)/all git add --all && tree=$$($(INDEX_OF)/all git write-tree) && \
+  $(INDEX_OF)/index git --work-tree=$(1) read-tree --reset -u $$tree
 
 TORCHES = torch_commhook/cli/doctor/tested_torches.json
 # Of the tree that is copied. Results that another torch has stored leave it as it was.

@@ -189,7 +189,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_plans_of_dtensor_end_before_their_thread() -> None:
-    """Two threads that free theirs when they have ended can wait for each other for ever."""
+    """Two threads that free theirs when they have ended can deadlock."""
     found: list[str] = []
 
     class Plans:

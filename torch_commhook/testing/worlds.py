@@ -137,15 +137,15 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
 def _forget_plans() -> None:
     """Free this thread's cache of DTensor's plans.
 
-    PyTorch does it when the thread has ended, under a mutex, and gives up the GIL in between: two
-    threads that end at once would wait for each other for ever.
+    PyTorch frees it under a mutex when the thread has ended, and releases the GIL meanwhile: two
+    threads that end at once can deadlock.
     """
     with _forgetting:
         values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
 
 
 def values_of_thread() -> dict[Any, Any]:
-    """What C++ keeps for this thread until the thread has ended."""
+    """The dictionary of this thread's state, where C++ keeps values until the thread has ended."""
     get = ctypes.pythonapi.PyThreadState_GetDict
     get.restype = ctypes.c_void_p  # as py_object the reference would count as new
     values: dict[Any, Any] = ctypes.cast(get(), ctypes.py_object).value
