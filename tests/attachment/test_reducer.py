@@ -752,3 +752,32 @@ def _two_forwards(rank: int, kind: str, compiled: bool) -> None:
         for got, *own in zip(*(each.parameters() for each in (attached, *alone)), strict=True):
             assert torch.allclose(got.grad, (own[0].grad + own[1].grad) / 2, atol=1e-6)
         alone[1].load_state_dict(alone[0].state_dict())  # as the next forward does
+
+
+class _Rotated(nn.Module):
+    """Autograd saves its constant buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("angles", torch.full((4,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.angles
+
+
+@pytest.mark.parametrize("made", [TWICE["batch norm"], _Rotated], ids=["batch norm", "constant"])
+@on_ranks(2)
+def test_a_forward_before_a_graph_is_used_again(rank: int, made: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    models = [made() for _ in range(3)]
+    for each in models[1:]:
+        each.load_state_dict(models[0].state_dict())
+    attach(models[0], "allreduce()")
+    for model, number in zip(models, (rank, 0, 1), strict=True):
+        loss = model(batch(number, width=6)).square().mean()
+        loss.backward(retain_graph=True)
+        model(batch(number, 1, width=6))
+        loss.backward()
+    for got, *own in zip(*(each.parameters() for each in models), strict=True):
+        assert torch.allclose(got.grad, (own[0].grad + own[1].grad) / 2, atol=1e-6)

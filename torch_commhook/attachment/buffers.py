@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.nn.modules.batchnorm import _NormBase
 
 from torch_commhook.attachment.parameters import ignored_names
 
@@ -26,8 +27,16 @@ def first_values(module: nn.Module) -> dict[str, Tensor]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that rank 0 sends in forwards, by name: DDP ignores none of them."""
     ignored = ignored_names(module)
+    statistics = {
+        id(buffer)
+        for each in module.modules()
+        if isinstance(each, _NormBase) and each.training
+        for buffer in each._buffers.values()
+    }
+    # Backward does not use the statistics of a training batch norm: .data keeps their version, so
+    # that backward of an earlier forward still works.
     return {
-        name: buffer.detach()
+        name: buffer.data if id(buffer) in statistics else buffer.detach()
         for name, buffer in module.named_buffers()
         if name not in ignored and buffer.layout is torch.strided and buffer.numel()
     }
@@ -120,7 +129,15 @@ def unpack(sent: Tensor, buffers: Collection[Tensor]) -> None:
     ordered = _in_order(buffers)
     sizes = [buffer.numel() * buffer.element_size() for buffer in ordered]
     for buffer, piece in zip(ordered, sent.split(sizes), strict=True):
-        buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+        # A write gives a new version, which backward of an earlier forward would refuse. Other
+        # devices than the CPU would have to wait for the comparison.
+        compares = type(buffer) is Tensor and buffer.device.type == "cpu"
+        if (
+            torch.compiler.is_compiling()
+            or not compares
+            or not torch.equal(packed([buffer]), piece)
+        ):
+            buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 def _in_order(buffers: Collection[Tensor]) -> list[Tensor]:
