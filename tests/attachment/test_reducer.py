@@ -636,7 +636,7 @@ def test_grad_dtypes_that_are_refused(one_rank: None) -> None:
     model = _wide()
     attach(model, "allreduce()")
     model[0].weight.grad_dtype = torch.bfloat16
-    with pytest.raises(RuntimeError, match=r"'0.weight' had grad_dtype torch.float32 when the"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' had grad_dtype torch.float32, and has"):
         model(torch.ones(1, 4).bfloat16())
 
 

@@ -37,8 +37,6 @@ class WatchedParameters:
         self._model = weakref.ref(model)
         self.parameters = list(parameters)
         self._averaged = {id(parameter) for _, parameter in parameters}
-        # DDP itself refuses gradients of another dtype.
-        self._gradients = [] if in_ddp else [parameter.grad_dtype for _, parameter in parameters]
         self._forms = _C.ParameterForms([parameter for _, parameter in parameters], in_ddp)
         ignored = ignored_names(model)
         self._frozen = [
@@ -75,15 +73,9 @@ class WatchedParameters:
             number, what = changed
             name, _ = self.parameters[number]
             return self._sharded(model) or (
-                f"torch_commhook: parameter '{name}' {what}; convert or move a model before it is "
-                "wrapped and before a hook is attached"
+                f"torch_commhook: parameter '{name}' {what}; convert, move or change a model before "
+                "it is wrapped and before a hook is attached"
             )
-        for (name, parameter), dtype in zip(self.parameters, self._gradients, strict=False):
-            if parameter.grad_dtype != dtype:
-                return (
-                    f"torch_commhook: parameter '{name}' had grad_dtype {dtype} when the hook was "
-                    f"attached, and has {parameter.grad_dtype} now; {self._way_out}"
-                )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 return (

@@ -14,6 +14,10 @@ std::string form_name(at::ScalarType dtype, at::IntArrayRef sizes, at::Device de
   return c10::str(dtype_name(dtype), " of shape ", sizes, " on ", device);
 }
 
+std::string optional_name(std::optional<at::ScalarType> dtype) {
+  return dtype ? dtype_name(*dtype) : "None";
+}
+
 }  // namespace
 
 ParameterForms::ParameterForms(std::vector<at::Tensor> parameters, bool in_ddp) : in_ddp_(in_ddp) {
@@ -22,18 +26,25 @@ ParameterForms::ParameterForms(std::vector<at::Tensor> parameters, bool in_ddp) 
     const auto dtype = parameter.scalar_type();
     const auto device = parameter.device();
     auto sizes = parameter.sizes().vec();
-    forms_.push_back({std::move(parameter), dtype, device, std::move(sizes)});
+    // DDP itself refuses gradients of another dtype.
+    const auto grad_dtype = in_ddp ? std::nullopt : parameter.grad_dtype();
+    forms_.push_back({std::move(parameter), dtype, device, std::move(sizes), grad_dtype});
   }
 }
 
 std::optional<std::pair<int64_t, std::string>> ParameterForms::change() const {
   for (size_t i = 0; i < forms_.size(); ++i) {
-    const auto& [parameter, dtype, device, sizes] = forms_[i];
+    const auto& [parameter, dtype, device, sizes, grad_dtype] = forms_[i];
     if (parameter.scalar_type() != dtype || parameter.device() != device ||
         parameter.sizes() != sizes) {
       const auto now = form_name(parameter.scalar_type(), parameter.sizes(), parameter.device());
       return std::pair(static_cast<int64_t>(i),
                        c10::str("was ", form_name(dtype, sizes, device), ", and is ", now, " now"));
+    }
+    if (!in_ddp_ && parameter.grad_dtype() != grad_dtype) {
+      return std::pair(static_cast<int64_t>(i),
+                       c10::str("had grad_dtype ", optional_name(grad_dtype), ", and has ",
+                                optional_name(parameter.grad_dtype()), " now"));
     }
     if (in_ddp_ && !has_ddp_hook(parameter)) {
       return std::pair(static_cast<int64_t>(i),

@@ -9,9 +9,9 @@
 
 namespace commhook {
 
-// Parameters that must keep their dtype, device and shape, since the buckets depend on these. With
-// `in_ddp`, DDP's reducer must also keep waiting for them. A conversion ends that for good, even if
-// it is undone.
+// Parameters that must keep their dtype, device, shape and, without DDP, their gradients' dtype,
+// since the buckets depend on these. With `in_ddp`, DDP's reducer must also keep waiting for them.
+// A conversion ends that for good, even if it is undone.
 class ParameterForms {
  public:
   ParameterForms(std::vector<at::Tensor> parameters, bool in_ddp);
@@ -28,6 +28,7 @@ class ParameterForms {
     at::ScalarType dtype;
     at::Device device;
     std::vector<int64_t> sizes;
+    std::optional<at::ScalarType> grad_dtype;
   };
   std::vector<Form> forms_;
   const bool in_ddp_;
