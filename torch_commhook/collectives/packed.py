@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+import pickle
+import re
+import zipfile
+from _compat_pickle import IMPORT_MAPPING
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,11 @@ from torch.distributed import distributed_c10d
 
 #: Another rank's value may be this many times as long as this rank's, and this many bytes longer.
 _TIMES, _MORE = 64, 1 << 30
+# Globals that weights_only allows: they allocate as much as their arguments say, or copy them.
+_ALLOCATES = re.compile(r"torch\..*(Tensor|Storage)|torch\._utils\._rebuild_(device|nested|q).*")
+_COPIES = re.compile(
+    r"builtins\.(bytearray|set)|collections\.(Counter|OrderedDict)|torch\.Size|_codecs\.encode"
+)
 
 
 def packed(value: Any) -> Tensor:
@@ -35,11 +44,14 @@ def unpacked(data: Tensor) -> Any:
     """
     file = io.BytesIO(data.numpy().tobytes())
     try:
+        check_saved(file)
+        file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the type depends on the place of the damage
-        names = _refused_names(file)
+        names = _refused_names(file) if isinstance(error, pickle.UnpicklingError) else ""
         if not names:
-            raise ValueError("torch_commhook: another rank has sent damaged bytes") from error
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            raise ValueError(f"torch_commhook: another rank has sent damaged bytes{reason}") from error
         raise ValueError(
             f"torch_commhook: another rank has sent objects of {names}; a rank reads only tensors "
             "and plain values from others. Make them plain values, or allow them on all ranks: "
@@ -54,6 +66,63 @@ def _refused_names(file: io.BytesIO) -> str:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     except Exception:  # as above
         return ""
+
+
+def check_saved(file: IO[bytes]) -> None:
+    """Refuse a file of ``torch.save`` that takes far more memory than its length.
+
+    ``torch.load`` inflates compressed members, and lets a pickle call ``bytearray(n)``. This
+    function reads only the pickle, not the tensors, and calls nothing that the pickle names.
+
+    Raises:
+        ValueError: the file takes far more memory.
+        Exception: the file is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        sizes = {each.filename: each.file_size for each in members}
+        is_compressed = any(each.compress_type != zipfile.ZIP_STORED for each in members)
+        is_shared = len({name.lower() for name in sizes}) < len(members)  # torch.load ignores case
+        if is_compressed or is_shared or sum(sizes.values()) > file.seek(0, io.SEEK_END):
+            raise ValueError("its members are compressed, or longer than the file")
+        folder = members[0].filename.partition("/")[0]
+        content = archive.read(f"{folder}/data.pkl")
+    left = len(content)
+
+    def check(is_right: bool, *copied: Any) -> None:
+        nonlocal left
+        is_sized = all(type(each) in (str, bytes, list, tuple, dict) for each in copied)
+        left -= sum(map(len, copied)) if is_sized else 0
+        if not (is_right and is_sized and left >= 0):
+            raise ValueError("its pickle asks for more memory than the file has")
+
+    def storage(saved: Any) -> None:
+        check(type(saved[2]) is str and f"{folder}/data/{saved[2]}" in sizes)
+
+    def call(unpickler: Any) -> None:
+        arguments, name = unpickler.stack.pop(), unpickler.stack.pop()
+        if name == "torch._tensor._rebuild_from_type_v2":  # it calls its first argument
+            name, _, arguments, _ = arguments
+        copied = arguments if _COPIES.fullmatch(name) else ()
+        is_plain = name != "_codecs.encode" or arguments[1] == "latin1"
+        check(is_plain and not _ALLOCATES.fullmatch(name), *copied)
+        made: Any = {} if name.startswith("collections.") else name
+        unpickler.stack.append(copied[0] if copied else made)
+
+    def build(unpickler: Any) -> None:
+        state, built = unpickler.stack.pop(), unpickler.stack[-1]
+        if type(built) is str:
+            check(not built.startswith(("torch._", "torch.nn.")))
+        else:
+            check(type(built) is type(state) is dict, state)
+
+    unpickler = pickle._Unpickler(io.BytesIO(content), encoding="utf-8")
+    calls = {pickle.REDUCE[0]: call, pickle.NEWOBJ[0]: call, pickle.BUILD[0]: build}
+    unpickler.dispatch = {**unpickler.dispatch, **calls}
+    del unpickler.dispatch[pickle.BYTEARRAY8[0]]  # it allocates before it reads
+    unpickler.find_class = lambda module, name: f"{IMPORT_MAPPING.get(module, module)}.{name}"
+    unpickler.persistent_load = storage
+    unpickler.load()
 
 
 def check_length(length: int, own: int) -> None:
