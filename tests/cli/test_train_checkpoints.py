@@ -232,6 +232,8 @@ def test_a_part_of_a_checkpoint_is_refused(
     path = tmp_path / "c.pt"
     write_checkpoint(path, _checkpoint())
     whole = path.read_bytes()
+    legacy = io.BytesIO()
+    torch.save({"a": 1}, legacy, _use_new_zipfile_serialization=False)
     weights = whole.index(read_checkpoint(path).model["head.weight"].numpy().tobytes())
     for content in (
         b"",
@@ -243,6 +245,7 @@ def test_a_part_of_a_checkpoint_is_refused(
         b"just a text\n",
         pickle.dumps({"a": 1}),
         pickle.dumps(types.SimpleNamespace(a=1)),
+        legacy.getvalue(),
     ):
         path.write_bytes(content)
         _assert_refused(path, f"{path} is not a", capsys)
@@ -259,6 +262,19 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "c.pt")
     assert not (tmp_path / "evil").exists()
+
+
+def test_a_checkpoint_that_asks_for_more_memory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Huge:
+        def __reduce__(self) -> tuple[object, ...]:
+            return bytearray, (1 << 20,)
+
+    path = tmp_path / "c.pt"
+    torch.save({"format": "torch_commhook.train", "version": 1, "x": Huge()}, path)
+    message = f"{path} is not a whole checkpoint of commhook train: its pickle asks for more memory"
+    _assert_refused(path, message, capsys)
 
 
 def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:

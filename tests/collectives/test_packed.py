@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _codecs
+import io
+import zipfile
 from typing import Any
 
 import pytest
@@ -55,6 +58,51 @@ def test_gathering_runs_no_code_of_another_rank() -> None:
 def test_damaged_bytes_are_an_error(nbytes: int) -> None:
     with pytest.raises(ValueError, match="another rank has sent damaged bytes"):
         unpacked(packed(["a value"])[:nbytes])
+
+
+class _Call:
+    """Its pickle calls a function."""
+
+    def __init__(self, *call: Any, state: Any = None) -> None:
+        self._call = call
+        self._state = state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, *arguments = self._call
+        return function, tuple(arguments), self._state
+
+
+_LONG = list(range(1000))
+CALLS = {
+    "bytearray": _Call(bytearray, 1 << 20),
+    "new tensor": _Call(torch.FloatTensor, 1 << 20),
+    "new storage": _Call(torch.UntypedStorage, 1 << 20),
+    "inner call": _Call(torch._tensor._rebuild_from_type_v2, bytearray, bytearray, (1 << 20,), {}),
+    "encoded": _Call(_codecs.encode, b"a" * 100, "hex"),
+    "copied": [_Call(set, _LONG) for _ in range(100)],
+    "state": [_Call(torch.Size, (1,), state=dict.fromkeys(_LONG)) for _ in range(100)],
+    "resized": _Call(
+        torch._utils._rebuild_meta_tensor_no_storage, torch.float, (), (), False, state=()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_pickle_that_allocates_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="damaged bytes: its pickle asks for more memory"):
+        unpacked(packed(CALLS[kind]))
+
+
+def test_compressed_bytes_are_refused() -> None:
+    file = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(bytes(packed(torch.zeros(1000)).numpy()))) as stored,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
+        for name in stored.namelist():
+            compressed.writestr(name, stored.read(name))
+    with pytest.raises(ValueError, match="damaged bytes: its members are compressed"):
+        unpacked(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 31, 1 << 62])

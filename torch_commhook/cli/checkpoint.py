@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_commhook.collectives.packed import check_saved
+
 _FORMAT = "torch_commhook.train"
 _VERSION = 1
 
@@ -112,6 +114,8 @@ def _load(path: Path) -> Any:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe may wait for ever
             raise CheckpointError(f"{path} is not a regular file")
+        with open(path, "rb") as file:
+            check_saved(file)
         with zipfile.ZipFile(path) as archive:  # torch.load doesn't compare the checksums
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile
@@ -125,7 +129,10 @@ def _load(path: Path) -> Any:
     except PermissionError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     except Exception as error:  # the type depends on the place of the damage
-        raise CheckpointError(f"{path} is not a whole checkpoint of commhook train") from error
+        reason = f": {error}" if isinstance(error, ValueError) else ""
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint of commhook train{reason}"
+        ) from error
 
 
 def _right_fields(checkpoint: Checkpoint) -> dict[str, bool]:

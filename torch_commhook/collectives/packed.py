@@ -51,7 +51,9 @@ def unpacked(data: Tensor) -> Any:
         names = _refused_names(file) if isinstance(error, pickle.UnpicklingError) else ""
         if not names:
             reason = f": {error}" if isinstance(error, ValueError) else ""
-            raise ValueError(f"torch_commhook: another rank has sent damaged bytes{reason}") from error
+            raise ValueError(
+                f"torch_commhook: another rank has sent damaged bytes{reason}"
+            ) from error
         raise ValueError(
             f"torch_commhook: another rank has sent objects of {names}; a rank reads only tensors "
             "and plain values from others. Make them plain values, or allow them on all ranks: "
@@ -116,7 +118,7 @@ def check_saved(file: IO[bytes]) -> None:
         else:
             check(type(built) is type(state) is dict, state)
 
-    unpickler = pickle._Unpickler(io.BytesIO(content), encoding="utf-8")
+    unpickler: Any = pickle._Unpickler(io.BytesIO(content), encoding="utf-8")
     calls = {pickle.REDUCE[0]: call, pickle.NEWOBJ[0]: call, pickle.BUILD[0]: build}
     unpickler.dispatch = {**unpickler.dispatch, **calls}
     del unpickler.dispatch[pickle.BYTEARRAY8[0]]  # it allocates before it reads
