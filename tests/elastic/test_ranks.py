@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import socket
 import threading
 import time
@@ -12,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from torch_commhook.cli.store import DEFAULT_HOST, _store_at
+from torch_commhook.cli.store import DEFAULT_HOST, _store_at, main
 from torch_commhook.elastic.door import Door, own_address
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
 from torch_commhook.elastic.ranks import ElasticRanks
@@ -163,6 +165,21 @@ def test_a_store_on_all_networks() -> None:
     assert _accepts("::1", store.port, socket.AF_INET6) and _accepts("127.0.0.1", store.port)
 
 
+@pytest.mark.parametrize(
+    "host", ["*", ".", "a" * 70, "localhost:29400", "fe80::1", "224.0.0.1", "255.255.255.255"]
+)
+def test_an_address_where_no_store_can_listen(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--host", host, "--port", "0"]) == 1
+    message = r"name or an address of this machine, without a port|[Uu]nreachable|[Cc]annot assign"
+    assert re.search(
+        f"error: --host '{re.escape(host)}' --port 0: .*({message})", capsys.readouterr().err
+    )
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_the_address_of_a_rank_without_a_network(
     host: str, monkeypatch: pytest.MonkeyPatch
@@ -181,9 +198,10 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_a_store_on_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_store_on_ipv6(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    store = _store_at("::1", 0)
+    store = _store_at(host, 0)
     assert _accepts("::1", store.port, socket.AF_INET6)
     assert own_address(store) == "::1"
     door = Door(store, 1, 10.0)

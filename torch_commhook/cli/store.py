@@ -43,17 +43,18 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
 
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
         store = _store_at(options.host, options.port)
     except OSError as error:
-        where = f"--host {options.host} --port {options.port}"
+        where = f"--host {options.host!r} --port {options.port}"
         print(f"commhook store: error: {where}: {error.strerror or error}", file=sys.stderr)
         return 1
     except RuntimeError as error:  # only its first line: a C++ stack follows
         print(f"commhook store: error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
+    ended = threading.Event()
+    # Not before: Python runs no handler while the store is made.
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"commhook store: listening on {options.host}, port {store.port}", flush=True)
     ended.wait()
     return 0
@@ -63,19 +64,32 @@ def _store_at(host: str, port: int) -> dist.TCPStore:
     """A store that listens on one address only.
 
     Raises:
-        OSError: the host is unknown, or the address is taken or of another machine.
+        OSError: the host is unknown, or the address is taken or not of this machine.
     """
     import torch.distributed as dist
 
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        if host == "*" or (bare.startswith("fe80:") and "%" not in bare):
+            raise UnicodeError
+        found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError):
+        raise OSError(
+            "the host must be a name or an address of this machine, without a port, such as "
+            "127.0.0.1, ::1 or fe80::1%eth0; 0.0.0.0 or :: means all networks"
+        ) from None
     family, _, _, _, address = found[0]
     every = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
-    listener = socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=every)
-    own = listener.getsockname()[1]
+    listener = socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=every)
+    # With the scope of a link-local address, such as fe80::1%eth0.
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    bound, own = socket.getnameinfo(listener.getsockname(), numeric)
+    # TCPStore would try for minutes to connect to an address of many hosts, such as 224.0.0.1.
+    socket.create_connection((bound, int(own)), timeout=10).close()
     # The store now owns the descriptor.
     return dist.TCPStore(
-        host,
-        own,
+        bound,
+        int(own),
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
