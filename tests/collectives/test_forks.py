@@ -1,4 +1,4 @@
-"""Forked processes close the connections of this process."""
+"""Forked processes and started programs have none of the connections of this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from gloo_threads import LibraryRanks
@@ -85,6 +87,10 @@ def test_the_connections_of_a_backend() -> None:
     with _forked(lambda: _count(found)) as left:
         assert left == 0
     assert _count(found) == 2
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as program:
+        files = {os.readlink(each) for each in Path(f"/proc/{program.pid}/fd").iterdir()}
+        program.kill()
+    assert not files & {f"socket:[{inode}]" for _, inode in found}
     assert ranks.close(0) and ranks.close(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -146,6 +147,10 @@ def connect(
     except BaseException:
         cut(backend.addresses)  # otherwise others would wait for this rank's messages
         raise
+    for number, _ in backend.addresses.sockets():
+        # Otherwise a program that this process starts would hide its end from the other ranks.
+        with suppress(OSError):  # closed meanwhile
+            os.set_inheritable(number, False)
     backend.greeting, backend.is_greeted_alike = greeting, is_alike
 
 
