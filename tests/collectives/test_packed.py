@@ -7,6 +7,7 @@ import io
 import zipfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,10 +55,22 @@ def test_gathering_runs_no_code_of_another_rank() -> None:
         assert f"has sent objects of {__name__}._run" in error
 
 
+def test_all_ranks_refuse_a_length_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_commhook.collectives.packed._MORE", 0)
+    long = "x" * 200_000  # more than 64 times as long as the others
+    for error, _ in run_ranks(lambda rank: _gathered(rank, long, "short"), 3):
+        assert "another rank announces a message of" in error
+
+
 @pytest.mark.parametrize("nbytes", [0, 10, 700])
 def test_damaged_bytes_are_an_error(nbytes: int) -> None:
     with pytest.raises(ValueError, match="another rank has sent damaged bytes"):
         unpacked(packed(["a value"])[:nbytes])
+
+
+def test_numpy_scalars_arrive_as_numbers() -> None:
+    value = {"lr": np.float64(0.1), "betas": (np.float32(0.5), [np.int64(2)], np.bool_(True))}
+    assert repr(unpacked(packed(value))) == "{'lr': 0.1, 'betas': (0.5, [2], True)}"
 
 
 class _Call:

@@ -9,6 +9,7 @@ import zipfile
 from _compat_pickle import IMPORT_MAPPING
 from typing import IO, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,11 +29,19 @@ def packed(value: Any) -> Tensor:
 
     Args:
         value: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
-            them on the CPU.
+            tensors on the CPU, and NumPy scalars in dicts, lists and tuples as Python numbers.
     """
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(_plain(value), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {name: _plain(each) for name, each in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def unpacked(data: Tensor) -> Any:
@@ -132,7 +141,7 @@ def check_length(length: int, own: int) -> None:
 
     Args:
         length: the length, in bytes.
-        own: the length of this rank's own message or parameters, in bytes.
+        own: the length of a message or of parameters that this rank knows, in bytes.
 
     Raises:
         ValueError: the length is negative, or far above ``own``.
@@ -169,7 +178,7 @@ def gather_values(
     dist.all_gather(lengths, torch.tensor([own], dtype=torch.int64, device=device), group=group)
     every = [int(length) for length in lengths]
     for length in every:
-        check_length(length, own)
+        check_length(length, min(every))  # all ranks refuse alike
     most = max(every)
     sent = torch.zeros(most, dtype=torch.uint8, device=device)
     sent[:own] = data
