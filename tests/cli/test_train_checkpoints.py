@@ -32,6 +32,7 @@ from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
+from torch_commhook.testing import run_ranks
 
 _CONFIG = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
 
@@ -151,6 +152,25 @@ def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
         run.step = 4
         with pytest.raises(type(error)):
             save()
+
+
+def _save_on(rank: int, path: Path) -> str:
+    options = parse_options(["--save", str(path), "--ranks", "2"])
+    model, optimizer = _model_and_optimizer()
+    hook_state = {"object": types.SimpleNamespace(a=1)} if rank == 1 else {}
+    handle = types.SimpleNamespace(state_dict=lambda: hook_state)
+    run = Run(model, model, optimizer, handle, step=options.last_step)
+    data: Any = types.SimpleNamespace(fingerprint="00")
+    try:
+        _save(run, options, World(rank, 2, torch.device("cpu"), "gloo"), data, Traffic(None))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_state_of_one_rank_that_cannot_be_saved_is_an_error_on_all(tmp_path: Path) -> None:
+    for error in run_ranks(partial(_save_on, path=tmp_path / "c.pt"), 2):
+        assert "sent objects of types.SimpleNamespace" in error
 
 
 # ---- going on from one ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook.cli.checkpoint import (
@@ -66,7 +67,8 @@ from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
-from torch_commhook.collectives.packed import gather_values
+from torch_commhook.collectives.agreement import agree
+from torch_commhook.collectives.packed import gather_values, packed, unpacked
 from torch_commhook.wording import pluralize
 
 _WARM_UP_STEPS = 20
@@ -381,10 +383,17 @@ def _save(
     run: Run, options: TrainOptions, world: World, data: TextData, sent: Traffic
 ) -> Path | None:
     """Write a checkpoint of this step. Returns its path on rank 0, and None on other ranks."""
-    hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
-    state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
+    state: dict[str, Any] = {"rng": torch.get_rng_state()}
     if run.ranks_are_apart:
         state["optimizer"] = to_cpu(whole_state(run.optimizer.state_dict()["state"]))
+    error = None
+    try:
+        hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
+        state["hook"] = to_cpu(hook_state)
+        unpacked(packed(state))  # as rank 0 does
+    except Exception as caught:
+        error = caught
+    agree(distributed_c10d._get_default_group(), "the state of the hook", error, {})
     model, optimizer = whole_state(run.model.state_dict()), whole_state(run.optimizer.state_dict())
     states = gather_values(state, only_first=True)
     if states is None or options.save is None:
