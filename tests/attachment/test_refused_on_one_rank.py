@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import of_all_ranks, on_processes, on_ranks
-from sharded_models import device_mesh
+from sharded_models import Mesh, by_layer, device_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -126,7 +126,9 @@ def _model(kind: str) -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if kind == "ddp":
         return DDP(model)
-    if kind != "module":
+    if kind == "replicate":
+        by_layer(model, Mesh.of("replicate-2"))
+    elif kind != "module":
         sizes, names = ((2,), ("s",)) if kind == "fully_shard" else ((2, 1), ("r", "s"))
         fully_shard(model, mesh=device_mesh(sizes, names))
     return model
@@ -143,7 +145,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("kind", ["module", "ddp", "fully_shard", "hsdp"])
+@pytest.mark.parametrize("kind", ["module", "ddp", "fully_shard", "hsdp", "replicate"])
 @on_processes
 def test_what_one_rank_alone_refuses(rank: int, kind: str, wrong: str) -> None:
     model = _model(kind)
