@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -360,7 +361,7 @@ def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixtu
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)
     for key in ("wanting", "left", "here/2"):
-        store.append(key, "hello 1:2:3:4 :, 99999 -7 ")
+        store.append(key, f"hello 1:2:3:4 :, 99999 -7 {'9' * 30}:0:0:::1 1:{'9' * 30} 9:5:0:::1 ")
     entered, thread = _entering(late)
     _wait_until(members[0].wanting)
     views = _together([lambda m=m: m.change(5) for m in members])
@@ -373,7 +374,7 @@ def test_words_of_others_in_the_store_are_skipped(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("text", [b"hello", b"\xff\xfe", b"9" * 30, b""])
+@pytest.mark.parametrize("text", [b"hello", b"\xff\xfe", b"9" * 30, b"", b"-7"])
 @pytest.mark.parametrize("key", ["wanted", "ranks"])
 def test_other_texts_in_a_counter_are_replaced(
     key: str, text: bytes, is_first: bool, caplog: pytest.LogCaptureFixture
@@ -413,10 +414,24 @@ def test_the_store_keeps_no_entries_that_nobody_reads() -> None:
     assert [number for number in range(8) if store.check([f"here/{number}"])] == [5]
 
 
-def test_a_store_with_another_text_for_the_view() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello",
+        "[" * 100_000,
+        '{"number": 1, "members": [], "new": []}',
+        '{"number": 1, "members": "ab", "new": []}',
+        '{"number": 1e999, "members": [1], "new": []}',
+        '{"number": 1, "members": [[1]], "new": []}',
+    ],
+    ids=range(6),
+)
+def test_a_store_with_another_text_for_the_view(text: str) -> None:
     store, _, members = _started(1, min_ranks=1)
-    store.set("view", "hello")
-    with pytest.raises(RuntimeError, match=r"list of members must be one of .*, got 'hello'"):
+    store.set("view", text)
+    with pytest.raises(
+        RuntimeError, match=rf"members must be one of .*, got '{re.escape(text[:9])}"
+    ):
         members[0].current()
 
 

@@ -113,8 +113,8 @@ def test_the_store_keeps_nothing_of_views_that_have_ended() -> None:
         counts.append(store.num_keys())
     ranks.leave()
     assert len(set(counts)) == 1
-    # The list of those that have left is new; the port and the last address are gone.
-    assert store.num_keys() < counts[0]
+    # The list of those that have left is new; the port, the last address and sign are gone.
+    assert store.num_keys() < counts[0] - 1
 
 
 def test_a_forked_process_does_not_leave_for_its_parent(ranks: ElasticRanks) -> None:
@@ -140,9 +140,10 @@ def test_the_store_and_the_port_of_a_rank_are_on_one_address_alone() -> None:
     assert door.unreachable([1]) == {1}
 
 
-def test_a_port_that_others_have_written_wrongly_is_unreachable() -> None:
+@pytest.mark.parametrize("text", ["hello", "127.0.0.1 " + "9" * 20, ". 80"])
+def test_a_port_that_others_have_written_wrongly_is_unreachable(text: str) -> None:
     store = dist.HashStore()
-    store.set("door/1", "hello")
+    store.set("door/1", text)
     door = Door(store, 2, 10.0)
     assert door.unreachable([1]) == {1}
     door.close()

@@ -50,7 +50,7 @@ class Door:
             )
 
     def _reaches(self, rank: int) -> bool:
-        with suppress(OSError, RuntimeError, ValueError):
+        with suppress(OSError, RuntimeError, ValueError, OverflowError):
             host, _, port = (read_now(self._store, _key(rank)) or "").rpartition(" ")
             with socket.create_connection((host, int(port)), timeout=self._timeout):
                 return True

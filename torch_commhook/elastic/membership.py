@@ -30,7 +30,7 @@ _LONGEST_PAUSE = 0.05
 _TURN = 0.02
 #: The numbers that processes may have beside those in the view.
 _SPARE_NUMBERS = 1000
-_NUMBER = re.compile(rb"-?\d{1,18}")
+_NUMBER = re.compile(rb"\d{1,18}")
 #: The key of the last view's number; it may lag behind the view, but is never ahead.
 VIEW_NUMBER = "view_number"
 
@@ -100,8 +100,10 @@ class View:
             found = json.loads(text)
             for name in ("members", "new"):
                 found[name] = tuple(found[name])
-            return cls(**found)
-        except (ValueError, TypeError, KeyError) as error:
+            view = cls(**found)
+            _check(view)
+            return view
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(
                 f"torch_commhook: the store's list of members must be one of this version of the "
                 f"library, got {text[:200]!r}"
@@ -273,7 +275,7 @@ class Membership:
     def _asking(self, view: View | None) -> tuple[list[int], int, int]:
         """As :meth:`wanting` after a view, with the length of the list and number of requests."""
         wanted = self._count("wanted", 0)  # first: the entries of all these are in the list
-        entries = self._entries("wanting", int)
+        entries = self._entries("wanting", _number)
         known = set() if view is None else set(view.members)
         at = 0 if view is None else view.entries
         new = {each for each in entries[at:] if each is not None}
@@ -393,7 +395,7 @@ class Membership:
             lets_in: whether new members may take part.
         """
         left_before = self._left(view)
-        here = {rank: each for rank, each in here.items() if rank not in left_before}
+        here = {rank: here[rank] for rank in view.members if rank in here.keys() - left_before}
         missing = set(view.members) - here.keys()
         lost = Lost(frozenset(left_before), frozenset(self._signs.silent(missing)))
         for each in here.values():
@@ -445,7 +447,7 @@ class Membership:
         if before is not None and View.from_text(expected).number != before.number:
             return
         text = after.as_text()
-        if self._store.compare_set("view", expected, text).decode() == text:
+        if self._store.compare_set("view", expected, text) == text.encode():
             self._store.set(VIEW_NUMBER, str(after.number))
             # All that still read these entries find a newer view first.
             self._store.delete_key(_here_key(after.number - 1))
@@ -477,7 +479,7 @@ class Membership:
         return found
 
     def _count(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it. A text that is no number is replaced before.
+        """Add to a counter, and return it. A text that is no such number is replaced before.
 
         There, a store closes the connection of whoever calls ``add()``.
         """
@@ -512,17 +514,30 @@ def _numbers(ranks: Collection[int]) -> str:
     return ",".join(map(str, sorted(ranks)))
 
 
+def _check(view: View) -> None:
+    """Raise ValueError if other programs have written the view."""
+    numbers = view.number, view.steps, view.entries, view.wanted, *view.members, *view.new
+    if not view.trained or not all(type(each) is int and 0 <= each < 1 << 60 for each in numbers):
+        raise ValueError
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text.encode()):
+        raise ValueError
+    return int(text)
+
+
 def _own_and_steps(entry: str) -> tuple[int, int]:
     own, steps = entry.split(":")
-    return int(own), int(steps)
+    return _number(own), _number(steps)
 
 
 def _rank_here(entry: str) -> tuple[int, _Here]:
     rank, steps, is_new, *lost = entry.split(":")
     ended, silent, unreachable = (
-        frozenset(int(number) for number in kind.split(",") if number) for kind in lost
+        frozenset(_number(each) for each in kind.split(",") if each) for kind in lost
     )
-    return int(rank), _Here(int(steps), is_new == "1", Lost(ended, silent, unreachable))
+    return _number(rank), _Here(_number(steps), is_new == "1", Lost(ended, silent, unreachable))
 
 
 def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:

@@ -130,7 +130,7 @@ class ElasticRanks:
         before = ""
         while True:
             text = json.dumps({**own, _FIRST: str(self.membership.own)})
-            found = self._store.compare_set("settings", before, text).decode()
+            found = self._store.compare_set("settings", before, text).decode(errors="replace")
             first = _checked_settings(found)
             differing = next((name for name in own if first.get(name) != own[name]), None)
             number = int(first[_FIRST])
@@ -394,7 +394,7 @@ def _checked_settings(text: str) -> dict[str, str]:
     Raises:
         RuntimeError: the text is none.
     """
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         found: dict[str, str] = json.loads(text)
         int(found[_FIRST])
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from torch_commhook import _C
@@ -25,6 +26,8 @@ class StoreSigns:
     WANTED = "wanted"
 
     def __init__(self, store: Any, own: int, silent_after: float) -> None:
+        self._store = store
+        self._own = own
         self._silent_after = silent_after
         self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
         self._watched: set[int] = set()
@@ -62,8 +65,10 @@ class StoreSigns:
         return self._signs.seconds_without_store()
 
     def stop(self) -> None:
-        """Send no more signs."""
+        """Send no more signs, and remove the last one from the store."""
         self._signs.stop()
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.delete_key(_key(self._own))
 
 
 def _key(rank: int) -> str:
