@@ -30,6 +30,7 @@ from rank_pool import RankPool
 from sharded_models import Mesh, by_layer, layers, local
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_commhook import (
     GradBucket,
@@ -267,6 +268,7 @@ LATE += [
     for hook in ("cpp('allreduce')", "local_sgd(1)", "of_a_work")
 ]
 LATE += [(kind, "at the end") for kind in WHOLE]  # of a step
+LATE += [("fsdp", "in forward")]
 
 
 @pytest.mark.parametrize(("kind", "hook"), LATE)
@@ -285,6 +287,7 @@ def test_a_late_rank(rank: int, kind: str, hook: str) -> None:
         for group in groups:
             distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
         own = {"of_a_work": of_a_work, "at the end": hooks.allreduce()}
+        own["in forward"] = own["at the end"]
         handle = attach(model, own.get(hook) or parse_hook(hook))
     finally:
         for group in groups:
@@ -301,16 +304,18 @@ def test_a_late_rank(rank: int, kind: str, hook: str) -> None:
     if hook == "at the end":
         handle.register_posthook(wait)
     for is_late in (False, True, False):
-        optimizer.zero_grad()
-        loss = model(torch.full((2, 5), rank + 1.0)).sum()
-        if hook != "at the end":
-            wait()
 
-        def finish(loss: torch.Tensor = loss) -> None:
+        def step() -> None:
+            optimizer.zero_grad()
+            if hook == "in forward":
+                wait()
+            loss = model(torch.full((2, 5), rank + 1.0)).sum()
+            if hook not in ("in forward", "at the end"):
+                wait()
             loss.backward()
             optimizer.step()
 
-        found.append(outcome(finish))
+        found.append(outcome(step))
         if is_late and rank == 0:
             store.set(f"late/{kind}/{hook}", "")
         of_all_ranks(None)
@@ -321,6 +326,37 @@ def test_a_late_rank(rank: int, kind: str, hook: str) -> None:
     assert found[1].startswith(f"{told}TimeoutError: "), found
     assert found[::2] == ["done"] * 2
     assert equal(*of_steps)
+
+
+def _to_attach(kind: str, seconds: float) -> tuple[Any, dict[str, Any]]:
+    """A model and arguments of ``attach``, over a new group of both ranks with this timeout."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    dist.barrier(group)
+    if kind == "module":
+        return layers(), {"process_group": group}
+    if kind not in SHARDED:
+        return Mode(kind, "eager").wrap(layers(), process_group=group), {}
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
+    model = layers()
+    by_layer(model, Mesh(kind, mesh))
+    return model, {}
+
+
+@pytest.mark.parametrize("kind", ["module", "ddp", "fsdp", "replicate"])
+@on_processes
+def test_a_rank_that_is_late_to_attach(rank: int, kind: str) -> None:
+    """All models raise the same type on both ranks, and a hook can be attached to another one."""
+    store = distributed_c10d._get_default_store()
+    model, options = _to_attach(kind, seconds=1)
+    if rank == 1:
+        store.wait([f"late to attach/{kind}"], timedelta(seconds=20))
+    found = outcome(lambda: attach(model, hooks.allreduce(), **options))
+    if rank == 0:
+        store.set(f"late to attach/{kind}", "")
+    assert all(each.startswith("RuntimeError: ") for each in of_all_ranks(found)), found
+    again, options = _to_attach(kind, TIMEOUT_SECONDS)
+    with attach(again, hooks.allreduce(), **options):
+        again(torch.ones(2, 5)).sum().backward()
 
 
 @on_processes

@@ -97,7 +97,8 @@ def mesh_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
     """This rank's groups along the axes of the meshes of a group's parameters."""
     found: list[dist.ProcessGroup] = []
     for each in group.fsdp_params:
-        found += each.sharded_param.device_mesh.get_all_groups()
+        # The parameter may have an older mesh: PyTorch caches the first of equal meshes.
+        found += each._spmd_mesh.get_all_groups()
     return found
 
 
