@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,17 @@ def test_a_failed_write_leaves_the_old_checkpoint(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_write_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """torch.save raises an error of its own instead."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_checkpoint(tmp_path / "c.pt", _checkpoint())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_to_cpu_copies_tensors_in_any_nesting() -> None:
     tensor = torch.ones(2)
     copied = to_cpu({"a": [tensor, (tensor, 3)], "b": None})
@@ -146,9 +158,10 @@ def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
         patched.setattr("torch_commhook.cli.train_rank.write_checkpoint", Mock(side_effect=error))
         run.step = 3
         assert save() is None and Path("c.pt").read_bytes() == before
-        assert f"no checkpoint of step 3, but the file of an earlier one stays: c.pt: {error}" in (
-            capsys.readouterr().err
-        )
+        said = f"warning: no checkpoint of step 3: {error}"
+        assert f"{said}; c.pt has an earlier one\n" in capsys.readouterr().err
+        Path("c.pt").unlink()
+        assert save() is None and capsys.readouterr().err.endswith(f"{said}\n")
         run.step = 4
         with pytest.raises(type(error)):
             save()

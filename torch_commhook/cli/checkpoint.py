@@ -80,8 +80,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             stream.flush()
             os.fsync(stream.fileno())  # the rename must not reach the disk before the content
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch.save's own error only hides it
         raise
 
 

@@ -425,9 +425,9 @@ def _save(
         if run.step == options.last_step:
             raise
         said = str(error).partition("\n")[0]
+        kept = f"; {path} has an earlier one" if path.exists() else ""
         print(
-            f"commhook train: warning: no checkpoint of step {run.step}, but the file of an "
-            f"earlier one stays: {path}: {said}",
+            f"commhook train: warning: no checkpoint of step {run.step}: {said}{kept}",
             file=sys.stderr,
             flush=True,
         )
