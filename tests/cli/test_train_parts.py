@@ -183,6 +183,7 @@ def test_ratios_to_fp32() -> None:
     assert report.fp32_bytes_per_step(10**15 + 1, 3) == 5333333333333339
     assert report.fp32_ratio(2000, 4000) == 2.0
     assert report.fp32_ratio(0, 0) is None
+    assert report.fp32_ratio(2000, 0) is None  # one rank resumes a run of several
     assert report.fp32_ratio(None, 4000) is None
 
 

@@ -92,7 +92,7 @@ class RunResult:
 
     @property
     def fp32_ratio(self) -> float | None:
-        """The bytes of float32 gradients over the bytes sent; None if these are 0 or unknown."""
+        """The bytes of float32 gradients over the bytes sent; None if one is 0 or unknown."""
         return fp32_ratio(self.bytes_per_step, self.fp32_bytes_per_step)
 
     def to_plain(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def fp32_bytes_per_step(numel: int, world_size: int) -> int:
 
 
 def fp32_ratio(sent: float | None, fp32: float) -> float | None:
-    """Return ``fp32 / sent``; None if ``sent`` is 0 or unknown."""
-    return fp32 / sent if sent else None
+    """Return ``fp32 / sent``; None if one is 0 or unknown."""
+    return fp32 / sent if sent and fp32 else None
 
 
 # ---- numbers as text -----------------------------------------------------------------------------
