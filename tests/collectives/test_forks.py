@@ -9,12 +9,15 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from gloo_threads import LibraryRanks
 
 from torch_commhook.collectives.forks import ServedPort, close_in_forks, number_and_inode
+from torch_commhook.collectives.gloo_groups import destroy_group, exchanges_of, make_group
+from torch_commhook.elastic.signs import StoreSigns
 
 
 class _Connections:
@@ -107,3 +110,20 @@ def test_the_sockets_of_a_store() -> None:
         client = ServedPort(other.getsockname()[1])
         assert len(client.sockets()) == 1
         assert ServedPort(1).sockets() == []
+
+
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
+    store, seconds = dist.HashStore(), timedelta(seconds=20)
+    group = make_group(store, 0, [0], "forked", seconds, description="forked")
+    exchanges_of(group)
+    signs: StoreSigns | None = StoreSigns(store, 1, 1.0)
+    process = os.fork()
+    if process == 0:
+        signal.alarm(30)
+        signs = None
+        destroy_group(group)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+    assert signs is not None
+    signs.stop()
+    destroy_group(group)

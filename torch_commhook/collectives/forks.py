@@ -1,12 +1,14 @@
-"""Closes the sockets of this process in processes that it forks, such as workers of a DataLoader.
+"""Closes sockets, and keeps objects with threads, in forked processes such as DataLoader workers.
 
 A connection ends when the last process that has it ends or closes it. So without this, other ranks
 would notice the end of a rank only when its workers have ended, too. A forked process cannot use
-the connections: it has none of the threads that serve them.
+the connections: it has none of the threads that serve them. At its end it would wait for these
+threads, so it never destroys the objects that have them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 import weakref
@@ -35,6 +37,11 @@ _at_fork: list[tuple[int, int]] = []
 def close_in_forks(sockets: Sockets) -> None:
     """From now on, while this object exists, close its sockets in forked processes."""
     _closed[id(sockets)] = sockets
+
+
+def keep_for_good(found: object) -> None:
+    """Never destroy an object."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
 
 
 def number_and_inode(number: int) -> tuple[int, int]:

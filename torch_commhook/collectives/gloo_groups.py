@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
+from torch_commhook.collectives.forks import keep_for_good
 from torch_commhook.collectives.gloo_backend import (
     MOST_UNDER_WAY,
     GlooBackend,
@@ -495,3 +497,16 @@ def stop_exchanges(group: dist.ProcessGroup) -> None:
     if found is not None:
         _, stop = found
         stop()
+
+
+def _keep_in_child() -> None:
+    for exchanges, stop in _exchanges.values():
+        stop.detach()
+        keep_for_good(exchanges)
+    _exchanges.clear()
+    for group in _backends:
+        with suppress(RuntimeError):  # its connections are closed
+            keep_for_good(group._get_backend(_CPU))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

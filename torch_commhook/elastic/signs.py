@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 from torch_commhook import _C
+from torch_commhook.collectives.forks import keep_for_good
 from torch_commhook.elastic.membership import VIEW_NUMBER
 
 #: The number of signs in the time after which a rank counts as lost.
 _SIGNS = 5
+
+_running: weakref.WeakSet[_C.SignsOfLife] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    for each in _running:
+        keep_for_good(each)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 class StoreSigns:
@@ -30,6 +43,7 @@ class StoreSigns:
         self._own = own
         self._silent_after = silent_after
         self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
+        _running.add(self._signs)
         self._watched: set[int] = set()
         self.watch(())
 
