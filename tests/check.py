@@ -76,7 +76,6 @@ ON_ANOTHER_TORCH = (
     "process_group/test_group_table.py",
     *(f"autograd/test_autograd_{name}.py" for name in ("hooks", "hook_dispatch", "suite_compiled")),
     "hooks/test_hook_state.py",
-    "hooks/test_gathered_states.py",
 )
 #: The oldest and the newest torch. What has changed since it passed runs on the one that has not
 #: passed for longer.

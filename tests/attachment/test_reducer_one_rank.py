@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
-from mode_cases import compiled_backward
+from mode_cases import BreaksTheGraph, compiled_backward
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -356,19 +356,6 @@ def test_forward_hooks_have_one_order() -> None:
     assert called == ["first", "second", "third", "second", "third"]
 
 
-class _BreaksTheGraph(torch.autograd.Function):
-    """Its backward is traced up to here, and goes on in another graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        torch._dynamo.graph_break()
-        return gradient
-
-
 def _graphs_of_a_broken_backward(hook: hooks.Hook) -> int:
     torch._dynamo.reset()
     counters.clear()
@@ -379,7 +366,7 @@ def _graphs_of_a_broken_backward(hook: hooks.Hook) -> int:
             x = batch(0, step)
             for layer in model.layers[:-1]:
                 x = layer(x)
-            model.layers[-1](_BreaksTheGraph.apply(x)).sum().backward()
+            model.layers[-1](BreaksTheGraph.apply(x)).sum().backward()
     return counters["stats"]["unique_graphs"]
 
 

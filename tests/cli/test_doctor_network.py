@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from launched_ranks import free_port
+from netlab_hosts import namespaces  # noqa: F401
 from repository import ROOT
 from train_processes import finding, finished, report
 
-from benchmarks.netlab.lab import Lab, why_impossible
+from benchmarks.netlab.lab import Lab
 from torch_commhook.addresses import interfaces, with_port
 from torch_commhook.cli.doctor import connections
 from torch_commhook.cli.doctor.connections import failed_connections
@@ -229,13 +230,6 @@ def test_torchrun() -> None:
 # ---- hosts --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _possible() -> None:
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
-
-
 def _on_hosts(lab: Lab, before: str = "") -> tuple[int, dict[str, Any]]:
     """Run doctor on all hosts, after a command of the shell."""
     lines: list[bytes] = []
@@ -249,7 +243,7 @@ def _on_hosts(lab: Lab, before: str = "") -> tuple[int, dict[str, Any]]:
     return status, json.loads(b"".join(lines))
 
 
-@pytest.mark.usefixtures("_possible")
+@pytest.mark.usefixtures("namespaces")
 def test_two_hosts_that_do_not_reach_each_other() -> None:
     with Lab(hosts=3, rate="1gbit") as lab:
         status, well = _on_hosts(lab)
@@ -268,7 +262,7 @@ def test_two_hosts_that_do_not_reach_each_other() -> None:
         assert each["advice"].startswith("Let these hosts connect to all TCP ports of each other")
 
 
-@pytest.mark.usefixtures("_possible")
+@pytest.mark.usefixtures("namespaces")
 def test_hosts_that_take_loopback() -> None:
     with Lab(hosts=2, rate="1gbit") as lab:
         status, found = _on_hosts(lab, "export GLOO_SOCKET_IFNAME=lo")

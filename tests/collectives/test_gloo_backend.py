@@ -1,14 +1,18 @@
-"""The library's Gloo backend: the store of its addresses, its connections, and its end."""
+"""The library's Gloo backend: its store of addresses, connections, end; forked processes and programs."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
+import signal
 import socket
+import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import torch.distributed as dist
 from gloo_threads import MOST_SECONDS, TIMEOUT, LibraryRanks
 
 from torch_commhook import _C
+from torch_commhook.collectives.forks import ServedPort, close_in_forks, number_and_inode
 from torch_commhook.collectives.gloo_backend import (
     MOST_IN_FULL_MESH,
     add_gloo,
@@ -27,7 +32,9 @@ from torch_commhook.collectives.gloo_backend import (
     neighbours,
     partners,
 )
+from torch_commhook.collectives.gloo_groups import destroy_group, exchanges_of, make_group
 from torch_commhook.collectives.lost_hosts import SECONDS, cut, notice_lost_hosts
+from torch_commhook.elastic.signs import StoreSigns
 
 Connect = Callable[..., LibraryRanks]
 
@@ -367,3 +374,115 @@ def test_connections_that_are_cut() -> None:
     assert third.recv(1) == fourth.recv(1) == b""
     for each in (second, third, fourth, fifth, sixth):
         each.close()
+
+
+# ---- forked processes ----------------------------------------------------------------------------
+
+
+class _Connections:
+    def __init__(self, *found: tuple[int, int]) -> None:
+        self._found = list(found)
+
+    def sockets(self) -> list[tuple[int, int]]:
+        return self._found
+
+
+@contextmanager
+def _forked(look: Callable[[], int]) -> Iterator[int]:
+    """A forked process that lives as long as the block; gives what ``look`` returns there."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(writer, bytes([look()]))
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        yield os.read(reader, 1)[0]
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def _count(found: list[tuple[int, int]]) -> int:
+    return sum(stat.S_ISSOCK(os.fstat(number).st_mode) for number, _ in found)
+
+
+def test_a_connection_ends_while_a_forked_process_lives() -> None:
+    client, accepted = socket.socketpair()
+    client.settimeout(20)
+    connections = _Connections(number_and_inode(accepted.fileno()))
+    close_in_forks(connections)
+    with _forked(lambda: 0):
+        accepted.close()
+        assert client.recv(1) == b""
+    client.close()
+
+
+def test_only_the_same_sockets_are_closed() -> None:
+    first, second = socket.socketpair()
+    number, inode = number_and_inode(first.fileno())
+    found = [(number, inode + 1), (1 << 20, 3)]  # another file has the number now, or none
+    connections = _Connections(*found)
+    close_in_forks(connections)
+    with _forked(lambda: _count(found[:1])) as left:
+        assert left == 1
+    del connections
+    gone = _Connections(number_and_inode(second.fileno()))
+    close_in_forks(gone)
+    found = gone.sockets()
+    del gone
+    with _forked(lambda: _count(found)) as left:
+        assert left == 1
+    first.close()
+    second.close()
+
+
+def test_the_connections_of_a_backend() -> None:
+    ranks = LibraryRanks([dist.HashStore()] * 2, threads=2)
+    ranks.connect()
+    found = [each for backend in ranks.backends for each in backend.addresses.sockets()]
+    assert len(found) == 2
+    with _forked(lambda: _count(found)) as left:
+        assert left == 0
+    assert _count(found) == 2
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as program:
+        files = {os.readlink(each) for each in Path(f"/proc/{program.pid}/fd").iterdir()}
+        program.kill()
+    assert not files & {f"socket:[{inode}]" for _, inode in found}
+    assert ranks.close(0) and ranks.close(1)
+
+
+def test_the_sockets_of_a_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = ServedPort(store.port)
+    found = served.sockets()
+    assert len(found) >= 2  # one listens, and one is of the client
+    with _forked(lambda: _count(found)) as left:
+        assert left == 0
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        client = ServedPort(other.getsockname()[1])
+        assert len(client.sockets()) == 1
+        assert ServedPort(1).sockets() == []
+
+
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
+    store, seconds = dist.HashStore(), timedelta(seconds=20)
+    group = make_group(store, 0, [0], "forked", seconds, description="forked")
+    exchanges_of(group)
+    signs: StoreSigns | None = StoreSigns(store, 1, 1.0)
+    process = os.fork()
+    if process == 0:
+        signal.alarm(30)
+        signs = None
+        destroy_group(group)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+    assert signs is not None
+    signs.stop()
+    destroy_group(group)

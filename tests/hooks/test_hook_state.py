@@ -1,20 +1,28 @@
-"""A hook's state: training goes on from it, in other buckets, on other ranks, or it is refused."""
+"""A hook's state: training goes on from it, or it is refused; states of all ranks; checkpoints."""
 
 from __future__ import annotations
 
+import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+import remembering_hooks
 import torch
 import torch.distributed as dist
-from on_ranks import on_processes, on_ranks
-from state_training import attached, in_rows, mean_error, net, train
+import torch.distributed.checkpoint as checkpoint
+from nested_values import different_paths
+from on_ranks import of_all_ranks, on_processes, on_ranks
+from remembering_hooks import check_same, hook_of, model_of
+from state_training import Run, attached, in_rows, mean_error, net, train
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, hooks, reshard_states
+from torch_commhook import HookHandle, attach, hooks, reshard_states
 from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks
 
 INT4 = "error_feedback(blockwise(bits=4))"
@@ -334,3 +342,182 @@ def test_the_state_of_another_hook(rank: int) -> None:
     with pytest.raises(ValueError, match="'error', which the attached hook"):
         handle.load_state_dict(error)
     handle.remove()
+
+
+# ---- one state of all ranks ----------------------------------------------------------------------
+
+FEEDBACK = "error_feedback(blockwise(bits=4))"
+
+
+def begun(
+    rank: int, hook: str = FEEDBACK, steps: int = 0, road: str = "module"
+) -> tuple[Run, HookHandle]:
+    """A model after some steps, and its hook's handle."""
+    run = Run(rank, hook, road)
+    handle = run.attach()
+    run.train(steps)
+    return run, handle
+
+
+@pytest.mark.parametrize("hook", remembering_hooks.HOOKS)
+@pytest.mark.parametrize("use_ddp", [False, True])
+@on_processes
+def test_each_rank_goes_on_from_one_file(
+    rank: int, tmp_path: Path, hook: str, use_ddp: bool
+) -> None:
+    road = "ddp-unused" if use_ddp else "module"  # such a DDP keeps its first buckets
+    path = tmp_path / "state.pt"
+    first, handle = begun(rank, hook, 3, road)
+    state = {"model": first.model.state_dict(), "hook": handle.state_dict(gather=True)}
+    if rank == 0:
+        torch.save(state, path)
+    first.train(3)
+    handle.remove()
+    dist.barrier()
+    read = torch.load(path, weights_only=True)
+    second, handle = begun(rank, hook, 0, road)
+    second.model.load_state_dict(read["model"])
+    handle.load_state_dict(read["hook"])
+    second.number = 3
+    second.train(3)
+    handle.remove()
+    check_same([second.parameters], [first.parameters])
+    remembers = any(key.startswith("rank") for key in state["hook"])
+    assert remembers == (hook not in ("allreduce()", "cast()"))
+
+
+@on_ranks(2)
+def test_what_one_state_has(rank: int) -> None:
+    run, handle = begun(rank, steps=2)
+    own, gathered = handle.state_dict(), handle.state_dict(gather=True)
+    before = copy.deepcopy(gathered)
+    run.train(1)
+    assert different_paths(gathered, before) == []  # in memory of its own
+    handle.remove()
+    every = of_all_ranks(gathered)
+    for others in every:
+        assert different_paths(gathered, others) == []
+        assert list(gathered) == list(others)
+    states = of_all_ranks(own)
+    for number, state in enumerate(states):
+        assert different_paths(gathered[f"rank{number}"], state[f"rank{number}"]) == []
+    rest, own_rest = (
+        {key: value for key, value in state.items() if not key.startswith("rank")}
+        for state in (gathered, own)
+    )
+    assert different_paths(rest, own_rest) == []
+    expected = reshard_states(states, 3)
+    for given in (gathered, every):
+        assert different_paths(reshard_states(given, 3), expected) == []
+
+
+@on_ranks(2)
+def test_a_state_that_cannot_be_gathered(rank: int) -> None:
+    _run, handle = begun(rank, steps=1)
+    memory = handle._attached.memory
+    state_dict = memory.state_dict
+    if rank == 1:
+        memory.state_dict = lambda: 1 / 0
+    message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
+    error, message = (ZeroDivisionError, "division by zero") if rank else (RuntimeError, message)
+    with pytest.raises(error, match=f"^{message}$") as raised:
+        handle.state_dict(gather=True)
+    assert raised.type is error
+    memory.state_dict = state_dict
+    memory._seen_steps += rank
+    message = "the ranks' 'steps' must be the same for one state of all ranks, got 1 and"
+    with pytest.raises(Exception, match=message):
+        handle.state_dict(gather=True)
+    handle.remove()
+
+
+@on_ranks(2)
+def test_a_group_that_nobody_knows(rank: int) -> None:
+    group = RecordingProcessGroup(dist.group.WORLD)  # which is not registered
+    handle = attach(model_of(), hook_of(FEEDBACK), process_group=group)
+    with pytest.raises(RuntimeError, match=r"needs a process group that torch\.distributed knows"):
+        handle.state_dict(gather=True)
+    handle.remove()
+
+
+@on_processes
+def test_a_handle_in_a_distributed_checkpoint(rank: int, tmp_path: Path) -> None:
+    _run, handle = begun(rank, steps=2)
+    assert isinstance(handle, Stateful)
+    before = copy.deepcopy(handle.state_dict())
+    checkpoint.save({"hook": handle}, checkpoint_id=tmp_path)
+    handle.remove()
+    _other, loaded = begun(rank)
+    checkpoint.load({"hook": loaded}, checkpoint_id=tmp_path)
+    assert different_paths(loaded.state_dict(), before) == []
+    loaded.remove()
+    assert before["steps"] == 2
+
+
+# ---- in torch.distributed.checkpoint -------------------------------------------------------------
+
+KINDS = [
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(topk(0.1))",
+    "powersgd(rank=2)",
+    "policy([('dim <= 1', allreduce())], error_feedback(sign()))",
+    "adaptive(20000, every=2)",
+    "after(2, error_feedback(topk(0.1)), before=error_feedback(blockwise()))",
+    "local_sgd(3)",
+    "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
+    "local_sgd(2, hook=error_feedback(blockwise()), delay=1)",
+]
+
+
+def _keys(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a state has, whatever its values."""
+    return {
+        kind: {name: tensor.shape for name, tensor in tensors.items()}
+        for kind, tensors in {**state[f"rank{rank}"], **state["shared"]}.items()
+    }
+
+
+@pytest.mark.parametrize("on_ddp", [False, True])
+@pytest.mark.parametrize("hook", KINDS)
+@on_ranks(2)
+def test_a_state_always_has_the_same(rank: int, hook: str, on_ddp: bool) -> None:
+    """Before the first step, and whatever the buckets: ``torch.distributed.checkpoint`` asks."""
+    model, handle = attached(net(), hook, on_ddp)
+    before = _keys(handle.state_dict(), rank)
+    for step in range(3):
+        train(model, rank, range(step, step + 1))
+        assert _keys(handle.state_dict(), rank) == before
+    # A state that was loaded is there at once.
+    state = handle.state_dict()
+    other_model, other = attached(net(), hook, on_ddp)
+    other.load_state_dict(state)
+    again = other.state_dict()
+    assert _keys(again, rank) == before
+    assert different_paths(again[f"rank{rank}"], state[f"rank{rank}"]) == []
+    for one in (handle, other):
+        one.synchronize()
+        one.remove()
+    del other_model
+
+
+@pytest.mark.parametrize("on_ddp", [False, True])
+@pytest.mark.parametrize("hook", [KINDS[0], "local_sgd(3)", KINDS[-1]])
+@on_processes
+def test_a_checkpoint_into_a_fresh_template(
+    rank: int, tmp_path: Path, hook: str, on_ddp: bool
+) -> None:
+    model, handle = attached(net(), hook, on_ddp)
+    train(model, rank, range(4))
+    state = handle.state_dict()
+    checkpoint.save({"hook": state}, checkpoint_id=tmp_path)
+    dist.barrier()
+    _, other = attached(net(), hook, on_ddp)
+    template = {"hook": other.state_dict()}
+    checkpoint.load(template, checkpoint_id=tmp_path)
+    other.load_state_dict(template["hook"])
+    again = other.state_dict()
+    for one in (handle, other):
+        one.synchronize()
+        one.remove()
+    for key in ("steps", "shared", f"rank{rank}"):
+        assert different_paths(again[key], state[key]) == []

@@ -11,16 +11,11 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from group_doubles import completed
 from hook_examples import Callable, one_bucket
 
 from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
 from torch_commhook.native.runtime import hook_name
-
-
-def _completed(value: object) -> torch.futures.Future:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 def returns_buffer(state: object, bucket: GradBucket) -> torch.Tensor:
@@ -34,7 +29,7 @@ def returns_buffer(state: object, bucket: GradBucket) -> torch.Tensor:
     "hook",
     [
         returns_buffer,
-        lambda state, bucket: _completed(bucket.buffer()),
+        lambda state, bucket: completed(bucket.buffer()),
         functools.partial(returns_buffer),
         Callable(),
         Callable().method,

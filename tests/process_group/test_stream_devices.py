@@ -19,7 +19,6 @@ import stream_groups
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from echo_group import EchoGroup
 from mode_cases import Mode, OwnError, batch, module
 from on_ranks import on_pool
 from rank_pool import KEPT_GROUPS, RankPool
@@ -29,6 +28,7 @@ from stream_groups import (
     NAME,
     NAMES,
     STAGED,
+    EchoGroup,
     assert_same,
     attached,
     hook_of,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpp_libraries import library
-from mode_cases import Mode, OwnError, batch, module
+from mode_cases import BreaksTheGraph, Mode, OwnError, batch, module
 from on_ranks import on_processes
 from rank_pool import RankPool
 from stream_groups import (
@@ -159,19 +159,6 @@ def test_no_step_after_one_that_failed(rank: int, paths: Paths, model: str, over
 # ---- a compiled backward that is cut in two ------------------------------------------------------
 
 
-class _BreaksTheGraph(torch.autograd.Function):
-    """Its backward is traced up to here, and goes on in another graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        torch._dynamo.graph_break()
-        return gradient
-
-
 def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> tuple[list[Tensor], int]:
     """The gradients of each step, and how many graphs the backward was traced into."""
     torch._dynamo.reset()
@@ -185,7 +172,7 @@ def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> tuple[lis
     for step in range(3):
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(8 * step + rank))
         for index, layer in enumerate(layers):
-            x = _BreaksTheGraph.apply(layer(x)) if index == 2 else layer(x)
+            x = BreaksTheGraph.apply(layer(x)) if index == 2 else layer(x)
         enabled = torch._dynamo.compiled_autograd._enable(compiler)
         with enabled if is_traced else nullcontext():
             layers.zero_grad()

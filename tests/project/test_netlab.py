@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from netlab_hosts import LIMIT_SECONDS, left, lines_of, transfer
+from netlab_hosts import LIMIT_SECONDS, left, lines_of, namespaces, transfer  # noqa: F401
 from repository import ROOT
 from train_processes import wait_for
 
@@ -328,14 +328,7 @@ def _wait_until_ended(pid: int) -> None:
 # ---- hosts and links -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _possible() -> None:
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
-
-
-needs_namespaces = pytest.mark.usefixtures("_possible")
+needs_namespaces = pytest.mark.usefixtures("namespaces")
 
 
 @needs_namespaces

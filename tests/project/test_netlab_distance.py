@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from netlab_hosts import LIMIT_SECONDS, left, lines_of, skip_without_far_hosts, transfer
+from netlab_hosts import (  # noqa: F401
+    LIMIT_SECONDS,
+    far_hosts,
+    left,
+    lines_of,
+    namespaces,
+    transfer,
+)
 from repository import ROOT
 from train_processes import wait_for
 
@@ -37,12 +44,7 @@ def test_buffers_hold_several_round_trips() -> None:
 # ---- hosts ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _possible() -> None:
-    skip_without_far_hosts()
-
-
-needs_namespaces = pytest.mark.usefixtures("_possible")
+needs_namespaces = pytest.mark.usefixtures("far_hosts")
 
 
 # Each rank pings the next one, as ping(8) does; prints the seconds of each round trip.

@@ -40,18 +40,14 @@ def load(path: Path = DURATIONS) -> dict[str, Durations]:
 
 
 def save(durations: Mapping[str, Durations], path: Path = DURATIONS) -> None:
-    """Store durations, with a line for each test."""
+    """Store durations, with a line for each file."""
 
     def lines() -> Iterator[str]:
         for file, each in sorted(durations.items()):
-            tests: dict[str, dict[str, float]] = {}
+            long: dict[str, dict[str, float]] = {}
             for name, seconds in sorted(each.long.items()):
                 test, bracket, rest = name.partition("[")
-                tests.setdefault(test, {})[bracket + rest] = seconds
-            long = ",\n".join(
-                f"  {json.dumps(test)}: {json.dumps(cases)}" for test, cases in tests.items()
-            )
-            long = f"{{\n{long}\n }}" if long else "{}"
-            yield f'{json.dumps(file)}: {{"short": {each.short}, "long": {long}}}'
+                long.setdefault(test, {})[bracket + rest] = seconds
+            yield f"{json.dumps(file)}: {json.dumps({'short': each.short, 'long': long})}"
 
     path.write_text("{\n" + ",\n".join(lines()) + "\n}\n")

@@ -78,11 +78,7 @@ class LibraryRanks:
 
 
 def in_threads(targets: Sequence[Callable[[], None]], seconds: float = 60) -> list[BaseException]:
-    """The errors of functions that run at the same time.
-
-    Raises:
-        AssertionError: a function has not returned after ``seconds``.
-    """
+    """The errors of functions that run at the same time, each for ``seconds`` at most."""
     raised: list[BaseException] = []
     start = threading.Barrier(len(targets))
 

@@ -119,21 +119,13 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def no_waiting(parameters: int) -> Iterator[None]:
-    """Within this block nothing may wait for the device.
-
-    Args:
-        parameters: the model's.
-    """
+    """Within this block nothing may wait for the device; the model has so many parameters."""
     with NoWaiting(parameters), _Operators():
         yield
 
 
 class GraphOnHost:
-    """Does the work of a CUDA graph.
-
-    Args:
-        device: the device of the captured steps.
-    """
+    """Does the work of a CUDA graph, whose steps run on the device."""
 
     def __init__(self, device: DeviceOnHost) -> None:
         self._device = device

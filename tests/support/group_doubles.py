@@ -241,11 +241,7 @@ def registered_mesh(group: Any, name: str) -> Iterator[DeviceMesh]:
 def default_group(
     make: Any, name: str = "own_backend", *, size: int = 2, asked: str | None = None
 ) -> Iterator[Any]:
-    """Makes a default group of a Python class; this process is its first rank.
-
-    Args:
-        asked: the backends of devices; None for the class alone.
-    """
+    """Makes a default group of a class, or of the backends ``asked`` for; this is its rank 0."""
     with registered(make, name):
         dist.init_process_group(asked or name, rank=0, world_size=size, store=dist.HashStore())
         try:

@@ -72,12 +72,7 @@ class LaunchedRanks(RankPool):
 def launched(
     function: Callable[..., Any], *args: Any, world_size: int = 2, seconds: float = 180
 ) -> list[Any]:
-    """Runs ``function(rank, *args)`` in separate processes; returns all results.
-
-    Raises:
-        AssertionError: a process raised an error or ended.
-        TimeoutError: a process did not answer within ``seconds``.
-    """
+    """Runs ``function(rank, *args)`` in processes for ``seconds`` at most; returns the results."""
     pool = LaunchedRanks(world_size)
     try:
         return pool.run(function, *args, timeout=seconds)

@@ -151,12 +151,7 @@ class StreamingTurns:
 
 
 class Streaming(StreamingTurns):
-    """Ranks that step by themselves, and average fragments of layers in turn.
-
-    Args:
-        ranks: their number.
-        H, fragments, delay, mix, outer: as in ``local_sgd``.
-    """
+    """Ranks that step by themselves and average fragments in turn; settings as in ``local_sgd``."""
 
     def __init__(
         self,

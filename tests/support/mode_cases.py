@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, hooks
@@ -178,3 +178,16 @@ def backward_step(model: torch.nn.Module, rank: int = 0) -> list[torch.Tensor]:
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class BreaksTheGraph(torch.autograd.Function):
+    """Its backward is traced up to here, and goes on in another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        return gradient

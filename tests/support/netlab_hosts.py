@@ -59,11 +59,17 @@ def transfer(hosts: Lab, count: int) -> tuple[float, float]:
     return of_all, of_half
 
 
-def skip_without_far_hosts() -> None:
-    """Skips the test, with the reason, if distant hosts cannot be made."""
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    """Skips the test, with the reason, if hosts cannot be made."""
     reason = why_impossible()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def far_hosts(namespaces: None) -> None:
+    """Skips the test, with the reason, if distant hosts cannot be made."""
     try:
         check_compiler()
     except LabError as error:

@@ -17,11 +17,7 @@ from torch_commhook.testing import run_ranks
 def on_ranks(
     world_size: int, *, seeds: int = 1
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate ``test(rank, ...)`` to run on all ranks; pytest provides its other arguments.
-
-    Args:
-        seeds: in how many orders of the ranks it runs.
-    """
+    """Decorate ``test(rank, ...)`` to run on all ranks, in ``seeds`` orders of the ranks."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -45,10 +41,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def on_pool(fixture: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate ``test(rank, ...)`` to run on the processes of a fixture, a :class:`RankPool`.
-
-    pytest provides its other arguments.
-    """
+    """Decorate ``test(rank, ...)`` to run on the processes of a fixture, a :class:`RankPool`."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -9,15 +9,7 @@ import expecttest
 
 
 def refusals(calls: str, names: dict[str, Any]) -> str:
-    """The error of each call.
-
-    Args:
-        calls: one expression on each line.
-        names: the names that they may use.
-
-    Returns:
-        each expression, and below it the type of the exception and the first line of its message.
-    """
+    """Each of the calls, one on a line, and below it its error: the type and the first line."""
     lines = []
     for call in filter(None, map(str.strip, calls.splitlines())):
         try:

@@ -57,14 +57,7 @@ def whole_values(model: nn.Module) -> list[Tensor]:
 
 
 class Reference:
-    """DiLoCo on replicas. Each replica steps with the mean of its ranks' gradients.
-
-    Args:
-        place: the mesh.
-        make_optimizer: makes a replica's optimizer.
-        H: steps in a round.
-        outer: moves the anchor.
-    """
+    """DiLoCo on the replicas of a mesh. Each steps with the mean of its ranks' gradients."""
 
     def __init__(
         self,

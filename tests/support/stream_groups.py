@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import CODECS
+from torch_commhook.process_group import ProcessGroup
 
 DELAY_SECONDS = 0.005
 BACKEND = "streams"
@@ -38,13 +39,7 @@ def load_library(name: str, path: str) -> Any:
 
 
 def stream_backend(path: str, gloo: dist.ProcessGroupGloo, name: str = BACKEND) -> Any:
-    """Makes a backend that runs a Gloo backend's collectives on a stream.
-
-    Args:
-        path: the library that ``cpp_libraries`` builds from the folder ``stream_group``.
-        gloo: the Gloo backend.
-        name: what it says when asked for its name.
-    """
+    """Makes a backend that runs Gloo's collectives on a stream; the path is ``stream_group``'s."""
     return load_library("stream_group", path).around(gloo, DELAY_SECONDS, name)
 
 
@@ -57,12 +52,7 @@ def _register(path: str) -> None:
 
 
 def stream_group(path: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """Makes a new group; all ranks must call it.
-
-    Args:
-        path: the library that ``cpp_libraries`` builds from the folder ``stream_group``.
-        ranks: its members; None for all.
-    """
+    """Makes a new group of some ranks, or of all; all ranks must call it, as with ``new_group``."""
     _register(path)
     return dist.new_group(ranks, backend=BACKEND)
 
@@ -108,11 +98,7 @@ def _with_kernels() -> list[str]:
 
 @cache
 def load(path: str) -> Any:
-    """Loads the library of the device, and registers its name with PyTorch.
-
-    Args:
-        path: the library that ``cpp_libraries`` builds from the folder ``stream_device``.
-    """
+    """Loads the library ``stream_device`` from its path, and registers its name with PyTorch."""
     library = load_library("stream_device", path)
     library.use_cpu_kernels(_with_kernels())
     torch.utils.rename_privateuse1_backend(NAME)
@@ -181,11 +167,7 @@ def assert_same(want: list[list[Tensor]], got: list[list[Tensor]], same_bits: bo
 def attached(
     mode: Mode, net: nn.Module, hook: Any, group: dist.ProcessGroup, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """The model in a mode, and the hook's handle; both use the group.
-
-    Args:
-        options: for ``attach``.
-    """
+    """The model in a mode, and the hook's handle; both use the group, ``attach`` the options."""
     own = {"process_group": group}
     model = mode.wrap(net, **(own if mode.model == "ddp" else {}))
     options |= {**mode.attach_options, **(own if mode.model == "module" else {})}
@@ -204,3 +186,66 @@ def parameters_of_steps(rank: int, mode: Mode, model: nn.Module) -> list[Tensor]
             optimizer.step()
             found += [parameter.detach().cpu().clone() for parameter in model.parameters()]
     return found
+
+
+class EchoGroup(ProcessGroup):
+    """A group of two ranks on any device; the second sends the same as the first.
+
+    It needs one process. Like NCCL, it runs its collectives on a separate stream, after a pause.
+    Futures are complete at once and name the device. Memory holds NaN until the stream writes it.
+    """
+
+    def __init__(self, device: str, pause: Callable[[], None], *, is_late: bool = True) -> None:
+        super().__init__(0, 2)
+        self._device = torch.device(device)  # the tensors', with its index
+        self._stream = torch.Stream(self._device)
+        self._pause = pause  # makes the current stream wait for a while
+        # Only a wait for the Future gives its values; otherwise the host waits in each collective.
+        self._is_late = is_late
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "echo"
+
+    def _run(self, outputs: Any, written: Sequence[Tensor], write: Callable[[], object]) -> Any:
+        current = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._stream:
+            for tensor in written:
+                tensor.view(torch.uint8).fill_(0xFF)
+            self._pause()
+            write()
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device])
+            future.set_result(outputs)
+        for tensor in written:
+            tensor.record_stream(self._stream)
+        if not self._is_late:
+            torch.accelerator.synchronize(self._device)
+        return future
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._run(tensors, [], lambda: None)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        def write() -> None:
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value).mul_(2)
+
+        own = [tensor.clone() for tensor in tensors]
+        return self._run(tensors, tensors, write)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        def write() -> None:
+            for each in outputs[0]:
+                each.copy_(inputs[0])
+
+        return self._run(outputs, outputs[0], write)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        own = input.clone()  # the input may be a part of the output
+        return self._run(output, [output], lambda: output.view(2, -1).copy_(own.view(-1)))
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, gets: list[int], sends: list[int], opts: Any = None
+    ) -> Any:
+        own = input[: sends[0] if sends else len(input) // 2]
+        return self._run(output, [output], lambda: output.copy_(torch.cat([own, own])))

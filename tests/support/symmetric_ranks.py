@@ -112,13 +112,7 @@ def shared_memories(ranks: int, nbytes: int, device: str = "cpu") -> list[Tensor
 
 
 class SharedRanks:
-    """Ranks as threads with shared memory.
-
-    Args:
-        ranks: their number.
-        message_bytes: bytes of the largest message, and of the largest message of a sum.
-        device: the memory's device.
-    """
+    """Threads that share memory for messages of so many bytes, and for sums of so many."""
 
     def __init__(self, ranks: int, message_bytes: int, device: str = "cpu") -> None:
         self.ranks, self.device = ranks, device

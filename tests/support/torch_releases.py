@@ -31,13 +31,7 @@ def since(release: str) -> pytest.MarkDecorator:
 
 
 def store(path: Path, code: str, counts: dict[str, int]) -> None:
-    """Store the counts of a run of all tests that has passed, for this release of torch.
-
-    Args:
-        path: a JSON file with an object for each release.
-        code: the commit that was tested.
-        counts: the number of cases for each outcome.
-    """
+    """Store the counts by outcome of a run that has passed, for this torch, with the commit."""
     stored = json.loads(path.read_text()) if path.exists() else {}
     version, _, build = torch.__version__.partition("+")
     stored[version] = {

@@ -161,11 +161,7 @@ def train(replica: Replica, meeting: Meeting) -> Result:
 
 
 def run(hook: Any, *, kills: bool) -> dict[int, Result]:
-    """Trains two replicas with a hook; with ``kills`` replica 1 ends, and another replaces it.
-
-    Raises:
-        AssertionError: a replica raised an error, or gave no result in time.
-    """
+    """Trains two replicas with a hook; with ``kills`` replica 1 ends, and another replaces it."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(

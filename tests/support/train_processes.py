@@ -228,13 +228,7 @@ def _run(folder: Path, script: str, launcher: list[str]) -> str:
 def report(
     capsys: pytest.CaptureFixture[str], checks: str, *options: str, code: int = 0
 ) -> dict[str, Any]:
-    """Runs checks of doctor in this process.
-
-    Args:
-        checks: for ``--only``.
-        options: more of doctor's.
-        code: the expected exit code.
-    """
+    """Runs some checks of doctor in this process, which must exit with ``code``."""
     capsys.readouterr()
     got = main(["doctor", "--json", "--only", checks, *options])
     output = capsys.readouterr().out

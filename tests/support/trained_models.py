@@ -26,12 +26,7 @@ KINDS = ["ddp", "ddp with a hook of PyTorch", *ATTACHED, "fully_shard", "dtensor
 
 
 def trained(rank: int, kind: str, group: Any = None) -> list[Any]:
-    """The gradients after the last of five steps; of DTensors, a product and a gradient.
-
-    Args:
-        kind: one of ``KINDS``.
-        group: None for the default group.
-    """
+    """The gradients after the last of five steps; for ``dtensor``, a product and a gradient."""
     if kind in ("fully_shard", "dtensor"):
         from_group = DeviceMesh.from_group
         mesh = init_device_mesh("cpu", (2,)) if group is None else from_group(group, "cpu")

@@ -400,14 +400,7 @@ class WorldStore:
 
 
 class Endpoint:
-    """A process's connections to the others of a group.
-
-    Args:
-        name: the group's.
-        own: this process's number among the members.
-        members: the group's, in order of rank.
-        timeout: a message's, in seconds.
-    """
+    """A process's connections to the others; a message may take ``timeout`` seconds."""
 
     def __init__(
         self, world: World, name: str, own: int, members: Sequence[int], timeout: float
@@ -430,11 +423,7 @@ class Endpoint:
         return len(self.members)
 
     def connect(self, seconds: float) -> None:
-        """Connects to all other members, which must do the same.
-
-        Raises:
-            RuntimeError: the members did not connect in time.
-        """
+        """Connects to all other members, which must do the same in time; else RuntimeError."""
         self.world.point("connect")
         self.world.endpoints[self.name, self.own] = self
         self.process.endpoints.append(self)
@@ -461,11 +450,7 @@ class Endpoint:
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, other: int, tag: object, value: Any) -> None:
-        """Sends a value to a member.
-
-        Raises:
-            RuntimeError: the connection is lost.
-        """
+        """Sends a value to a member; RuntimeError if the connection is lost."""
         self.process.check()
         self._check(other)
         self._post(other, lambda peer: peer._take(self.own, tag, value))
@@ -498,11 +483,7 @@ class Endpoint:
             raise RuntimeError(self._lost[other])
 
     def receive(self, other: int, tag: object) -> Any:
-        """The next value from a member.
-
-        Raises:
-            RuntimeError: the connection is lost, or the time is over.
-        """
+        """The next value from a member; RuntimeError if the connection is lost or too late."""
         key = other, tag
 
         def is_there() -> bool:

@@ -73,8 +73,8 @@ class WatchedParameters:
             number, what = changed
             name, _ = self.parameters[number]
             return self._sharded(model) or (
-                f"torch_commhook: parameter '{name}' {what}; convert, move or change a model before "
-                "it is wrapped and before a hook is attached"
+                f"torch_commhook: parameter '{name}' {what}; convert, move or change a model "
+                "before it is wrapped and before a hook is attached"
             )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
