@@ -1,4 +1,4 @@
-"""The library's Gloo backend: its store of addresses, connections, end; forked processes and programs."""
+"""The library's Gloo backend: its addresses, connections, end; forked processes and programs."""
 
 from __future__ import annotations
 

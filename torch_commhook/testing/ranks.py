@@ -108,11 +108,14 @@ def _run(
 
 
 def _raise_failure(scheduler: Scheduler) -> None:
-    failure = scheduler.failure
+    failure, errors = scheduler.failure, [rank.error for rank in scheduler.ranks]
     if failure is None:
         return
+    # A traceback refers to models, whose hooks refer to the scheduler: a cycle through C++.
+    scheduler.failure = type(failure)(*failure.args)
     for rank in scheduler.ranks:
-        error = rank.error
+        rank.error = None
+    for rank, error in zip(scheduler.ranks, errors, strict=True):
         if error is None or isinstance(error, RunEndedError):
             continue
         if isinstance(failure, RunEndedError):
