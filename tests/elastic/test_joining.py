@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,8 @@ class _Connection:
     """Two ranks of a process: a message is sent once it is received, as large ones are."""
 
     def __init__(self) -> None:
-        self.messages: dict[int, queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        # Not a defaultdict: two threads that ask at once would get two queues.
+        self.messages: dict[int, queue.Queue[Tensor]] = {DONOR: queue.Queue(), NEW: queue.Queue()}
 
     def at(self, own: int) -> Any:
         connection = self
