@@ -109,11 +109,14 @@ def test_the_store_keeps_nothing_of_views_that_have_ended() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = ElasticRanks(Elastic(min_ranks=1, name="run", ranks=1, grace=0.2, store=store))
     ranks.enter()
+    sizes: list[int] = []
+    ranks.on_membership(lambda rank, size: sizes.append(size))
     counts = []
     for _ in range(3):
         assert ranks.step_ended(wants_change=True)
         counts.append(store.num_keys())
     ranks.leave()
+    assert sizes == [1], "the members are the same in all views"
     assert len(set(counts)) == 1
     # The list of those that have left is new; the port, the last address and sign are gone.
     assert store.num_keys() < counts[0] - 1

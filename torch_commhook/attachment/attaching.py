@@ -155,7 +155,7 @@ def attach(
             torch.distributed is not initialized.
 
     All ranks raise if one does, before anything is written. Only errors of the process group itself
-    stay one rank's. If only some ranks have sharded the model, they wait until the group's timeout.
+    stay one rank's. If only some ranks have sharded the model, all wait until the group's timeout.
     With ``elastic`` a rank that raises does not join the others.
 
     Example:

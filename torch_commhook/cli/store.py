@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import socket
 import sys
@@ -70,13 +71,14 @@ def _store_at(host: str, port: int) -> dist.TCPStore:
 
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        if host == "*" or (bare.startswith("fe80:") and "%" not in bare):
+        if host == "*" or (re.match(r"(?i)fe[89ab].:", bare) and "%" not in bare):
             raise UnicodeError
         found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError):
+    except (socket.gaierror, UnicodeError) as error:
         raise OSError(
             "the host must be a name or an address of this machine, without a port, such as "
             "127.0.0.1, ::1 or fe80::1%eth0; 0.0.0.0 or :: means all networks"
+            + (f" ({error.strerror})" if isinstance(error, OSError) else "")
         ) from None
     family, _, _, _, address = found[0]
     every = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()

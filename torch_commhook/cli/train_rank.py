@@ -390,7 +390,7 @@ def _save(
     try:
         hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
         state["hook"] = to_cpu(hook_state)
-        unpacked(packed(state))  # as rank 0 does
+        unpacked(packed(state["hook"]))  # as rank 0 does
     except Exception as caught:
         error = caught
     agree(distributed_c10d._get_default_group(), "the state of the hook", error, {})

@@ -1,9 +1,9 @@
-"""Closes sockets, and keeps objects with threads, in forked processes such as DataLoader workers.
+"""What a forked process, such as a DataLoader's worker, does with its parent's connections.
 
-A connection ends when the last process that has it ends or closes it. So without this, other ranks
-would notice the end of a rank only when its workers have ended, too. A forked process cannot use
-the connections: it has none of the threads that serve them. At its end it would wait for these
-threads, so it never destroys the objects that have them.
+A connection ends when the last process that has it ends or closes it. Other ranks must not wait for
+the end of a rank's workers, so a forked process closes the connections. It cannot use them: it has
+none of the threads that serve them. At its end it would wait for these threads, so it never
+destroys the objects that have them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def connect(
         cut(backend.addresses)  # otherwise others would wait for this rank's messages
         raise
     for number, _ in backend.addresses.sockets():
-        # Otherwise a program that this process starts would hide its end from the other ranks.
+        # A program that this process starts would hide this process's end from the other ranks.
         with suppress(OSError):  # closed meanwhile
             os.set_inheritable(number, False)
     backend.greeting, backend.is_greeted_alike = greeting, is_alike

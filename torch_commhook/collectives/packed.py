@@ -29,19 +29,26 @@ def packed(value: Any) -> Tensor:
 
     Args:
         value: tensors and plain values, as ``state_dict()`` returns them. :func:`unpacked` returns
-            tensors on the CPU, and NumPy scalars in dicts, lists and tuples as Python numbers.
+            tensors on the CPU, and NumPy scalars of dicts, lists and tuples as Python numbers.
     """
     file = io.BytesIO()
-    torch.save(_plain(value), file)
+    torch.save(_plain(value, {}), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) is dict:
-        return {name: _plain(each) for name, each in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if type(value) not in (dict, list, tuple):
+        return value
+    if id(value) not in made:
+        made[id(value)] = value  # within itself it stays as it is
+        if isinstance(value, dict):
+            found: Any = {_plain(name, made): _plain(each, made) for name, each in value.items()}
+        else:
+            found = type(value)(_plain(each, made) for each in value)
+        made[id(value)] = found
+    return made[id(value)]
 
 
 def unpacked(data: Tensor) -> Any:
@@ -64,8 +71,8 @@ def unpacked(data: Tensor) -> Any:
                 f"torch_commhook: another rank has sent damaged bytes{reason}"
             ) from error
         raise ValueError(
-            f"torch_commhook: another rank has sent objects of {names}; a rank reads only tensors "
-            "and plain values from others. Make them plain values, or allow them on all ranks: "
+            f"torch_commhook: a rank sends objects of {names}; ranks read only tensors and plain "
+            "values from each other. Make them plain values, or allow them on all ranks: "
             "torch.serialization.add_safe_globals([...])"
         ) from None
 
@@ -98,14 +105,17 @@ def check_saved(file: IO[bytes]) -> None:
             raise ValueError("its members are compressed, or longer than the file")
         folder = members[0].filename.partition("/")[0]
         content = archive.read(f"{folder}/data.pkl")
-    left = len(content)
+    left = 2 * len(content)  # a bytearray is copied twice
 
     def check(is_right: bool, *copied: Any) -> None:
         nonlocal left
         is_sized = all(type(each) in (str, bytes, list, tuple, dict) for each in copied)
         left -= sum(map(len, copied)) if is_sized else 0
         if not (is_right and is_sized and left >= 0):
-            raise ValueError("its pickle asks for more memory than the file has")
+            raise _RefusedPickleError(
+                "its pickle asks for quantized or nested tensors, or for more memory than the file "
+                "has"
+            )
 
     def storage(saved: Any) -> None:
         check(type(saved[2]) is str and f"{folder}/data/{saved[2]}" in sizes)
@@ -117,15 +127,13 @@ def check_saved(file: IO[bytes]) -> None:
         copied = arguments if _COPIES.fullmatch(name) else ()
         is_plain = name != "_codecs.encode" or arguments[1] == "latin1"
         check(is_plain and not _ALLOCATES.fullmatch(name), *copied)
-        made: Any = {} if name.startswith("collections.") else name
-        unpickler.stack.append(copied[0] if copied else made)
+        unpickler.stack.append(copied[0] if copied else _Made(name))
 
     def build(unpickler: Any) -> None:
         state, built = unpickler.stack.pop(), unpickler.stack[-1]
-        if type(built) is str:
-            check(not built.startswith(("torch._", "torch.nn.")))
-        else:
-            check(type(built) is type(state) is dict, state)
+        name = built.name if isinstance(built, _Made) else "torch._"
+        is_copied = name.startswith("collections.")
+        check(not name.startswith(("torch._", "torch.nn.parameter.")), *[state][:is_copied])
 
     unpickler: Any = pickle._Unpickler(io.BytesIO(content), encoding="utf-8")
     calls = {pickle.REDUCE[0]: call, pickle.NEWOBJ[0]: call, pickle.BUILD[0]: build}
@@ -133,7 +141,30 @@ def check_saved(file: IO[bytes]) -> None:
     del unpickler.dispatch[pickle.BYTEARRAY8[0]]  # it allocates before it reads
     unpickler.find_class = lambda module, name: f"{IMPORT_MAPPING.get(module, module)}.{name}"
     unpickler.persistent_load = storage
-    unpickler.load()
+    try:
+        unpickler.load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the type depends on the place of the damage
+        raise pickle.UnpicklingError("the pickle is damaged") from error
+
+
+class _RefusedPickleError(pickle.UnpicklingError, ValueError):
+    """A pickle that takes far more memory than its length."""
+
+
+class _Made(list[Any]):
+    """An object that a pickle makes by a call.
+
+    Args:
+        name: the name of its class or function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep nothing."""
 
 
 def check_length(length: int, own: int) -> None:
@@ -178,7 +209,7 @@ def gather_values(
     dist.all_gather(lengths, torch.tensor([own], dtype=torch.int64, device=device), group=group)
     every = [int(length) for length in lengths]
     for length in every:
-        check_length(length, min(every))  # all ranks refuse alike
+        check_length(length, max(0, min(every)))  # all ranks refuse alike
     most = max(every)
     sent = torch.zeros(most, dtype=torch.uint8, device=device)
     sent[:own] = data

@@ -300,8 +300,9 @@ class ElasticRanks:
                 len(view.members),
                 view.steps,
             )
+            has_changed = view.members != self._members
             self._note_event(view)
-            for callback in self._callbacks:
+            for callback in self._callbacks if has_changed else ():
                 callback(self.rank, len(view.members))
             return
 

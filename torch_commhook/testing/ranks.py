@@ -111,7 +111,7 @@ def _raise_failure(scheduler: Scheduler) -> None:
     failure, errors = scheduler.failure, [rank.error for rank in scheduler.ranks]
     if failure is None:
         return
-    # A traceback refers to models, whose hooks refer to the scheduler: a cycle through C++.
+    # Tracebacks refer to models, and hooks in C++ to the scheduler. No collector sees that cycle.
     scheduler.failure = type(failure)(*failure.args)
     for rank in scheduler.ranks:
         rank.error = None
