@@ -409,7 +409,7 @@ def planted(fault: str) -> Any:
         yield
 
 
-def search(fault: str, seed: int, count: int = 250) -> tuple[Counter[str], dict[str, Any]]:
+def search(fault: str, seed: int, count: int) -> tuple[Counter[str], dict[str, Any]]:
     """The models of random histories, and the smallest history that fails, if any does."""
     models: Counter[str] = Counter()
 
@@ -432,7 +432,8 @@ def main() -> int:
     seeds = [int(seed) for seed in sys.argv[1:] or range(8)]
     faults = [*FAULTS] if is_full else []
     with ProcessPoolExecutor(2, initializer=warnings.simplefilter, initargs=("ignore",)) as pool:
-        rows = list(pool.map(search, [""] * len(seeds) + faults, seeds + [0] * len(faults)))
+        none, zero, most = [""] * len(seeds), [0] * len(faults), [1000] * len(faults)
+        rows = list(pool.map(search, none + faults, seeds + zero, [250] * len(seeds) + most))
     models = sum((counts for counts, row in rows if not row["fault"]), Counter[str]())
     wrong = [row for _, row in rows if "seed" in row and not row["fault"]]
     found = [row for _, row in rows if row["fault"]]
