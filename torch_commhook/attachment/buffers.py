@@ -11,6 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torch_commhook.attachment.parameters import ignored_names
 
+#: Integers with as many bytes. Complex values of 16 bytes have none.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def first_values(module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers that rank 0 sends when a hook is attached, by name."""
@@ -129,15 +132,23 @@ def unpack(sent: Tensor, buffers: Collection[Tensor]) -> None:
     ordered = _in_order(buffers)
     sizes = [buffer.numel() * buffer.element_size() for buffer in ordered]
     for buffer, piece in zip(ordered, sent.split(sizes), strict=True):
-        # A write gives a new version, which backward of an earlier forward would refuse. Other
-        # devices than the CPU would have to wait for the comparison.
-        compares = type(buffer) is Tensor and buffer.device.type == "cpu"
-        if (
-            torch.compiler.is_compiling()
-            or not compares
-            or not torch.equal(packed([buffer]), piece)
-        ):
-            buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+        values = piece.view(buffer.dtype).view(buffer.shape)
+        if not _has_bits_of(buffer, values):
+            buffer.copy_(values)
+
+
+def _has_bits_of(buffer: Tensor, values: Tensor) -> bool:
+    """Whether the buffer has these values already, bit by bit.
+
+    A write would give it a new version, and backward of an earlier graph would fail. False where
+    finding out takes long: under a compiler, and on other devices than the CPU.
+    """
+    if torch.compiler.is_compiling() or type(buffer) is not Tensor or not buffer.is_cpu:
+        return False
+    bits = _BITS.get(buffer.element_size())  # 0.0 is not -0.0 here, and NaN is NaN
+    if bits is None or buffer.is_conj() or buffer.is_neg():
+        return False
+    return torch.equal(buffer.view(bits), values.view(bits))
 
 
 def _in_order(buffers: Collection[Tensor]) -> list[Tensor]:

@@ -395,7 +395,8 @@ class Membership:
             lets_in: whether new members may take part.
         """
         left_before = self._left(view)
-        here = {rank: here[rank] for rank in view.members if rank in here.keys() - left_before}
+        stay = here.keys() - left_before
+        here = {rank: here[rank] for rank in view.members if rank in stay}
         missing = set(view.members) - here.keys()
         lost = Lost(frozenset(left_before), frozenset(self._signs.silent(missing)))
         for each in here.values():
