@@ -9,8 +9,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing as mp
+import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +24,6 @@ import pytest
 
 START_SECONDS = 90  # for a cold start of Python and torch on a busy machine
 END_SECONDS = 10
-_SHOWN_BEFORE = 5  # a rank that hangs writes its calls this many seconds before its end
 
 _PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
@@ -78,6 +80,7 @@ def _end_groups() -> None:
 def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> None:
     """Calls the functions that the pool sends, each after ``prepare()``, and sends the results."""
     collect_less()
+    faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
     connection.send(("ready", None))
     while True:
         try:
@@ -86,16 +89,22 @@ def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> Non
             break
         if task is None:
             break
-        function, args, timeout = task
-        faulthandler.dump_traceback_later(max(1, timeout - _SHOWN_BEFORE))
+        function, args = task
         prepare()
         try:
             reply = ("ok", function(rank, *args))
         except (Exception, pytest.fail.Exception):  # the latter is no Exception
             reply = ("error", traceback.format_exc())
-        faulthandler.cancel_dump_traceback_later()
         connection.send(reply)
-    faulthandler.dump_traceback_later(END_SECONDS - 2)  # shows where a rank hangs that does not end
+
+
+def _show_calls(processes: list[mp.process.BaseProcess]) -> None:
+    """Let processes that hang write the calls of their threads."""
+    for process in processes:
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
 
 
 def _prepare() -> None:
@@ -153,7 +162,7 @@ class RankPool:
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((function, args, timeout))
+            connection.send((function, args))
         return self._replies(timeout)
 
     def _replies(self, timeout: float) -> list[Any]:
@@ -163,6 +172,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
+                _show_calls([self._processes[rank] for rank in waiting.values()])
                 self.stop(kill=True)
                 late = f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
                 if errors:  # other ranks may have waited for them in vain
@@ -196,6 +206,7 @@ class RankPool:
                 process.kill()
             process.join(END_SECONDS)
             if process.is_alive():
+                _show_calls([process])
                 process.kill()
                 process.join()
         for connection in self._connections:
