@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from gloo_threads import MOST_SECONDS, TIMEOUT, LibraryRanks
 
 from torch_commhook import _C
+from torch_commhook.collectives import gloo_backend
 from torch_commhook.collectives.forks import ServedPort, close_in_forks, number_and_inode
 from torch_commhook.collectives.gloo_backend import (
     MOST_IN_FULL_MESH,
@@ -304,6 +306,17 @@ def test_a_rank_that_ends_while_ranks_connect() -> None:
     with pytest.raises(RuntimeError):
         connect(two.groups[0], two.backends[0], timedelta(milliseconds=400))
     assert two.close(0)
+
+
+def test_a_rank_that_never_connects() -> None:
+    """Gloo waits five times the timeout for one that should begin."""
+    two = two_ranks(timedelta(seconds=60))
+    with (
+        mock.patch.object(gloo_backend, "_greet"),
+        pytest.raises(RuntimeError, match=r"ranks did not connect within 0\.1 s"),
+    ):
+        connect(two.groups[0], two.backends[0], timedelta(seconds=0.1))
+    assert two.close(0) and two.close(1)
 
 
 # ---- connections that notice when their peers vanish, and that are cut ---------------------------

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def connect(
     Args:
         group: the backend's group.
         backend: from :func:`add_gloo`.
-        timeout: how long to wait for the other ranks' addresses.
+        timeout: how long to wait for the other ranks' addresses, and then for their greetings.
         greeting: sent to the partners; see :meth:`GlooBackend.take_greeting`. At most 32 bytes.
 
     Raises:
@@ -139,13 +139,18 @@ def connect(
     is_alike = True
     try:
         for _ in peers:
-            outcome = outcomes.get()
+            # Gloo waits five times as long for a rank that should connect to this one. Its other
+            # errors name the rank, and come first.
+            outcome = outcomes.get(timeout=timeout.total_seconds() + 1)
             if isinstance(outcome, BaseException):
                 raise outcome
             backend.last, is_equal = outcome
             is_alike = is_alike and is_equal
-    except BaseException:
+    except BaseException as error:
         cut(backend.addresses)  # otherwise others would wait for this rank's messages
+        if isinstance(error, Empty):
+            seconds = timeout.total_seconds()
+            raise RuntimeError(f"ranks did not connect within {seconds:g} s") from None
         raise
     for number, _ in backend.addresses.sockets():
         # A program that this process starts would hide this process's end from the other ranks.
