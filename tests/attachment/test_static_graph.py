@@ -96,5 +96,5 @@ def test_one_rank_fails(rank: int) -> None:
     else:
         with pytest.raises(PeerError, match=f"on rank 1: RuntimeError: torch_commhook: {LOST}"):
             _loss(rank, model).backward()
-    if rank == 1:  # what DDP has begun on rank 0, whose group waits for it when it is destroyed
+    if rank == 1:  # DDP has begun this on rank 0, and destroying rank 0's group waits for it
         dist.all_reduce(torch.zeros(len(list(net.parameters())), dtype=torch.int32), group=group)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_processes
+from ops_reference import LEVELS
 from rank_pool import RankPool
 from repository import ROOT, TESTS
 from staged_steps import (
@@ -43,6 +44,7 @@ from torch_commhook.collectives import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
+from torch_commhook.native import bucket_ops as ops
 from torch_commhook.testing import run_ranks, simulate
 
 _METHODS = ("encode", "decode", "decode_sum", "reduce", "reduce_shards")
@@ -135,11 +137,12 @@ def test_a_codec_without_a_shard_for_each_rank() -> None:
 
 EXAMPLES = ROOT / "examples"
 
+#: The levels of CPU kernels that this processor has. Two cases try each.
+LEVELS_HERE = 1 + LEVELS.index(ops.cpu_capability())
 #: Files that try each codec of the table, what of them to choose, without what needs processes, and
-#: how many there are at least, on a processor without AVX-512. Tests by properties draw from the
-#: table: no codec is in their names.
+#: how many there are. Tests by properties draw from the table: no codec is in their names.
 TRIED = {
-    "codecs/test_codecs.py": ("truncated and not inductor", 30),
+    "codecs/test_codecs.py": ("truncated and not inductor", 24 + 2 * LEVELS_HERE),
     "codecs/test_codec_operators.py": ("truncated", 8),
     "collectives/test_compressed_chunks.py": ("truncated and not gloo", 14),
     "collectives/test_compressed_all_reduce.py": ("truncated and not gloo", 9),

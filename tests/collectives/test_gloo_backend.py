@@ -309,7 +309,7 @@ def test_a_rank_that_ends_while_ranks_connect() -> None:
 
 
 def test_a_rank_that_never_connects() -> None:
-    """Gloo waits five times the timeout for one that should begin."""
+    """Gloo alone would wait for five times the timeout."""
     two = two_ranks(timedelta(seconds=60))
     with (
         mock.patch.object(gloo_backend, "_greet"),
@@ -462,10 +462,8 @@ def test_the_connections_of_a_backend() -> None:
     with _forked(lambda: _count(found)) as left:
         assert left == 0
     assert _count(found) == 2
-    with subprocess.Popen(["sleep", "60"], close_fds=False) as program:
-        files = {os.readlink(each) for each in Path(f"/proc/{program.pid}/fd").iterdir()}
-        program.kill()
-    assert not files & {f"socket:[{inode}]" for _, inode in found}
+    files = subprocess.check_output(["ls", "-l", "/proc/self/fd"], close_fds=False, text=True)
+    assert "/proc/" in files and not [each for each in found if f"socket:[{each[1]}]" in files]
     assert ranks.close(0) and ranks.close(1)
 
 

@@ -62,7 +62,7 @@ def test_a_script(name: str) -> None:
 RAY_SCRIPT = ROOT / "examples" / "ray_training.py"
 #: Those of the run, and of that which goes on from it.
 RAY_STEPS = (4, 7)
-RAY_SECONDS = 500  # Ray takes long to start
+RAY_SECONDS = 500  # Ray takes long to start, and lowers the priority of its workers
 
 
 def _example() -> Any:

@@ -104,7 +104,7 @@ def _show_calls(processes: list[mp.process.BaseProcess]) -> None:
         if process.is_alive():
             assert process.pid is not None
             os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
+    time.sleep(0.5)  # a killed process writes nothing, and none reports that it has written
 
 
 def _prepare() -> None:

@@ -139,8 +139,8 @@ def connect(
     is_alike = True
     try:
         for _ in peers:
-            # Gloo waits five times as long for a rank that should connect to this one. Its other
-            # errors name the rank, and come first.
+            # Gloo waits five times as long for a rank that should connect to this one. Gloo's other
+            # errors name the rank, so they come first.
             outcome = outcomes.get(timeout=timeout.total_seconds() + 1)
             if isinstance(outcome, BaseException):
                 raise outcome
