@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from contextlib import ExitStack, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -182,8 +182,9 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
     assert warnings(caplog) == []
 
 
-def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
-    gc.collect()  # hooks of other tests
+def test_nobody_looks_for_scalers_once_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_watch, "_watched", WeakSet())  # without other tests' hooks
+    monkeypatch.setattr(optimizer_watch, "_handles", [])
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
     assert optimizer_watch._handles
     handle.remove()
