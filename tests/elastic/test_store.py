@@ -18,7 +18,7 @@ from torch_commhook.elastic.membership import VIEW_NUMBER, Lost
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.step.peer_error import PeerError
-from torch_commhook.step.rendezvous import Reason
+from torch_commhook.step.rendezvous import Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
 # ---- signs of life -------------------------------------------------------------------------------
@@ -90,6 +90,40 @@ def test_an_interval_that_is_none(store: dist.Store) -> None:
     for interval in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(ValueError, match="interval must be above 0 and at most 3600 s"):
             _C.SignsOfLife(store, "own", interval)
+
+
+# ---- reasons -------------------------------------------------------------------------------------
+
+
+class _RemovesWhatIsThere:
+    """A store in which another rank removes a key as soon as this one has asked for it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def get(self, key: str) -> bytes:
+        assert self._store.check([key]), "get() waits for a key that is not there"
+        return self._store.get(key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        found = self._store.compare_set(key, expected, desired)
+        self._store.delete_key(key)
+        return found
+
+
+def test_a_rank_does_not_wait_for_a_reason_that_others_remove(store: dist.Store) -> None:
+    rendezvous = Rendezvous(store, "training", 0, 2, timedelta(seconds=20))
+    reason = Reason("since rank 1 has shown no sign of life", 1, has_ended=False)
+    rendezvous.tell(reason)
+    rendezvous.store = _RemovesWhatIsThere(rendezvous.store)  # type: ignore[assignment]
+    assert rendezvous.reason() in (reason, None)
+    assert rendezvous.reason() is None
 
 
 # ---- a store that has ended ----------------------------------------------------------------------

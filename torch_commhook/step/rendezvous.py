@@ -67,7 +67,10 @@ class Rendezvous:
 
     def reason(self) -> Reason | None:
         """Why the step has failed, if a rank has reported it; else None."""
-        told = self._read(self._failed(self.epoch))
+        told = None
+        with suppress(RuntimeError):
+            # A rank that others have left may ask while they forget the reason.
+            told = read_now(self.store, self._failed(self.epoch))
         return None if told is None else Reason(*json.loads(told))
 
     def catch_up(self) -> bool:
@@ -246,7 +249,7 @@ def read_now(store: Any, key: str) -> str | None:
     returns the expected text if the key is missing.
 
     Args:
-        store: a store that can append.
+        store: a store that supports ``compare_set``.
         key: a key whose text is never ``"-"``.
     """
     # Others may write bytes that are no text.
