@@ -51,6 +51,7 @@ NATIVE = {
     "csrc/runtime/process_group/": "process_group",
     "csrc/runtime/profiling/": "spans",
     "csrc/runtime/reducer/": "reducer",
+    "csrc/runtime/wire/": "collectives",
 }
 #: Folders whose files tests and each other name by their stems.
 HELPERS = ("tests/support", "tests/long_runs", "benchmarks", "examples")

@@ -1,5 +1,6 @@
 """Process groups and works in Python."""
 
+from torch_commhook.collectives.wire import register_backend
 from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.broadcast import broadcast_coalesced
 from torch_commhook.process_group.compressed import CompressedProcessGroup
@@ -60,4 +61,5 @@ __all__ = [
     "broadcast_coalesced",
     "merge_traces",
     "register",
+    "register_backend",
 ]

@@ -13,5 +13,6 @@ void bind_membership(pybind11::module_& m);
 void bind_process_group(pybind11::module_& m);
 void bind_profiling(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);
+void bind_wire(pybind11::module_& m);
 
 }  // namespace commhook

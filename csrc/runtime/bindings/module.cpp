@@ -66,6 +66,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   commhook::bind_process_group(m);
   commhook::bind_profiling(m);
   commhook::bind_reducer(m);
+  commhook::bind_wire(m);
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));
   m.def(

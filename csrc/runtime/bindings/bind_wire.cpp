@@ -1,0 +1,89 @@
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "runtime/bindings/bindings.h"
+#include "runtime/wire/backend.h"
+#include "runtime/wire/channel.h"
+#include "runtime/wire/endpoint.h"
+
+namespace py = pybind11;
+
+namespace commhook {
+namespace {
+
+using Store = c10::intrusive_ptr<c10d::Store>;
+using wire::Endpoint;
+using wire::WireBackend;
+
+// An endpoint that is closed at a moment that Python chooses, whoever else has it.
+class PyEndpoint {
+ public:
+  explicit PyEndpoint(Endpoint::Options options)
+      : endpoint_(std::make_shared<Endpoint>(std::move(options))) {}
+  PyEndpoint(const PyEndpoint&) = delete;
+  PyEndpoint& operator=(const PyEndpoint&) = delete;
+  ~PyEndpoint() {
+    const py::gil_scoped_release no_gil;  // the endpoint's thread may need it before it ends
+    close();
+  }
+
+  std::shared_ptr<Endpoint> get() const {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(endpoint_ != nullptr, "WireEndpoint: it is closed");
+    return endpoint_;
+  }
+  void close() {
+    std::unique_lock lock(mutex_);
+    const auto endpoint = std::move(endpoint_);
+    lock.unlock();
+  }
+  std::map<std::string, uint64_t> counts() const {
+    const auto counts = get()->counts();
+    return {
+        {"sent_bytes", counts.sent_bytes},       {"received_bytes", counts.received_bytes},
+        {"sent_messages", counts.sent_messages}, {"received_messages", counts.received_messages},
+        {"connections", counts.connections},     {"broken", counts.broken}};
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<Endpoint> endpoint_;
+};
+
+}  // namespace
+
+void bind_wire(py::module_& m) {
+  using without_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<PyEndpoint>(m, "WireEndpoint")
+      .def(py::init([](std::string host, std::string version, double lost_after, size_t rails) {
+             const auto time = static_cast<wire::Time>(lost_after * wire::kSecond);
+             return std::make_unique<PyEndpoint>(
+                 Endpoint::Options{std::move(host), std::move(version), time, rails});
+           }),
+           py::arg("host") = "", py::arg("version") = "", py::arg("lost_after") = 15.0,
+           py::arg("rails") = 1, without_gil())
+      .def_property_readonly("address",
+                             [](const PyEndpoint& self) { return self.get()->address(); })
+      .def("counts", &PyEndpoint::counts, without_gil())
+      .def(
+          "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
+      .def("close", &PyEndpoint::close, without_gil());
+  py::class_<WireBackend, c10d::Backend, c10::intrusive_ptr<WireBackend>>(m, "WireBackend")
+      .def(py::init([](const PyEndpoint& endpoint, const Store& store, const std::string& name,
+                       int rank, int size, std::chrono::milliseconds timeout) {
+             return WireBackend::make(
+                 wire::Channel::join(endpoint.get(), store, name, rank, size, timeout), timeout);
+           }),
+           py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout"), without_gil())
+      .def("fail", &WireBackend::fail, py::arg("why"), without_gil());
+}
+
+}  // namespace commhook

@@ -1,0 +1,347 @@
+#include "runtime/wire/channel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "runtime/wire/state.h"
+
+namespace commhook::wire {
+namespace {
+
+constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+
+uint64_t digest_of(const std::string& text) {
+  uint64_t value = 0xCBF29CE484222325ULL;  // FNV-1a
+  for (const char each : text) {
+    value = (value ^ static_cast<uint8_t>(each)) * 0x100000001B3ULL;
+  }
+  return value;
+}
+
+std::string key_of(int rank) { return c10::str("wire/", rank); }
+
+std::exception_ptr error_of(const Failure& failure) {
+  return std::make_exception_ptr(PeerError(failure));
+}
+
+std::string shape_text(const Shape& shape, const Shape& other) {
+  return shape.total == other.total ? "another operation"
+                                    : c10::str(shape.total, " bytes (here ", other.total, ")");
+}
+
+void make(Calls& calls) {
+  for (auto& each : calls) {
+    each.done(each.error);
+  }
+}
+
+int rank_of(const Group& group, uint64_t id) {
+  const auto found = std::find(group.members.begin(), group.members.end(), id);
+  return static_cast<int>(found - group.members.begin());
+}
+
+}  // namespace
+
+PeerError::PeerError(Failure why)
+    : DistBackendError({__func__, __FILE__, __LINE__}, why.text), failure(std::move(why)) {}
+
+struct Channel::Inner {
+  std::shared_ptr<State> state;
+  std::shared_ptr<Group> group;
+};
+
+Channel::Channel(std::shared_ptr<Inner> inner) : inner_(std::move(inner)) {}
+
+std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint,
+                                       const c10::intrusive_ptr<c10d::Store>& store,
+                                       const std::string& name, int rank, int size,
+                                       std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(size > 0 && rank >= 0 && rank < size, "no rank ", rank, " of ", size);
+  const auto& state = endpoint->state_;
+  static std::atomic<uint64_t> joined{0};
+  const std::string own = c10::str(state->address, ' ', ++joined);
+  store->set(key_of(rank), std::vector<uint8_t>(own.begin(), own.end()));
+  std::vector<std::string> keys;
+  for (int each = 0; each < size; ++each) {
+    keys.push_back(key_of(each));
+  }
+  store->wait(keys, timeout);
+  std::vector<std::vector<uint8_t>> found;
+  if (store->hasExtendedApi()) {
+    found = store->multiGet(keys);
+  } else {
+    std::transform(keys.begin(), keys.end(), std::back_inserter(found),
+                   [&](const std::string& key) { return store->get(key); });
+  }
+  auto group = std::make_shared<Group>();
+  group->rank = rank;
+  std::string all = name;
+  std::vector<Address> addresses;
+  for (const auto& each : found) {
+    const std::string text(each.begin(), each.end());
+    all += '\n' + text;  // no two groups have the same addresses: each says how often it joined
+    const auto address = Address::parse(text);
+    TORCH_CHECK_WITH(DistStoreError, address, "the store has no address of a rank, but '", text,
+                     "'");
+    addresses.push_back(*address);
+    group->members.push_back(addresses.back().id);
+  }
+  group->digest = digest_of(all);
+  const std::lock_guard lock(state->mutex);
+  TORCH_CHECK_WITH(DistNetworkError, state->stop_at == 0 && !state->is_forked,
+                   "the process's endpoint is closed, or a child of fork() uses it");
+  for (const Address& each : addresses) {
+    if (each.id != state->id) {
+      (void)state->peer(each);
+    }
+  }
+  state->groups[group->digest] = group;
+  auto inner = std::make_shared<Inner>();
+  inner->state = state;
+  inner->group = std::move(group);
+  return std::shared_ptr<Channel>(new Channel(std::move(inner)));
+}
+
+Channel::~Channel() { close(); }
+
+int Channel::rank() const { return inner_->group->rank; }
+
+int Channel::size() const { return static_cast<int>(inner_->group->members.size()); }
+
+void Channel::run(std::function<void()> function) {
+  inner_->state->workers.run(std::move(function));
+}
+
+std::exception_ptr Channel::failure() const {
+  const std::lock_guard lock(inner_->state->mutex);
+  const auto& failure = inner_->group->failure;
+  return failure ? error_of(*failure) : nullptr;
+}
+
+void Channel::begin(Exchange exchange, Done done) {
+  State& state = *inner_->state;
+  const auto& group = inner_->group;
+  Calls calls;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (state.is_forked && !group->failure) {
+      group->failure = {Failure::Kind::kClosed, group->rank,
+                        "a child of fork() has no connections; make a group there"};
+    }
+    const size_t count = exchange.sends.size() + exchange.receives.size();
+    if (group->failure || count == 0) {
+      calls.push_back({std::move(done), group->failure ? error_of(*group->failure) : nullptr,
+                       std::move(exchange.owner)});
+    } else {
+      const Time time = State::now();
+      const uint64_t first = state.next_message;
+      state.next_message += count;
+      Pending& pending = state.pending[first];
+      pending.group = group;
+      pending.exchange = std::move(exchange);
+      pending.done = std::move(done);
+      pending.is_open.assign(count, true);
+      pending.open = count;
+      const auto timeout = std::min(pending.exchange.timeout, kLongestTimeout);
+      pending.deadline = time + timeout.count() * (kSecond / 1000);
+      // All are posted before any bytes move: these may end the exchange.
+      std::vector<Peer*> used;
+      uint64_t number = first;
+      const auto post = [&](const Message& message, bool is_send) {
+        Peer& peer = state.peers.at(group->members.at(message.peer));
+        const Key key{group->digest, 0, message.slot, message.stage};
+        const Shape shape{message.size, pending.exchange.form};
+        if (is_send) {
+          peer.link->send(number++, key, message.memory, shape);
+        } else {
+          peer.link->receive(number++, key, message.memory, shape);
+        }
+        used.push_back(&peer);
+      };
+      for (const Message& each : pending.exchange.sends) {
+        post(each, true);
+      }
+      for (const Message& each : pending.exchange.receives) {
+        post(each, false);
+      }
+      for (Peer* each : used) {
+        state.need(*each, time);
+        state.flush(*each, time);
+      }
+    }
+    state.settle(calls);
+  }
+  make(calls);
+}
+
+void Channel::fail(const std::string& why) {
+  Calls calls;
+  {
+    const std::lock_guard lock(inner_->state->mutex);
+    inner_->state->fail(*inner_->group, {Failure::Kind::kTold, rank(), why}, calls);
+  }
+  make(calls);
+}
+
+void Channel::close() {
+  State& state = *inner_->state;
+  const auto& group = inner_->group;
+  Calls calls;
+  {
+    const std::lock_guard lock(state.mutex);
+    const bool is_used = std::any_of(state.pending.begin(), state.pending.end(),
+                                     [&](const auto& each) { return each.second.group == group; });
+    const Failure failure{Failure::Kind::kClosed, group->rank,
+                          c10::str("rank ", group->rank, " has closed its group")};
+    if (is_used) {
+      state.fail(*group, failure, calls);
+    } else if (!group->failure) {
+      group->failure = failure;
+    }
+    state.groups.erase(group->digest);
+  }
+  make(calls);
+}
+
+// ---- with the mutex -----------------------------------------------------------------------------
+
+void State::settle(Calls& calls) {
+  while (!news.empty()) {
+    for (Peer* peer : std::exchange(news, {})) {
+      peer->has_news = false;
+      for (const auto& each : peer->link->take_notices()) {
+        take(each, *peer, calls);
+      }
+      for (const auto& each : peer->link->take_completions()) {
+        take(each, *peer, calls);
+      }
+    }
+  }
+}
+
+void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
+  auto found = pending.upper_bound(completion.id);
+  if (found == pending.begin()) {
+    return;
+  }
+  --found;
+  Pending& waiting = found->second;
+  const uint64_t index = completion.id - found->first;
+  if (index >= waiting.is_open.size() || !waiting.is_open[index]) {
+    return;  // its exchange has failed
+  }
+  if (completion.result == Link::Result::kDone) {
+    ++(index < waiting.exchange.sends.size() ? counts.sent_messages : counts.received_messages);
+    waiting.is_open[index] = false;
+    if (--waiting.open == 0) {
+      calls.push_back({std::move(waiting.done), nullptr, std::move(waiting.exchange.owner)});
+      pending.erase(found);
+    }
+    return;
+  }
+  Group& group = *waiting.group;
+  Failure failure{Failure::Kind::kMisfit, rank_of(group, peer.address.id), ""};
+  const std::string who = c10::str("rank ", failure.rank);
+  if (completion.result == Link::Result::kEnded) {
+    switch (peer.link->ended()) {
+      case Rail::End::kStopped:
+        failure.kind = Failure::Kind::kEnded;
+        failure.text = who + ": its process has ended";
+        break;
+      case Rail::End::kLost:
+        failure.kind = Failure::Kind::kLost;
+        failure.text =
+            c10::str(who, ": no sign of its host for ", options.lost_after / kSecond, " s");
+        break;
+      case Rail::End::kRefused:
+        failure.text = who + " and this process do not fit: " + peer.link->end_text();
+        break;
+      default:
+        failure.text = who + " does not keep to the protocol";
+    }
+  } else {
+    failure.text = who + ": its message does not fit";  // a notice has said more
+  }
+  failure.text += c10::str(" (in ", waiting.exchange.what, ")");
+  fail(group, std::move(failure), calls);
+}
+
+void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
+  const auto found = groups.find(notice.key.channel);
+  if (found == groups.end()) {
+    return;
+  }
+  const auto group = found->second;
+  Failure failure{Failure::Kind::kTold, rank_of(*group, peer.address.id), notice.text};
+  if (notice.kind == Kind::kMisfit) {
+    failure.kind = Failure::Kind::kMisfit;
+    std::string what = c10::str("message ", notice.key.slot);
+    for (const auto& [first, waiting] : pending) {
+      const auto& messages = notice.is_sent ? waiting.exchange.sends : waiting.exchange.receives;
+      if (waiting.group == group &&
+          std::any_of(messages.begin(), messages.end(), [&](const Channel::Message& each) {
+            return each.slot == notice.key.slot && each.stage == notice.key.stage;
+          })) {
+        what = waiting.exchange.what;
+      }
+    }
+    failure.text = c10::str(what, ": rank ", failure.rank, notice.is_sent ? " expects " : " sends ",
+                            shape_text(notice.other, notice.own));
+  }
+  fail(*group, std::move(failure), calls);
+}
+
+void State::fail(Group& group, Failure failure, Calls& calls) {
+  if (group.failure) {
+    return;
+  }
+  group.failure = failure;
+  const Time time = now();
+  for (const uint64_t member : group.members) {
+    const auto found = peers.find(member);
+    if (found != peers.end()) {
+      found->second.link->begin_epoch(group.digest, 1, failure.text);
+      flush(found->second, time);
+    }
+  }
+  for (auto each = pending.begin(); each != pending.end();) {
+    Pending& waiting = each->second;
+    if (waiting.group.get() != &group) {
+      ++each;
+      continue;
+    }
+    calls.push_back(
+        {std::move(waiting.done), error_of(failure), std::move(waiting.exchange.owner)});
+    each = pending.erase(each);
+  }
+}
+
+void State::find_late(Time time, Calls& calls) {
+  std::vector<std::pair<std::shared_ptr<Group>, Failure>> late;
+  for (const auto& [first, waiting] : pending) {
+    if (time < waiting.deadline) {
+      continue;
+    }
+    Failure failure{Failure::Kind::kTimeout, -1, ""};
+    std::string ranks;
+    for (size_t i = 0; i < waiting.is_open.size(); ++i) {
+      const size_t sends = waiting.exchange.sends.size();
+      if (waiting.is_open[i]) {
+        const auto& message =
+            i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends];
+        failure.rank = failure.rank < 0 ? message.peer : failure.rank;
+        ranks += c10::str(ranks.empty() ? "" : ", ", message.peer);
+      }
+    }
+    const double seconds = static_cast<double>(waiting.exchange.timeout.count()) / 1000;
+    failure.text = c10::str("rank ", waiting.group->rank, " has waited ", seconds, " s in ",
+                            waiting.exchange.what, " for rank ", ranks);
+    late.emplace_back(waiting.group, std::move(failure));
+  }
+  for (auto& [group, failure] : late) {
+    fail(*group, std::move(failure), calls);
+  }
+}
+
+}  // namespace commhook::wire

@@ -1,0 +1,145 @@
+// What endpoint.cpp and channel.cpp share: the state of an endpoint.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "runtime/wire/address.h"
+#include "runtime/wire/channel.h"
+#include "runtime/wire/endpoint.h"
+#include "runtime/wire/link.h"
+
+namespace commhook::wire {
+
+// Threads for what takes time or waits, as many as run at the same time.
+class Workers {
+ public:
+  void run(std::function<void()> function);
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> functions;
+    size_t idle = 0;
+  };
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+};
+
+struct Connection {
+  int fd = -1;
+  uint64_t number = 0;  // of all connections
+  uint64_t peer = 0;    // 0: no greeting has come
+  size_t rail = 0;
+  bool is_own = false;         // this process has made it
+  bool is_connecting = false;  // and it is not there yet
+  bool wants_write = false;
+  Time since = 0;
+  std::vector<uint8_t> head;  // what has come before it is known whose it is
+};
+
+struct Peer {
+  Address address;
+  std::unique_ptr<Link> link;
+  std::vector<Connection*> connections;  // by rail; null: none
+  bool is_needed = false;
+  bool has_news = false;  // is in State::news
+  Time next_try = 0;
+  Time pause = 0;  // before another try
+};
+
+struct Group {
+  uint64_t digest = 0;
+  int rank = 0;
+  std::vector<uint64_t> members;  // identities, by rank
+  std::optional<Failure> failure;
+};
+
+// An exchange that is not over.
+struct Pending {
+  std::shared_ptr<Group> group;
+  Channel::Exchange exchange;
+  Channel::Done done;
+  std::vector<bool> is_open;  // of the sends, then of the receives
+  size_t open = 0;
+  Time deadline = 0;
+};
+
+// What to call without the mutex.
+struct Call {
+  Channel::Done done;
+  std::exception_ptr error;
+  std::shared_ptr<const void> owner;  // of memory that is no longer used
+};
+using Calls = std::vector<Call>;
+
+struct State {
+  explicit State(Endpoint::Options options);
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State();
+
+  static Time now();
+  void loop();
+  void close_in_child();
+
+  // All others: with the mutex.
+  // ---- endpoint.cpp
+  Peer& peer(const Address& address);
+  void need(Peer& peer, Time now);
+  void flush(Peer& peer, Time now);
+  void handle(uint64_t number, uint32_t events, Time now);
+  void accept_all(Time now);
+  void connect(Peer& peer, size_t rail, Time now);
+  void connected(Connection& connection, Time now);
+  void not_connected(Connection& connection, int error, Time now);
+  void read(Connection& connection, Time now);
+  void read_head(Connection& connection, Time now);
+  bool take_head(Connection& connection, Time now);
+  bool feed(Connection& connection, const uint8_t* data, size_t size, Time now);
+  void write(Connection& connection, Time now);
+  void close(Connection& connection, Time now);
+  void watch(Connection& connection, bool for_writing);
+  void tick(Time now);
+  void touch(Peer& peer);
+  [[nodiscard]] bool is_acknowledged() const;
+
+  // ---- channel.cpp
+  void settle(Calls& calls);
+  void take(const Link::Completion& completion, Peer& peer, Calls& calls);
+  void take(const Link::Notice& notice, Peer& peer, Calls& calls);
+  void fail(Group& group, Failure failure, Calls& calls);
+  void find_late(Time now, Calls& calls);
+
+  const Endpoint::Options options;
+  std::string address;  // as text
+  uint64_t id = 0;
+  Workers workers;
+  std::thread thread;
+
+  mutable std::mutex mutex;
+  bool is_forked = false;
+  Time stop_at = 0;  // 0: not asked to stop
+  int listener = -1;
+  int poll = -1;
+  int wake = -1;
+  uint64_t last_number = 1;
+  std::map<uint64_t, Connection> connections;  // by number
+  std::map<uint64_t, Peer> peers;              // by identity
+  std::vector<Peer*> news;                     // with completions or notices to take
+  std::map<uint64_t, std::shared_ptr<Group>> groups;
+  std::map<uint64_t, Pending> pending;  // by the first of the numbers of its messages
+  uint64_t next_message = 1;
+  Time next_tick = 0;
+  Endpoint::Counts counts;
+};
+
+}  // namespace commhook::wire
