@@ -7,6 +7,7 @@
 #                         (LATEST=1: in their newest releases)
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make wrapper-suite    PyTorch's own distributed tests, with wrapped process groups; four minutes
+#   make transport-suite  PyTorch's own distributed tests, with our backend; four minutes
 #   make lint             ruff, mypy, import-linter, clang-format (make format fixes some errors)
 #   make docs             build the documents' site in build/docs; any warning is an error
 #   make docs-links       check the documents' links to other sites; needs a network
@@ -64,7 +65,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/benchmarks:$(PYTHONPATH)
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
+.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite transport-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
 .DELETE_ON_ERROR:
 
 # Two files at a time, in the order of tests/support/cases.py: the longest first. A process that dies
@@ -132,8 +133,8 @@ distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)
 	$(PASSED)
 
-wrapper-suite: $(VENV)/built
-	$(LONG_RUN)/distributed_suite.py --suite wrapper $(ARGS)
+wrapper-suite transport-suite: $(VENV)/built
+	$(LONG_RUN)/distributed_suite.py --suite $(@:-suite=) $(ARGS)
 	$(PASSED)
 
 long-runs: $(VENV)/built

@@ -6,15 +6,17 @@ on two ranks over Gloo on the CPU, first as it is, then with the change of a sui
 - ``hook``: cases about DDP, with ``attach(ddp, hooks.allreduce())`` on each DDP model as soon as it
   is made;
 - ``wrapper``: all cases, with each process group replaced by a ``WrapperProcessGroup`` around it.
-  Cases that need more ranks have four.
+  Cases that need more ranks have four;
+- ``transport``: the same cases, with the library's own backend in place of Gloo's.
 
 No case may pass plain and fail with the change. Many cases are written for GPUs, though few need
 what only a GPU does: there the CPU stands in for every GPU, both times. What cannot work so fails
 plain and tells nothing.
 
-Run with ``make distributed-suite`` or ``make wrapper-suite``; ``ARGS="PART_OF_A_NAME ..."`` takes
-some cases. Where all run, the results go to ``distributed_suite.json`` or
-``distributed_suite_wrapper.json`` beside this file.
+Run with ``make distributed-suite``, ``make wrapper-suite`` or ``make transport-suite``;
+``ARGS="PART_OF_A_NAME ..."`` takes some cases. Where all run, the results go to
+``distributed_suite.json``, ``distributed_suite_wrapper.json`` or
+``distributed_suite_transport.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
+from torch_commhook import _C
 from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.collectives import wire
 from torch_commhook.process_group import WrapperProcessGroup
 
 # ---- a hook on each model ------------------------------------------------------------------------
@@ -208,6 +212,34 @@ class Wrapping:
         }
 
 
+# ---- another backend ------------------------------------------------------------------------------
+
+#: Cases that may pass plain and fail with the library's backend, with the reason.
+KNOWN_TRANSPORT: dict[str, str] = {}
+
+
+class Transport:
+    """Makes groups with the library's own backend where PyTorch would make Gloo's."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+
+    def install(self) -> None:
+        """Replace the class of Gloo's backend."""
+        counted = self
+
+        class InPlaceOfGloo:
+            def __new__(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:
+                counted.groups += 1
+                return _C.WireBackend(wire.endpoint(), store, "suite", rank, size, timeout)
+
+        distributed_c10d.ProcessGroupGloo = InPlaceOfGloo  # type: ignore[misc]
+
+    def record(self) -> dict[str, Any]:
+        """What happened, for the table."""
+        return {"groups": self.groups}
+
+
 # ---- the runs ------------------------------------------------------------------------------------
 
 SUITES = {
@@ -229,10 +261,20 @@ SUITES = {
         counted="calls",
         known=KNOWN_WRAPPED,
     ),
+    "transport": Suite(
+        name="transport",
+        changed="commhook",
+        change=Transport,
+        is_selected=lambda name, case: True,
+        ranks=(2, 4),
+        counted="groups",
+        known=KNOWN_TRANSPORT,
+    ),
 }
 TABLES = {
     "hook": Path(__file__).with_name("distributed_suite.json"),
     "wrapper": Path(__file__).with_name("distributed_suite_wrapper.json"),
+    "transport": Path(__file__).with_name("distributed_suite_transport.json"),
 }
 TOO_FEW_RANKS = re.compile("world size", re.IGNORECASE)
 

@@ -31,7 +31,7 @@ def register_backend() -> None:
     of ``"cpu:gloo"``, or of other backends for named devices, no default backend.
 
     Example:
-        >>> register_backend()
+        >>> process_group.register_backend()  # doctest: +SKIP
         >>> dist.init_process_group("cpu:commhook,cuda:nccl")  # doctest: +SKIP
     """
     if _NAME.upper() not in dist.Backend._plugins:
