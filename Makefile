@@ -27,6 +27,7 @@
 #   make bench-measured-link   links of given rates as bench measures them; root, iproute2, ten minutes
 #   make bench-plan       predictions of plan for these steps; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, ten minutes
+#   make bench-wire       the library's own transport against TCP and Gloo; root, iproute2, ten minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make gpu              smoke, times, tests, counters, sanitizers and benchmarks on a GPU, with the
 #                         installed Python, torch and nvcc, and no network; at most nine minutes
@@ -65,7 +66,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/benchmarks:$(PYTHONPATH)
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite transport-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
+.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite transport-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle bench-wire results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
 .DELETE_ON_ERROR:
 
 # Two files at a time, in the order of tests/support/cases.py: the longest first. A process that dies
@@ -196,6 +197,9 @@ results: $(VENV)/built
 
 bench-throttle: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_throttle.py $(ARGS)
+
+bench-wire: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_wire.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .

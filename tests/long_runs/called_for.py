@@ -155,6 +155,9 @@ RUNS = {
     "wrapper-suite": LongRun(
         4, (*layers("process_group"), "csrc/runtime/process_group", *own("distributed_suite"))
     ),
+    "transport-suite": LongRun(
+        5, ("torch_commhook/collectives/wire.py", "csrc/runtime/wire", *own("distributed_suite"))
+    ),
     "distributed-suite": LongRun(
         10, (*layers("attachment", "step"), "csrc/runtime/hooks", *own("distributed_suite"))
     ),

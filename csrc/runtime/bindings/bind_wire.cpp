@@ -83,6 +83,7 @@ void bind_wire(py::module_& m) {
            }),
            py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), without_gil())
+      .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil());
 }
 

@@ -96,14 +96,12 @@ class ChannelBackend final : public WireBackend {
   ChannelBackend(std::shared_ptr<Channel> channel, milliseconds timeout)
       : WireBackend(channel->rank(), channel->size()),
         channel_(std::move(channel)),
-        timeout_(timeout.count()) {}
+        options_(c10::make_intrusive<Options>("commhook", timeout)) {}
 
   void fail(const std::string& why) override { channel_->fail(why); }
   const std::string getBackendName() const override { return "commhook"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override {
-    return c10::make_intrusive<Options>("commhook", milliseconds(timeout_));
-  }
-  void setTimeout(milliseconds timeout) override { timeout_ = timeout.count(); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}  // it begins with 0 on all ranks
   uint64_t getSequenceNumberForGroup() override { return number_; }
   void abort() override { fail(c10::str("rank ", rank_, " has aborted the group")); }
@@ -343,8 +341,9 @@ class ChannelBackend final : public WireBackend {
       }
     }
     if (!late.empty()) {
-      const auto text = c10::str(request.text(), ": ranks ", c10::Join(", ", late),
-                                 " have not come within ", timeout.count(), " ms");
+      // In Gloo's words, which programs may search for.
+      const auto text = c10::str(late.size() == 1 ? "Rank " : "Ranks ", c10::Join(", ", late),
+                                 " failed to pass monitoredBarrier in ", timeout.count(), " ms");
       fail(text);
       throw PeerError({Failure::Kind::kTimeout, late[0], text});
     }
@@ -371,7 +370,7 @@ class ChannelBackend final : public WireBackend {
   }
 
   [[nodiscard]] milliseconds timeout_of(milliseconds asked) const {
-    return asked > kNoTimeout ? asked : milliseconds(timeout_);
+    return asked > kNoTimeout ? asked : options_->timeout;
   }
 
   WorkPtr end(Operation& operation, Request request, milliseconds timeout) {
@@ -493,7 +492,7 @@ class ChannelBackend final : public WireBackend {
     request.where = c10::str(" with tag ", tag, is_send ? " to" : " from", " rank ", peer);
     request.outputs = {tensors};
     request.source = is_send ? -1 : peer;
-    request.timeout = milliseconds(timeout_);
+    request.timeout = options_->timeout;
     {
       const std::lock_guard lock(mutex_);
       request.number = messages_[{peer, tag, is_send}]++;
@@ -502,7 +501,7 @@ class ChannelBackend final : public WireBackend {
   }
 
   const std::shared_ptr<Channel> channel_;
-  std::atomic<int64_t> timeout_;     // milliseconds
+  const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> number_{0};  // of collectives
   std::mutex mutex_;
   std::map<std::tuple<int, int, bool>, uint64_t> messages_;  // their numbers

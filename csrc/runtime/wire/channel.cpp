@@ -335,8 +335,8 @@ void State::find_late(Time time, Calls& calls) {
       }
     }
     const double seconds = static_cast<double>(waiting.exchange.timeout.count()) / 1000;
-    failure.text = c10::str("rank ", waiting.group->rank, " has waited ", seconds, " s in ",
-                            waiting.exchange.what, " for rank ", ranks);
+    failure.text = c10::str("rank ", waiting.group->rank, ": timeout after ", seconds, " s in ",
+                            waiting.exchange.what, ", which waits for rank ", ranks);
     late.emplace_back(waiting.group, std::move(failure));
   }
   for (auto& [group, failure] : late) {
