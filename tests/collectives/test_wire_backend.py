@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from wire_ranks import SECONDS, WireRanks
 
+from torch_commhook import _C
 from torch_commhook.collectives import wire
 
 #: Ranks up to 16 send each other messages directly.
@@ -579,6 +580,42 @@ def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
     for future in futures:
         with pytest.raises(RuntimeError, match="the data have run out"):
             future.wait()
+
+
+def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    sent, received = torch.arange(300_000.0), torch.zeros(300_000)
+
+    def run(rank: int) -> None:
+        group = world.groups[rank]
+        group.barrier().wait()
+        if rank == 1:
+            group.send([sent], 0, 3).wait()
+            world.endpoints[1].close()  # until all has come
+
+    world.each(run)
+    time.sleep(0.5)  # rank 0 learns that nobody listens there any more
+    world.groups[0].recv([received], 1, 3).wait()
+    assert torch.equal(received, sent)
+    with pytest.raises(dist.DistBackendError, match="rank 1: its process has ended"):
+        world.groups[0].recv([received], 1, 3).wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("", "", 0.5), "lost_after must"), (("", "", 15.0, 0), "rails must be 1 to 64, got 0")],
+)
+def test_settings_of_an_endpoint(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.WireEndpoint(*arguments)
+
+
+def test_ranks_of_a_group_have_their_own_endpoints() -> None:
+    endpoint, store = _C.WireEndpoint("127.0.0.1"), dist.HashStore()
+    store.set("wire/1", f"{endpoint.address} 9")
+    with pytest.raises(ValueError, match="two ranks of a group use the same endpoint"):
+        _C.WireBackend(endpoint, store, "twice", 0, 2, timedelta(seconds=5))
+    endpoint.close()
 
 
 def test_an_endpoint_that_is_closed(fresh: Callable[..., WireRanks]) -> None:

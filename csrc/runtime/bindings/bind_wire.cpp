@@ -63,7 +63,9 @@ void bind_wire(py::module_& m) {
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEndpoint>(m, "WireEndpoint")
       .def(py::init([](std::string host, std::string version, double lost_after, size_t rails) {
-             const auto time = static_cast<wire::Time>(lost_after * wire::kSecond);
+             // What no number of nanoseconds can be is refused below.
+             const bool fits = lost_after >= 0 && lost_after < 1e9;
+             const auto time = static_cast<wire::Time>(fits ? lost_after * wire::kSecond : 0);
              return std::make_unique<PyEndpoint>(
                  Endpoint::Options{std::move(host), std::move(version), time, rails});
            }),

@@ -57,6 +57,7 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
                                        const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
                                        std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(store, "a group needs a store");
   TORCH_CHECK_VALUE(size > 0 && rank >= 0 && rank < size, "no rank ", rank, " of ", size);
   const auto& state = endpoint->state_;
   static std::atomic<uint64_t> joined{0};
@@ -85,6 +86,9 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
     TORCH_CHECK_WITH(DistStoreError, address, "the store has no address of a rank, but '", text,
                      "'");
     addresses.push_back(*address);
+    TORCH_CHECK_VALUE(
+        std::count(group->members.begin(), group->members.end(), addresses.back().id) == 0,
+        "two ranks of a group use the same endpoint");
     group->members.push_back(addresses.back().id);
   }
   group->digest = digest_of(all);

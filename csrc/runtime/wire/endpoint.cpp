@@ -30,9 +30,13 @@ constexpr Time kIdleTick = kSecond / 2;
 constexpr Time kFirstPause = kSecond / 50;
 constexpr Time kLongestPause = kSecond;
 constexpr Time kLongestConnecting = 5 * kSecond;
+// The part of lost_after that is left to connect again after a connection has broken.
+constexpr Time kShareToConnect = 3;
 // Connections whose process is not known yet.
 constexpr Time kLongestUnknown = 60 * kSecond;
 constexpr size_t kMostUnknown = 1024;
+constexpr size_t kMostRails = 64;
+constexpr Time kLongestLost = 24 * 3600 * kSecond;
 constexpr Time kLongestStop = 5 * kSecond;
 // What is handed to a socket at once, and how often in a row for one peer.
 constexpr size_t kWriteBytes = 1024 * 1024;
@@ -50,7 +54,9 @@ void set(int fd, int level, int option, int value) {
 void set_options(int fd, Time lost_after) {
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
-  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(lost_after / (kSecond / 1000)));
+  // A process that is stopped takes nothing either. Its host accepts the next connection.
+  const Time longest = lost_after - lost_after / kShareToConnect;
+  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(longest / (kSecond / 1000)));
 }
 
 // ---- children of fork() -------------------------------------------------------------------------
@@ -122,8 +128,9 @@ std::optional<Greeting> parse_greeting(const std::string& text) {
 void Workers::run(std::function<void()> function) {
   const std::lock_guard lock(shared_->mutex);
   shared_->functions.push_back(std::move(function));
+  ++shared_->open;
   if (shared_->functions.size() <= shared_->idle) {
-    shared_->changed.notify_one();
+    shared_->changed.notify_all();
     return;
   }
   std::thread([shared = shared_] {
@@ -136,6 +143,9 @@ void Workers::run(std::function<void()> function) {
         next();
         next = nullptr;  // what it owns may take time, too
         inner.lock();
+        if (--shared->open == 0) {
+          shared->changed.notify_all();
+        }
       }
       ++shared->idle;
       shared->changed.wait_for(inner, std::chrono::seconds(5),
@@ -143,6 +153,11 @@ void Workers::run(std::function<void()> function) {
       --shared->idle;
     } while (!shared->functions.empty());
   }).detach();
+}
+
+void Workers::finish(std::chrono::seconds longest) {
+  std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait_for(lock, longest, [this] { return shared_->open == 0; });
 }
 
 // ---- the endpoint -------------------------------------------------------------------------------
@@ -170,6 +185,7 @@ Endpoint::~Endpoint() {
     state_->thread.detach();
   } else {
     state_->thread.join();
+    state_->workers.finish(std::chrono::seconds(kLongestStop / kSecond));
   }
   const std::lock_guard lock(forks().mutex);
   forks().states.erase(state_.get());
@@ -198,6 +214,10 @@ Time State::now() {
 }
 
 State::State(Endpoint::Options given) : options(std::move(given)), id(random_id()) {
+  TORCH_CHECK_VALUE(options.rails >= 1 && options.rails <= kMostRails, "rails must be 1 to ",
+                    kMostRails, ", got ", options.rails);
+  TORCH_CHECK_VALUE(options.lost_after >= kSecond && options.lost_after <= kLongestLost,
+                    "lost_after must be 1 to ", kLongestLost / kSecond, " seconds");
   int error = EADDRNOTAVAIL;
   for (const Address& each : addresses_of(options.host)) {
     listener = socket(each.place.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -243,6 +263,11 @@ void State::close_in_child() {
   for (auto& [number, connection] : connections) {
     ::close(connection.fd);
   }
+  for (auto& [identity, peer] : peers) {
+    std::fill(peer.connections.begin(), peer.connections.end(), nullptr);
+  }
+  connections.clear();
+  workers.forget();
   for (int* fd : {&listener, &poll, &wake}) {
     ::close(*fd);
     *fd = -1;
@@ -308,11 +333,14 @@ bool State::is_acknowledged() const {
 }
 
 void State::tick(Time time) {
+  if (is_deaf) {
+    listen_from_now(true);
+  }
   for (auto& [id, peer] : peers) {
     if (peer.link->ended() == Rail::End::kNone) {
       if (peer.is_needed) {
-        peer.link->tick(time, options.lost_after);
         need(peer, time);
+        peer.link->tick(time, options.lost_after);
       }
       flush(peer, time);
     }
@@ -447,10 +475,21 @@ void State::connected(Connection& connection, Time time) {
   write(connection, time);
 }
 
+void State::listen_from_now(bool listens) {
+  is_deaf = !listens;
+  epoll_event event{};
+  event.events = listens ? EPOLLIN : 0;
+  event.data.u64 = kListener;
+  (void)epoll_ctl(poll, EPOLL_CTL_MOD, listener, &event);
+}
+
 void State::accept_all(Time time) {
   for (;;) {
     const int fd = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        listen_from_now(false);  // until the next tick: the thread would be woken at once
+      }
       return;
     }
     const auto unknown = std::count_if(connections.begin(), connections.end(),
@@ -491,6 +530,8 @@ void State::close(Connection& connection, Time time) {
     if (!connection.is_connecting) {
       ++counts.broken;
       rail.broken();
+      const Time rest = options.lost_after / kShareToConnect;
+      rail.saw(std::max(rail.last_sign(), time - options.lost_after + rest));
     }
     touch(peer);
   }

@@ -154,8 +154,9 @@ bool Link::take_ready(const Key& key, Shape shape) {
 // ---- receiving ----------------------------------------------------------------------------------
 
 void Link::receive(uint64_t id, const Key& key, uint8_t* memory, Shape shape) {
-  if (end_ != Rail::End::kNone || is_over(key)) {
-    complete(id, end_ != Rail::End::kNone ? Result::kEnded : Result::kEpochOver);
+  const bool has_ended = end_ != Rail::End::kNone && incoming_.count(key) == 0;
+  if (has_ended || is_over(key)) {
+    complete(id, has_ended ? Result::kEnded : Result::kEpochOver);
     return;
   }
   control(Kind::kReady, key, shape);
@@ -386,15 +387,23 @@ void Link::end(Rail::End why, const std::string& text) {
   for (auto& each : rails_) {
     each->end(why, text);
   }
-  for (auto& [key, incoming] : incoming_) {
-    drop(incoming, Result::kEnded);
+  for (auto each = incoming_.begin(); each != incoming_.end();) {
+    Incoming& incoming = each->second;
+    const auto whole = std::count_if(incoming.early.begin(), incoming.early.end(),
+                                     [](const auto& early) { return early.second.is_whole; });
+    if (!incoming.is_posted && !incoming.is_over &&
+        static_cast<uint64_t>(whole) == chunks_of(incoming.shape.total)) {
+      ++each;  // all of it has come: it can still be received
+    } else {
+      drop(incoming, Result::kEnded);
+      each = incoming_.erase(each);
+    }
   }
   for (auto& [key, outgoing] : sending_) {
     if (!outgoing.is_given) {
       complete(outgoing.id, Result::kEnded);
     }
   }
-  incoming_.clear();
   sending_.clear();
   queue_.clear();
   control_.clear();

@@ -75,7 +75,7 @@ class Link : private Rail::Owner {
   void begin_epoch(uint64_t channel, uint32_t epoch, std::string why);
   // Ends the link if a rail has ended, or if no rail has had a sign for so long.
   void tick(Time now, Time lost_after);
-  // Ends the link.
+  // Ends the link. A message that has come before its receive can still be received.
   void end(Rail::End why, const std::string& text);
 
   [[nodiscard]] std::vector<Completion> take_completions();

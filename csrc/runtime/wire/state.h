@@ -23,6 +23,10 @@ namespace commhook::wire {
 class Workers {
  public:
   void run(std::function<void()> function);
+  // Waits until no function is left.
+  void finish(std::chrono::seconds longest);
+  // In a child of fork(), which has none of the threads.
+  void forget() { shared_ = std::make_shared<Shared>(); }
 
  private:
   struct Shared {
@@ -30,8 +34,9 @@ class Workers {
     std::condition_variable changed;
     std::deque<std::function<void()>> functions;
     size_t idle = 0;
+    size_t open = 0;  // functions that wait or run
   };
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
 struct Connection {
@@ -98,6 +103,7 @@ struct State {
   void flush(Peer& peer, Time now);
   void handle(uint64_t number, uint32_t events, Time now);
   void accept_all(Time now);
+  void listen_from_now(bool listens);
   void connect(Peer& peer, size_t rail, Time now);
   void connected(Connection& connection, Time now);
   void not_connected(Connection& connection, int error, Time now);
@@ -129,6 +135,7 @@ struct State {
   bool is_forked = false;
   Time stop_at = 0;  // 0: not asked to stop
   int listener = -1;
+  bool is_deaf = false;  // no descriptor is left for another connection
   int poll = -1;
   int wake = -1;
   uint64_t last_number = 1;
