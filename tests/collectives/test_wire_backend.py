@@ -601,6 +601,27 @@ def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> 
         world.groups[0].recv([received], 1, 3).wait()
 
 
+def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(3)
+    sent = torch.arange(300_000.0)
+
+    def run(rank: int) -> None:
+        group = world.groups[rank]
+        group.barrier().wait()
+        if rank == 0:
+            group.send([sent], 1, 3).wait()
+            world.backends[0].shutdown()
+            return
+        if rank == 1:
+            received = torch.zeros_like(sent)
+            group.recv([received], 0, 3).wait()
+            assert torch.equal(received, sent)
+        with pytest.raises(dist.DistBackendError, match="rank 0 has left the group"):
+            group.allreduce([torch.ones(4)]).wait()
+
+    world.each(run)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(("", "", 0.5), "lost_after must"), (("", "", 15.0, 0), "rails must be 1 to 64, got 0")],

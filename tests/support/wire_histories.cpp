@@ -94,18 +94,15 @@ class History {
       post(key, lengths);
     }
     waiting_.clear();
-    for (int round = 0; round < 20000 && !is_done(); ++round) {
-      now_ += kSecond / 10;
-      for (size_t rail = 0; rail < is_connected_.size(); ++rail) {
-        connect(rail);
-        for (int side = 0; side < 2; ++side) {
-          write(side, rail, 1 << 20);
-          read(side, rail, 1 << 20);
-        }
-      }
-      check();
+    finish();
+    // One side leaves a channel to which the other one has sent.
+    send({2, 0, ++slot_, 0}, {1, 1 + pick(2 * kChunk), 0, true});
+    for (uint64_t turns = pick(3); turns > 0; --turns) {
+      write(1, 0, 1 + pick(kChunk));
+      read(0, 0, 1 + pick(kChunk));
     }
-    require(is_done(), "a message did not end");
+    sides_[0].link->leave(2);
+    finish();
     require(sides_[0].link->kept_bytes() == 0 && sides_[1].link->kept_bytes() == 0,
             "bytes of messages are kept that have ended");
     require(sides_[0].link->credit_used() == 0 && sides_[1].link->credit_used() == 0,
@@ -133,6 +130,21 @@ class History {
       default:
         return pick(3000);
     }
+  }
+
+  void finish() {
+    for (int round = 0; round < 20000 && !is_done(); ++round) {
+      now_ += kSecond / 10;
+      for (size_t rail = 0; rail < is_connected_.size(); ++rail) {
+        connect(rail);
+        for (int side = 0; side < 2; ++side) {
+          write(side, rail, 1 << 20);
+          read(side, rail, 1 << 20);
+        }
+      }
+      check();
+    }
+    require(is_done(), "a message did not end");
   }
 
   // A message from a side, of which each side has posted its part or not.
@@ -259,6 +271,8 @@ class History {
         uint32_t& epoch = side.epochs[each.key.channel];
         epoch = std::max(epoch, each.key.epoch);
         require(each.text == "because", "another reason");
+      } else if (each.kind == Kind::kLeft) {
+        require(each.key.channel == 2, "another channel was left");
       } else if (each.kind == Kind::kMisfit) {
         require(each.own != each.other, "a message fitted");
         misfits_[number].insert(each.key);
@@ -436,7 +450,7 @@ void hostile(uint64_t seed) {
       count += each.size;
     }
     rail.did_write(pick(4) == 0 ? pick(count + 1) : count, 0);
-    Frame frame = text_frame(static_cast<Kind>(pick(99) == 0 ? 1 + pick(2) : 3 + pick(6)),
+    Frame frame = text_frame(static_cast<Kind>(pick(99) == 0 ? 1 + pick(2) : 3 + pick(7)),
                              pick(10) > 0 ? "that" : "none");
     Memory payload;
     Header& header = frame.header;

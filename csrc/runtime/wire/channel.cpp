@@ -175,6 +175,7 @@ void Channel::begin(Exchange exchange, Done done) {
       }
     }
     state.settle(calls);
+    state.find_left(*group, calls);
   }
   make(calls);
 }
@@ -202,6 +203,15 @@ void Channel::close() {
       state.fail(*group, failure, calls);
     } else if (!group->failure) {
       group->failure = failure;
+      // With several rails, this could pass messages that are still due.
+      for (const uint64_t member :
+           state.options.rails == 1 ? group->members : std::vector<uint64_t>()) {
+        const auto found = state.peers.find(member);
+        if (found != state.peers.end() && !state.is_forked) {
+          found->second.link->leave(group->digest);
+          state.flush(found->second, State::now());
+        }
+      }
     }
     state.groups.erase(group->digest);
   }
@@ -214,12 +224,19 @@ void State::settle(Calls& calls) {
   while (!news.empty()) {
     for (Peer* peer : std::exchange(news, {})) {
       peer->has_news = false;
-      for (const auto& each : peer->link->take_notices()) {
-        take(each, *peer, calls);
-      }
+      const auto notices = peer->link->take_notices();
+      const auto take_all = [&](bool of_leaving) {
+        for (const auto& each : notices) {
+          if ((each.kind == Kind::kLeft) == of_leaving) {
+            take(each, *peer, calls);
+          }
+        }
+      };
+      take_all(false);
       for (const auto& each : peer->link->take_completions()) {
         take(each, *peer, calls);
       }
+      take_all(true);  // after the messages that came before
     }
   }
 }
@@ -234,6 +251,9 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
   const uint64_t index = completion.id - found->first;
   if (index >= waiting.is_open.size() || !waiting.is_open[index]) {
     return;  // its exchange has failed
+  }
+  if (completion.result == Link::Result::kEpochOver) {
+    return;  // a notice says why
   }
   if (completion.result == Link::Result::kDone) {
     ++(index < waiting.exchange.sends.size() ? counts.sent_messages : counts.received_messages);
@@ -277,6 +297,11 @@ void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
     return;
   }
   const auto group = found->second;
+  if (notice.kind == Kind::kLeft) {
+    group->left.insert(peer.address.id);
+    find_left(*group, calls);
+    return;
+  }
   Failure failure{Failure::Kind::kTold, rank_of(*group, peer.address.id), notice.text};
   if (notice.kind == Kind::kMisfit) {
     failure.kind = Failure::Kind::kMisfit;
@@ -318,6 +343,27 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
     calls.push_back(
         {std::move(waiting.done), error_of(failure), std::move(waiting.exchange.owner)});
     each = pending.erase(each);
+  }
+}
+
+// Fails a group if a message to or from a rank that has left is awaited.
+void State::find_left(Group& group, Calls& calls) {
+  if (group.left.empty() || group.failure) {
+    return;
+  }
+  for (const auto& [first, waiting] : pending) {
+    for (size_t i = 0; waiting.group.get() == &group && i < waiting.is_open.size(); ++i) {
+      const size_t sends = waiting.exchange.sends.size();
+      const int rank =
+          (i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends]).peer;
+      if (waiting.is_open[i] && group.left.count(group.members.at(rank)) > 0) {
+        fail(group,
+             {Failure::Kind::kEnded, rank,
+              c10::str("rank ", rank, " has left the group (in ", waiting.exchange.what, ")")},
+             calls);
+        return;
+      }
+    }
   }
 }
 

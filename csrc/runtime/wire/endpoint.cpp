@@ -575,8 +575,7 @@ void State::handle(uint64_t number, uint32_t events, Time time) {
     read(connection, time);
   }
   if ((events & EPOLLOUT) != 0 && find() != connections.end()) {
-    connection.wants_write = false;
-    watch(connection, false);
+    write(connection, time);
   }
   flush(peers.at(peer), time);
 }
@@ -701,10 +700,12 @@ void State::read(Connection& connection, Time time) {
 void State::write(Connection& connection, Time time) {
   Rail& rail = peers.at(connection.peer).link->rail(connection.rail);
   std::vector<Bytes> found;
-  for (int turn = 0; turn < kTurns; ++turn) {
+  bool has_more = true;
+  for (int turn = 0; turn < kTurns && has_more; ++turn) {
     rail.to_write(found, kWriteBytes, time);
     if (found.empty()) {
-      return;
+      has_more = false;
+      break;
     }
     std::array<iovec, kMostSpans> spans{};
     const size_t most = std::min(found.size(), spans.size());
@@ -729,7 +730,9 @@ void State::write(Connection& connection, Time time) {
       break;
     }
   }
-  watch(connection, true);
+  if (has_more != connection.wants_write) {
+    watch(connection, has_more);
+  }
 }
 
 }  // namespace commhook::wire

@@ -67,6 +67,7 @@ enum class Kind : uint32_t {
   kReady,         // the sender of the frame has memory for a message: all of it may come
   kMisfit,        // the sender of the frame expected another shape: this one
   kEpoch,         // a channel's epochs before this one are over; the payload says why
+  kLeft,          // the sender of the frame has left a channel, and sends and receives nothing more
   kVoid,          // in place of a frame whose message is over
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace commhook::wire {
@@ -62,21 +63,25 @@ bool Link::may_send(const Outgoing& outgoing) const {
 }
 
 bool Link::is_acknowledged() const {
-  return control_.empty() && queue_.empty() &&
+  return control_.empty() && queue_.empty() && unhurried_.empty() &&
          std::all_of(rails_.begin(), rails_.end(),
                      [](const auto& each) { return each->is_acknowledged(); });
 }
 
-bool Link::next(Frame& frame) {
-  if (!control_.empty()) {
-    frame = std::move(control_.front());
-    control_.pop_front();
+bool Link::next(Frame& frame, bool has_others) {
+  const auto take_first = [&frame](std::deque<Frame>& frames) {
+    frame = std::move(frames.front());
+    frames.pop_front();
     return true;
+  };
+  if (!control_.empty()) {
+    return take_first(control_);
   }
   const auto found = std::find_if(queue_.begin(), queue_.end(),
                                   [this](const Key& key) { return may_send(sending_.at(key)); });
   if (found == queue_.end()) {
-    return false;
+    const bool hurries = has_others || unhurried_.size() > kMostUnhurried;
+    return hurries && !unhurried_.empty() && take_first(unhurried_);
   }
   const Key key = *found;
   Outgoing& outgoing = sending_.at(key);
@@ -160,6 +165,10 @@ void Link::receive(uint64_t id, const Key& key, uint8_t* memory, Shape shape) {
     return;
   }
   control(Kind::kReady, key, shape);
+  if (shape.total <= kSmall) {
+    unhurried_.push_back(std::move(control_.back()));
+    control_.pop_back();
+  }
   const auto [found, is_new] = incoming_.try_emplace(key);
   Incoming& incoming = found->second;
   for (const auto& [offset, early] : incoming.early) {
@@ -211,7 +220,7 @@ Rail::Place Link::place(const Header& header) {
       (header.length == 0 && header.shape.total > 0)) {
     return kWrong;
   }
-  if (is_over(header.key)) {
+  if (is_over(header.key) || left_.count(header.key.channel) > 0) {
     return kNowhere;
   }
   const auto [found, is_new] = incoming_.try_emplace(header.key);
@@ -265,6 +274,9 @@ bool Link::take(const Header& header, const std::string& text) {
     }
     case Kind::kVoid:
       return true;
+    case Kind::kLeft:
+      take_left(header.key.channel);
+      break;
     case Kind::kEpoch:
       if (!take_epoch(header.key.channel, header.key.epoch)) {
         return false;
@@ -378,6 +390,35 @@ size_t Link::end_epochs(uint64_t channel, uint32_t epoch) {
   return credit;
 }
 
+void Link::leave(uint64_t channel) {
+  control(Kind::kLeft, first_of(channel, 0), {});
+  left_.insert(channel);
+  const auto first = incoming_.lower_bound(first_of(channel, 0));
+  const auto last = incoming_.upper_bound({channel, UINT32_MAX, UINT32_MAX, UINT32_MAX});
+  for (auto each = first; each != last; ++each) {
+    drop(each->second, Result::kEpochOver);
+  }
+  incoming_.erase(first, last);
+}
+
+// Nobody waits for what was sent there.
+void Link::take_left(uint64_t channel) {
+  const auto first = sending_.lower_bound(first_of(channel, 0));
+  const auto last = sending_.upper_bound({channel, UINT32_MAX, UINT32_MAX, UINT32_MAX});
+  for (auto each = first; each != last; ++each) {
+    credit_used_ -= each->second.credit;
+    if (!each->second.is_given) {
+      complete(each->second.id, Result::kEpochOver);
+    }
+  }
+  sending_.erase(first, last);
+  const auto goes = [channel](const Key& key) { return key.channel == channel; };
+  queue_.erase(std::remove_if(queue_.begin(), queue_.end(), goes), queue_.end());
+  for (auto& each : rails_) {
+    each->withdraw(goes);
+  }
+}
+
 void Link::end(Rail::End why, const std::string& text) {
   if (end_ != Rail::End::kNone) {
     return;
@@ -407,10 +448,13 @@ void Link::end(Rail::End why, const std::string& text) {
   sending_.clear();
   queue_.clear();
   control_.clear();
+  unhurried_.clear();
   ready_.clear();
 }
 
 void Link::tick(Time now, Time lost_after) {
+  std::move(unhurried_.begin(), unhurried_.end(), std::back_inserter(control_));
+  unhurried_.clear();
   bool is_lost = true;
   for (auto& each : rails_) {
     if (each->state() == Rail::State::kEnded) {

@@ -21,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,9 @@ namespace commhook::wire {
 
 constexpr size_t kCredit = 32 * 1024 * 1024;
 constexpr size_t kMessageCost = 256;
+// Of a message of so many bytes its receiver says later that it may come.
+constexpr size_t kSmall = 4096;
+constexpr size_t kMostUnhurried = 64;
 // The most messages that the other side has announced as ready, and the most channels that have
 // failed, of which this side knows nothing yet.
 constexpr size_t kMostRemembered = 1 << 16;
@@ -50,7 +54,7 @@ class Link : private Rail::Owner {
   };
   // What the other process says of a channel, or a message that does not fit.
   struct Notice {
-    Kind kind;  // kEpoch or kMisfit
+    Kind kind;  // kEpoch, kMisfit or kLeft
     Key key;
     std::string text;
     bool is_sent = false;  // of a misfit: whether this side has sent the message
@@ -73,7 +77,11 @@ class Link : private Rail::Owner {
   void receive(uint64_t id, const Key& key, uint8_t* memory, Shape shape);
   // Ends the messages of a channel's older epochs on both sides.
   void begin_epoch(uint64_t channel, uint32_t epoch, std::string why);
-  // Ends the link if a rail has ended, or if no rail has had a sign for so long.
+  // Says that this process has left a channel, and drops what comes for it. All messages of the
+  // channel that this process has begun are complete.
+  void leave(uint64_t channel);
+  // Sends what has waited for other frames. Ends the link if a rail has ended, or if no rail has
+  // had a sign for so long.
   void tick(Time now, Time lost_after);
   // Ends the link. A message that has come before its receive can still be received.
   void end(Rail::End why, const std::string& text);
@@ -118,7 +126,7 @@ class Link : private Rail::Owner {
   [[nodiscard]] std::string wrong_with(const std::string& greeting, size_t rail) const override {
     return check_(greeting, rail);
   }
-  bool next(Frame& frame) override;
+  bool next(Frame& frame, bool has_others) override;
   Rail::Place place(const Header& header) override;
   bool take(const Header& header, const std::string& text) override;
   void acknowledged(const Header& header) override;
@@ -131,6 +139,7 @@ class Link : private Rail::Owner {
   bool take_ready(const Key& key, Shape shape);
   bool take_epoch(uint64_t channel, uint32_t epoch);
   size_t end_epochs(uint64_t channel, uint32_t epoch);
+  void take_left(uint64_t channel);
   void misfit(const Key& key, Incoming& incoming, Shape other);
   void forget(const uint8_t* memory, size_t size);
   void drop_early(Incoming& incoming);
@@ -144,8 +153,11 @@ class Link : private Rail::Owner {
   std::map<Key, Outgoing> sending_;
   std::deque<Key> queue_;  // messages of which chunks are left to give
   std::deque<Frame> control_;
+  // That small messages may come. Few wait for it, so that it goes with other frames.
+  std::deque<Frame> unhurried_;
   std::map<Key, Shape> ready_;  // of messages that may come and were not sent yet
   std::map<Key, Incoming> incoming_;
+  std::set<uint64_t> left_;              // channels
   std::map<uint64_t, uint32_t> epochs_;  // the oldest epoch of a channel that is not over
   std::vector<Completion> completions_;
   std::vector<Notice> notices_;

@@ -11,7 +11,7 @@ constexpr size_t kNowhereBytes = 64 * 1024;
 
 bool is_numbered(Kind kind) {
   return kind == Kind::kData || kind == Kind::kReady || kind == Kind::kMisfit ||
-         kind == Kind::kEpoch || kind == Kind::kVoid;
+         kind == Kind::kEpoch || kind == Kind::kLeft || kind == Kind::kVoid;
 }
 
 bool lies_in(const uint8_t* data, const uint8_t* memory, size_t size) {
@@ -98,7 +98,7 @@ void Rail::to_write(std::vector<Bytes>& found, size_t enough, Time now) {
   while (state_ == State::kOpen && waiting < enough) {
     if (next_to_write_ == unacknowledged_.size()) {
       Frame frame;
-      if (!owner_.next(frame)) {
+      if (!owner_.next(frame, !writing_.empty())) {
         break;
       }
       frame.header.number = ++last_number_;

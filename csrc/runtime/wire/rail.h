@@ -62,8 +62,8 @@ class Rail {
     // Why the other side's greeting does not fit; empty if it does.
     [[nodiscard]] virtual std::string wrong_with(const std::string& greeting,
                                                  size_t rail) const = 0;
-    // The next frame to send; false if there is none now.
-    virtual bool next(Frame& frame) = 0;
+    // The next frame to send; false if there is none now. has_others: whether others are sent, too.
+    virtual bool next(Frame& frame, bool has_others) = 0;
     // Where the payload of a data frame goes.
     virtual Place place(const Header& header) = 0;
     // A numbered frame that has come whole and unchanged, also one whose payload went nowhere.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -65,6 +66,7 @@ struct Group {
   uint64_t digest = 0;
   int rank = 0;
   std::vector<uint64_t> members;  // identities, by rank
+  std::set<uint64_t> left;        // of these
   std::optional<Failure> failure;
 };
 
@@ -124,6 +126,7 @@ struct State {
   void take(const Link::Notice& notice, Peer& peer, Calls& calls);
   void fail(Group& group, Failure failure, Calls& calls);
   void find_late(Time now, Calls& calls);
+  void find_left(Group& group, Calls& calls);
 
   const Endpoint::Options options;
   std::string address;  // as text
