@@ -134,8 +134,10 @@ distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)
 	$(PASSED)
 
+wrapper-suite: SUITE = wrapper
+transport-suite: SUITE = transport
 wrapper-suite transport-suite: $(VENV)/built
-	$(LONG_RUN)/distributed_suite.py --suite $(@:-suite=) $(ARGS)
+	$(LONG_RUN)/distributed_suite.py --suite $(SUITE) $(ARGS)
 	$(PASSED)
 
 long-runs: $(VENV)/built
