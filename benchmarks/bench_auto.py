@@ -25,19 +25,17 @@ from bench_link import links_of
 from harness import Against, Job, Report, Samples, parse, parser
 from lab_bench import (
     Link,
+    add_links,
     check_hooks,
     congestion_control,
-    delay_argument,
     finish_run,
     format_link,
     measure_as_rank,
-    rate_argument,
     run_on_each,
     runs_as_rank,
     use_one_thread,
 )
 from link_rank import Subject, goes_on, set_link
-from netlab import parse_rate
 
 from torch_commhook.cli.text_data import read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
@@ -212,21 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=21, seconds=75.0)
     add = options.add_argument
-    add(
-        "--rates",
-        type=rate_argument,
-        nargs="+",
-        default=[parse_rate(rate) for rate in ("100mbit", "200mbit", "1gbit")],
-        help="rates of the links, each way (default: 100mbit 200mbit 1gbit)",
-    )
-    add(
-        "--delay",
-        type=delay_argument,
-        nargs="+",
-        metavar="MS",
-        default=[0.0, 0.010, 0.050],
-        help="delays of the links, each way, with each rate (default: 0 10 50)",
-    )
+    add_links(options, ["100mbit", "200mbit", "1gbit"], [0, 10, 50])
     add(
         "--hooks",
         nargs="+",

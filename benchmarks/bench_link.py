@@ -16,12 +16,11 @@ from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
 from lab_bench import (
     Link,
+    add_links,
     check_hooks,
     congestion_control,
-    delay_argument,
     finish_run,
     format_link,
-    rate_argument,
     run_on_each,
     use_one_thread,
 )
@@ -179,20 +178,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=6, seconds=900.0)
     add = options.add_argument
-    add(
-        "--rates",
-        type=rate_argument,
-        nargs="+",
-        default=[parse_rate("200mbit"), parse_rate("1gbit")],
-        help="rates of the links, each way (default: 200mbit 1gbit)",
-    )
-    add(
-        "--delay",
-        type=delay_argument,
-        nargs="+",
-        metavar="MS",
-        help="delays of the links, each way: a table for each rate and delay (default: none)",
-    )
+    add_links(options, ["200mbit", "1gbit"], None)
     add(
         "--hooks",
         nargs="+",

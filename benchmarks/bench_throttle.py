@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 from harness import Against, Job, Report, Samples, parse, parser
 from lab_bench import (
-    delay_argument,
+    add_links,
     finish_run,
     format_link,
-    rate_argument,
     run_ranks,
     use_one_thread,
 )
 from layer_buckets import step_of
 from link_rank import goes_on
-from netlab import Lab, parse_rate
+from netlab import Lab
 
 from torch_commhook.hooks.expressions import NO_HOOK
 from torch_commhook.process_group import ThrottledProcessGroup, register
@@ -195,21 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[2, 4],
         help="numbers of hosts, one lab each (default: 2 4)",
     )
-    add(
-        "--rates",
-        type=rate_argument,
-        nargs="+",
-        default=[parse_rate("200mbit")],
-        help="rates of the links, each way (default: 200mbit)",
-    )
-    add(
-        "--delay",
-        type=delay_argument,
-        nargs="+",
-        default=[0.0, 0.025],
-        metavar="MS",
-        help="delays of the links, each way (default: 0 25)",
-    )
+    add_links(options, ["200mbit"], [0, 25])
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if parsed.plan is not None:

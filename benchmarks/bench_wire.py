@@ -28,10 +28,9 @@ import torch.multiprocessing as mp
 from harness import Against, Job, Report, Samples, parse, parser
 from lab_bench import (
     Link,
-    delay_argument,
+    add_links,
     finish_run,
     format_link,
-    rate_argument,
     run_on_each,
     use_one_thread,
     write_figures,
@@ -46,8 +45,7 @@ MESSAGE, SMALL = 64_000_000, 1024
 #: Bytes of each rank's tensor, and numbers of ranks.
 ALL_REDUCE, ALL_GATHER, RANKS = (4_096, 1_000_000, 64_000_000), 1_000_000, (2, 4)
 RATE_AT_LEAST, CPU_AT_MOST, SMALL_AT_MOST = 0.95, 1.3, 1.2
-#: Of the links: rates, delays each way, and the one on which a connection is cut.
-RATES, DELAYS = (10**8, 2 * 10**8, 10**9), (0.0, 0.005, 0.025, 0.05)
+#: The link on which a connection is cut.
 BREAK: Link = (2 * 10**8, 0.025)
 #: A message over a link is as long as the link carries in this time, and at most MESSAGE.
 LINK_SECONDS = 0.7
@@ -246,7 +244,7 @@ def message_size(rate: int) -> int:
 def measure(plan: Plan, ranks: int = 2) -> list[Found]:
     """Runs ranks on this machine, or on hosts with links; the figures of each link."""
     if plan.links:
-        program, warm_up = Path(__file__).name, (max(RATES), 0.0)
+        program, warm_up = Path(__file__).name, (10**9, 0.0)
         found: list[Found] = run_on_each(ranks, plan.links, program, plan, warm_up=warm_up)
     else:
         with tempfile.TemporaryDirectory() as name:
@@ -340,17 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.set_defaults(rounds=12, seconds=15.0)
     add = options.add_argument
     add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
-    add(
-        "--rates", type=rate_argument, nargs="+", default=list(RATES), help="of the links, each way"
-    )
-    add(
-        "--delay",
-        type=delay_argument,
-        nargs="+",
-        default=list(DELAYS),
-        metavar="MS",
-        help="each way",
-    )
+    add_links(options, ["100mbit", "200mbit", "1gbit"], [0, 5, 25, 50])
     add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
     if parsed.plan is not None:

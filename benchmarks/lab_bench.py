@@ -49,6 +49,34 @@ def delay_argument(text: str) -> float:
     return seconds
 
 
+def add_links(
+    options: argparse.ArgumentParser, rates: Sequence[str], delays: Sequence[float] | None
+) -> None:
+    """Add the options for rates and delays of links: a table for each of both.
+
+    Args:
+        options: the parser.
+        rates: the default rates, such as ``"200mbit"``.
+        delays: the default delays each way, in milliseconds; None: none.
+    """
+    of_default = "none" if delays is None else " ".join(f"{delay:g}" for delay in delays)
+    options.add_argument(
+        "--rates",
+        type=rate_argument,
+        nargs="+",
+        default=[parse_rate(rate) for rate in rates],
+        help=f"rates of the links, each way (default: {' '.join(rates)})",
+    )
+    options.add_argument(
+        "--delay",
+        type=delay_argument,
+        nargs="+",
+        metavar="MS",
+        default=None if delays is None else [delay / 1e3 for delay in delays],
+        help=f"delays of the links, each way, with each rate (default: {of_default})",
+    )
+
+
 def format_link(rate: int, delay: float | None) -> str:
     """For example ``200mbit``, or ``200mbit and 25 ms``."""
     return format_rate(rate) + ("" if delay is None else f" and {delay * 1e3:g} ms")

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from wire_ranks import SECONDS, WireRanks
+from wire_ranks import WireRanks
 
 from torch_commhook import _C
 from torch_commhook.collectives import wire
@@ -401,8 +401,8 @@ def test_futures(worlds: Callable[[int], WireRanks]) -> None:
             group.allreduce([value]).wait()
             return value
 
-        works = [group.allreduce([torch.ones(4)]) for _ in range(1)]
-        assert [w.get_future().then(again).wait().tolist() for w in works] == [[9.0] * 4]
+        future = group.allreduce([torch.ones(4)]).get_future()
+        assert future.then(again).wait().tolist() == [9.0] * 4
         work = group.allreduce([torch.ones(2)])
         work.wait()
         assert work.get_future().wait()[0].tolist() == work.result()[0].tolist() == [3, 3]
@@ -507,12 +507,11 @@ def test_ranks_that_do_not_fit_get_errors(fresh: Callable[..., WireRanks], name:
     world = fresh(2)
 
     def run(rank: int) -> None:
-        begun = time.monotonic()
-        with pytest.raises(dist.DistBackendError):
+        # Neither has waited for its timeout.
+        with pytest.raises(dist.DistBackendError, match=r"rank \d (sends|expects) "):
             MISFITS[name][rank](world.groups[rank]).wait()
-            if name == "messages":  # a send may be over once the other process has it
+            if name == "messages":  # a send is over before the other process has looked at it
                 world.groups[rank].barrier().wait()
-        assert time.monotonic() - begun < 20
         with pytest.raises(dist.DistBackendError):
             world.groups[rank].barrier().wait()
 
@@ -584,17 +583,18 @@ def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
 
 def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(2)
+    other = world.more_backends()
     sent, received = torch.arange(300_000.0), torch.zeros(300_000)
 
     def run(rank: int) -> None:
-        group = world.groups[rank]
-        group.barrier().wait()
         if rank == 1:
-            group.send([sent], 0, 3).wait()
-            world.endpoints[1].close()  # until all has come
+            world.groups[rank].send([sent], 0, 3).wait()
+            world.endpoints[1].close()  # once all has come
+            return
+        with pytest.raises(dist.DistBackendError, match="rank 1: its process has ended"):
+            other[0].recv([torch.zeros(1)], 1, 0).wait()
 
     world.each(run)
-    time.sleep(0.5)  # rank 0 learns that nobody listens there any more
     world.groups[0].recv([received], 1, 3).wait()
     assert torch.equal(received, sent)
     with pytest.raises(dist.DistBackendError, match="rank 1: its process has ended"):
@@ -648,10 +648,8 @@ def test_an_endpoint_that_is_closed(fresh: Callable[..., WireRanks]) -> None:
             time.sleep(0.1)
             world.endpoints[0].close()
             return
-        begun = time.monotonic()
-        with pytest.raises(dist.DistBackendError):
+        with pytest.raises(dist.DistBackendError, match="rank 0: its process has ended"):
             world.groups[rank].allreduce([torch.ones(4)]).wait()
-        assert time.monotonic() - begun < SECONDS / 2
 
     world.each(run)
 

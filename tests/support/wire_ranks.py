@@ -22,21 +22,27 @@ class WireRanks:
     def __init__(self, size: int, seconds: float = SECONDS, lost_after: float = 15.0) -> None:
         self.size = size
         self.endpoints = [_C.WireEndpoint("127.0.0.1", "test", lost_after) for _ in range(size)]
-        self.backends: list[Any] = [None] * size
-        self.groups: list[Any] = [None] * size
+        self._timeout = timedelta(seconds=seconds)
+        self.backends = self.more_backends()
+        self.groups = [self._group(rank) for rank in range(size)]
+
+    def _group(self, rank: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(dist.HashStore(), rank, self.size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._register_backend(torch.device("cpu"), kind, self.backends[rank])
+        group._set_default_backend(kind)
+        group._set_group_name(f"wire {rank}")
+        return group
+
+    def more_backends(self) -> list[Any]:
+        """Backends of another group of these ranks, over the same connections."""
         store = dist.HashStore()
-        timeout = timedelta(seconds=seconds)
 
-        def join(rank: int) -> None:
-            own = _C.WireBackend(self.endpoints[rank], store, "test", rank, size, timeout)
-            group = dist.ProcessGroup(store, rank, size)
-            kind = dist.ProcessGroup.BackendType.CUSTOM
-            group._register_backend(torch.device("cpu"), kind, own)
-            group._set_default_backend(kind)
-            group._set_group_name(f"wire {rank}")
-            self.backends[rank], self.groups[rank] = own, group
+        def join(rank: int) -> Any:
+            endpoint = self.endpoints[rank]
+            return _C.WireBackend(endpoint, store, "test", rank, self.size, self._timeout)
 
-        self.each(join)
+        return self.each(join)
 
     def each(self, do: Callable[[int], Any]) -> list[Any]:
         """Calls a function on each rank at the same time; returns the results."""

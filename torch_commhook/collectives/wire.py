@@ -27,14 +27,14 @@ _endpoint: _C.WireEndpoint | None = None
 def register_backend() -> None:
     """Make ``"commhook"`` a backend that groups can be made with. More calls do nothing.
 
-    ``import torch_commhook`` does not call this: if any backend is registered, PyTorch gives groups
-    of ``"cpu:gloo"``, or of other backends for named devices, no default backend.
+    ``import torch_commhook`` does not call this: once any backend is registered, PyTorch gives
+    groups for named devices, such as ``"cpu:gloo"``, no default backend.
 
     Example:
         >>> process_group.register_backend()  # doctest: +SKIP
         >>> dist.init_process_group("cpu:commhook,cuda:nccl")  # doctest: +SKIP
     """
-    if _NAME.upper() not in dist.Backend._plugins:
+    if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, _make_backend, extended_api=True, devices=["cpu"])
 
 

@@ -1,9 +1,9 @@
 // A backend of torch.distributed for tensors on the CPU: "commhook".
 //
 // Ranks begin collectives in the same order; any number may be under way. Only wait() waits, and no
-// operation has a thread. Where ranks' operations differ, all of them get an error, as they do when
-// one is late or has ended. After an error the tensors may hold anything, and the group is of no
-// use any more.
+// operation has a thread. If operations of up to 16 ranks differ, all of them get an error, as all
+// ranks do if one is late or has ended. After an error the tensors may hold anything, and the group
+// is of no use any more.
 #pragma once
 
 #include <chrono>

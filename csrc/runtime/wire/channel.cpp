@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <utility>
 
 #include "runtime/wire/state.h"
 
 namespace commhook::wire {
 namespace {
-
-constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
 uint64_t digest_of(const std::string& text) {
   uint64_t value = 0xCBF29CE484222325ULL;  // FNV-1a
@@ -28,12 +27,6 @@ std::exception_ptr error_of(const Failure& failure) {
 std::string shape_text(const Shape& shape, const Shape& other) {
   return shape.total == other.total ? "another operation"
                                     : c10::str(shape.total, " bytes (here ", other.total, ")");
-}
-
-void make(Calls& calls) {
-  for (auto& each : calls) {
-    each.done(each.error);
-  }
 }
 
 int rank_of(const Group& group, uint64_t id) {
@@ -150,7 +143,7 @@ void Channel::begin(Exchange exchange, Done done) {
       const auto timeout = std::min(pending.exchange.timeout, kLongestTimeout);
       pending.deadline = time + timeout.count() * (kSecond / 1000);
       // All are posted before any bytes move: these may end the exchange.
-      std::vector<Peer*> used;
+      std::set<Peer*> used;
       uint64_t number = first;
       const auto post = [&](const Message& message, bool is_send) {
         Peer& peer = state.peers.at(group->members.at(message.peer));
@@ -161,7 +154,7 @@ void Channel::begin(Exchange exchange, Done done) {
         } else {
           peer.link->receive(number++, key, message.memory, shape);
         }
-        used.push_back(&peer);
+        used.insert(&peer);
       };
       for (const Message& each : pending.exchange.sends) {
         post(each, true);

@@ -22,6 +22,9 @@ namespace commhook::wire {
 
 class Endpoint;
 
+// Longer ones count as this.
+constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+
 // Why a channel has failed.
 struct Failure {
   enum class Kind : uint8_t {

@@ -27,6 +27,7 @@ constexpr uint64_t kListener = 0;
 constexpr uint64_t kWake = 1;
 constexpr Time kTick = kSecond / 20;
 constexpr Time kIdleTick = kSecond / 2;
+constexpr Time kStopTick = kSecond / 200;
 constexpr Time kFirstPause = kSecond / 50;
 constexpr Time kLongestPause = kSecond;
 constexpr Time kLongestConnecting = 5 * kSecond;
@@ -205,8 +206,6 @@ void Endpoint::cut() {
   }
 }
 
-void Endpoint::run(std::function<void()> function) { state_->workers.run(std::move(function)); }
-
 Time State::now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -240,10 +239,7 @@ State::State(Endpoint::Options given) : options(std::move(given)), id(random_id(
   poll = epoll_create1(EPOLL_CLOEXEC);
   wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   for (const auto& [fd, number] : {std::pair(listener, kListener), std::pair(wake, kWake)}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = number;
-    TORCH_CHECK_WITH(DistNetworkError, epoll_ctl(poll, EPOLL_CTL_ADD, fd, &event) == 0,
+    TORCH_CHECK_WITH(DistNetworkError, watch(EPOLL_CTL_ADD, fd, number, EPOLLIN),
                      "epoll_ctl: ", std::strerror(errno));
   }
 }
@@ -287,25 +283,19 @@ void State::loop() {
       for (int i = 0; i < count; ++i) {
         handle(events[i].data.u64, events[i].events, time);
       }
-      if (time >= next_tick) {
+      if (time >= next_tick || stop_at != 0) {
         tick(time);
         find_late(time, calls);
-        const bool is_idle = pending.empty() && is_acknowledged();
-        next_tick = time + (is_idle ? kIdleTick : kTick);
+        const bool is_idle = pending.empty() && is_acknowledged() && !owes_acknowledgement();
+        next_tick = time + (stop_at != 0 ? kStopTick : is_idle ? kIdleTick : kTick);
       }
       until_tick = std::max<Time>(0, next_tick - time);
       settle(calls);
-      if (stop_at != 0) {
-        until_tick = 0;
-        if (time >= stop_at || is_acknowledged()) {
-          break;
-        }
-        until_tick = kTick / 10;
+      if (stop_at != 0 && (time >= stop_at || is_acknowledged())) {
+        break;
       }
     }
-    for (auto& each : calls) {
-      each.done(each.error);
-    }
+    make(calls);
   }
   Calls calls;
   {
@@ -319,9 +309,7 @@ void State::loop() {
       fail(*group, {Failure::Kind::kClosed, group->rank, "this process has left"}, calls);
     }
   }
-  for (auto& each : calls) {
-    each.done(each.error);
-  }
+  make(calls);
 }
 
 bool State::is_acknowledged() const {
@@ -329,6 +317,14 @@ bool State::is_acknowledged() const {
     const Peer& peer = each.second;
     return peer.link->ended() != Rail::End::kNone || !peer.is_needed ||
            peer.link->is_acknowledged();
+  });
+}
+
+bool State::owes_acknowledgement() const {
+  return std::any_of(connections.begin(), connections.end(), [this](const auto& each) {
+    const Connection& connection = each.second;
+    return connection.peer != 0 && !connection.is_connecting &&
+           peers.at(connection.peer).link->rail(connection.rail).owes_acknowledgement();
   });
 }
 
@@ -451,10 +447,7 @@ void State::connect(Peer& peer, size_t rail, Time time) {
     not_connected(connection, errno, time);
     return;
   }
-  epoll_event event{};
-  event.events = EPOLLOUT;
-  event.data.u64 = connection.number;
-  (void)epoll_ctl(poll, EPOLL_CTL_ADD, fd, &event);
+  (void)watch(EPOLL_CTL_ADD, fd, connection.number, EPOLLOUT);
 }
 
 void State::not_connected(Connection& connection, int error, Time time) {
@@ -477,10 +470,7 @@ void State::connected(Connection& connection, Time time) {
 
 void State::listen_from_now(bool listens) {
   is_deaf = !listens;
-  epoll_event event{};
-  event.events = listens ? EPOLLIN : 0;
-  event.data.u64 = kListener;
-  (void)epoll_ctl(poll, EPOLL_CTL_MOD, listener, &event);
+  (void)watch(EPOLL_CTL_MOD, listener, kListener, listens ? EPOLLIN : 0);
 }
 
 void State::accept_all(Time time) {
@@ -503,19 +493,21 @@ void State::accept_all(Time time) {
     connection.fd = fd;
     connection.number = last_number;
     connection.since = time;
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = connection.number;
-    (void)epoll_ctl(poll, EPOLL_CTL_ADD, fd, &event);
+    (void)watch(EPOLL_CTL_ADD, fd, connection.number, EPOLLIN);
   }
+}
+
+bool State::watch(int operation, int fd, uint64_t number, uint32_t events) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = number;
+  return epoll_ctl(poll, operation, fd, &event) == 0;
 }
 
 void State::watch(Connection& connection, bool for_writing) {
   connection.wants_write = for_writing;
-  epoll_event event{};
-  event.events = for_writing ? EPOLLIN | EPOLLOUT : EPOLLIN;
-  event.data.u64 = connection.number;
-  (void)epoll_ctl(poll, EPOLL_CTL_MOD, connection.fd, &event);
+  (void)watch(EPOLL_CTL_MOD, connection.fd, connection.number,
+              for_writing ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
 void State::close(Connection& connection, Time time) {
@@ -618,9 +610,7 @@ bool State::take_head(Connection& connection, Time time) {
   }
   const auto found = peers.find(greeting->from);
   if (found == peers.end()) {
-    epoll_event event{};  // until a channel names it
-    event.data.u64 = connection.number;
-    (void)epoll_ctl(poll, EPOLL_CTL_MOD, connection.fd, &event);
+    (void)watch(EPOLL_CTL_MOD, connection.fd, connection.number, 0);  // until a channel names it
     return true;
   }
   Peer& peer = found->second;

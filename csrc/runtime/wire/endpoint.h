@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -57,8 +56,6 @@ class Endpoint {
   [[nodiscard]] Counts counts() const;
   // Closes all connections, as if their cables were cut; they are made again. For tests.
   void cut();
-  // Runs a function that takes time or waits, on another thread.
-  void run(std::function<void()> function);
 
  private:
   friend class Channel;

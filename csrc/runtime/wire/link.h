@@ -68,8 +68,8 @@ class Link : private Rail::Owner {
 
   Link(size_t rails, Greeting greeting, Check check, size_t credit = kCredit);
 
-  [[nodiscard]] size_t rails() const { return rails_.size(); }
   Rail& rail(size_t index) { return *rails_[index]; }
+  [[nodiscard]] const Rail& rail(size_t index) const { return *rails_[index]; }
 
   // Begin to send or receive a message; a completion with the id follows. Of each key there is one
   // in each direction. The memory must not change, or be read, until the completion.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -37,7 +38,8 @@ bool WireWork::is_over_by(std::chrono::steady_clock::time_point deadline) {
 }
 
 bool WireWork::wait(milliseconds timeout) {
-  if (timeout > kNoTimeout && !is_over_by(std::chrono::steady_clock::now() + timeout)) {
+  const auto longest = std::min(timeout, kLongestTimeout);
+  if (timeout > kNoTimeout && !is_over_by(std::chrono::steady_clock::now() + longest)) {
     const std::string text = c10::str(request_.text(), ": not complete after ", timeout.count(),
                                       " ms, for which rank ", rank_, " has waited");
     channel_->fail(text);
@@ -67,7 +69,7 @@ c10::intrusive_ptr<Future> WireWork::getFuture() {
       type = c10::ListType::create(type);
     }
     future_ = c10::make_intrusive<Future>(type);
-    if (has_outcome_) {  // no callback can be there yet
+    if (completed_) {  // no callback can be there yet
       fill(*future_);
     }
   }
@@ -75,8 +77,8 @@ c10::intrusive_ptr<Future> WireWork::getFuture() {
 }
 
 void WireWork::fill(Future& future) const {
-  if (error_) {
-    future.setError(error_);
+  if (exception_) {
+    future.setError(exception_);
   } else if (request_.outputs.size() > 1) {
     future.markCompleted(request_.outputs);
   } else {
@@ -88,11 +90,11 @@ void WireWork::complete(const std::exception_ptr& error) {
   c10::intrusive_ptr<Future> future;
   {
     std::lock_guard lock(mutex_);
-    error_ = error;
-    has_outcome_ = true;
+    exception_ = error;
+    completed_ = true;
     future = future_;
   }
-  finish(error);
+  cv_.notify_all();
   if (future != nullptr) {
     channel_->run(
         [self = c10::intrusive_ptr<WireWork>::reclaim_copy(this), future] { self->fill(*future); });

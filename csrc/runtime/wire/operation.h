@@ -67,10 +67,7 @@ class WireWork : public c10d::Work {
 
   const std::shared_ptr<Channel> channel_;
   const Request request_;
-  // Under mutex_.
-  bool has_outcome_ = false;  // a Future made from now on is complete
-  std::exception_ptr error_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // under mutex_
 };
 
 class Operation : public std::enable_shared_from_this<Operation> {

@@ -87,6 +87,11 @@ struct Call {
   std::shared_ptr<const void> owner;  // of memory that is no longer used
 };
 using Calls = std::vector<Call>;
+inline void make(Calls& calls) {
+  for (auto& each : calls) {
+    each.done(each.error);
+  }
+}
 
 struct State {
   explicit State(Endpoint::Options options);
@@ -115,10 +120,12 @@ struct State {
   bool feed(Connection& connection, const uint8_t* data, size_t size, Time now);
   void write(Connection& connection, Time now);
   void close(Connection& connection, Time now);
+  bool watch(int operation, int fd, uint64_t number, uint32_t events) const;  // by epoll
   void watch(Connection& connection, bool for_writing);
   void tick(Time now);
   void touch(Peer& peer);
   [[nodiscard]] bool is_acknowledged() const;
+  [[nodiscard]] bool owes_acknowledgement() const;
 
   // ---- channel.cpp
   void settle(Calls& calls);
