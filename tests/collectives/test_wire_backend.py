@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gloo_threads import in_threads
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -652,6 +653,17 @@ def test_an_endpoint_that_is_closed(fresh: Callable[..., WireRanks]) -> None:
             world.groups[rank].allreduce([torch.ones(4)]).wait()
 
     world.each(run)
+
+
+def test_groups_that_many_threads_make() -> None:
+    endpoint = _C.WireEndpoint("127.0.0.1", "test")
+
+    def make(_: int) -> None:
+        for _ in range(300):
+            _C.WireBackend(endpoint, dist.HashStore(), "", 0, 1, timedelta(seconds=9))
+
+    assert in_threads([functools.partial(make, index) for index in range(4)], 60) == []
+    endpoint.close()
 
 
 # ---- processes ----------------------------------------------------------------------------------

@@ -60,17 +60,19 @@ class PyEndpoint {
 }  // namespace
 
 void bind_wire(py::module_& m) {
+  // Not for constructors: pybind11 enters a new instance into its table while the guard lasts.
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEndpoint>(m, "WireEndpoint")
       .def(py::init([](std::string host, std::string version, double lost_after, size_t rails) {
              // What no number of nanoseconds can be is refused below.
              const bool fits = lost_after >= 0 && lost_after < 1e9;
              const auto time = static_cast<wire::Time>(fits ? lost_after * wire::kSecond : 0);
+             const py::gil_scoped_release no_gil;
              return std::make_unique<PyEndpoint>(
                  Endpoint::Options{std::move(host), std::move(version), time, rails});
            }),
            py::arg("host") = "", py::arg("version") = "", py::arg("lost_after") = 15.0,
-           py::arg("rails") = 1, without_gil())
+           py::arg("rails") = 1)
       .def_property_readonly("address",
                              [](const PyEndpoint& self) { return self.get()->address(); })
       .def("counts", &PyEndpoint::counts, without_gil())
@@ -80,11 +82,12 @@ void bind_wire(py::module_& m) {
   py::class_<WireBackend, c10d::Backend, c10::intrusive_ptr<WireBackend>>(m, "WireBackend")
       .def(py::init([](const PyEndpoint& endpoint, const Store& store, const std::string& name,
                        int rank, int size, std::chrono::milliseconds timeout) {
+             const py::gil_scoped_release no_gil;
              return WireBackend::make(
                  wire::Channel::join(endpoint.get(), store, name, rank, size, timeout), timeout);
            }),
            py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout"), without_gil())
+           py::arg("timeout"))
       .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil());
 }
