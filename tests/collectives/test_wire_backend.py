@@ -605,7 +605,7 @@ def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> 
 
 def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(3)
-    sent = torch.arange(300_000.0)
+    sent, has_come = torch.arange(300_000.0), threading.Event()
 
     def run(rank: int) -> None:
         group = world.groups[rank]
@@ -618,6 +618,8 @@ def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
             received = torch.zeros_like(sent)
             group.recv([received], 0, 3).wait()
             assert torch.equal(received, sent)
+            has_come.set()
+        has_come.wait(20)  # the first error ends all messages
         with pytest.raises(dist.DistBackendError, match="rank 0 has left the group"):
             group.allreduce([torch.ones(4)]).wait()
 
