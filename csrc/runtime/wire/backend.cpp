@@ -95,34 +95,44 @@ class ChannelBackend final : public WireBackend {
  public:
   ChannelBackend(std::shared_ptr<Channel> channel, milliseconds timeout)
       : WireBackend(channel->rank(), channel->size()),
-        channel_(std::move(channel)),
-        options_(c10::make_intrusive<Options>("commhook", timeout)) {}
+        options_(c10::make_intrusive<Options>("commhook", timeout)),
+        session_(std::make_shared<Session>(std::move(channel), 0)) {}
 
-  void fail(const std::string& why) override { channel_->fail(why); }
+  void fail(const std::string& why) override { session()->channel->fail(why); }
+  void close(const std::string& why) override { session()->channel->close(why); }
+  std::optional<Failure> failure() override { return session()->channel->failure(); }
+  void use(std::shared_ptr<Channel> channel) override {
+    const auto before = session();
+    before->channel->close();
+    const auto next = std::make_shared<Session>(std::move(channel), before->generation + 1);
+    const std::lock_guard lock(mutex_);
+    session_ = next;
+  }
+  std::shared_ptr<Exchanges> exchanges() override {
+    const auto found = session();
+    return {found, &found->exchanges};
+  }
   const std::string getBackendName() const override { return "commhook"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}  // it begins with 0 on all ranks
-  uint64_t getSequenceNumberForGroup() override { return number_; }
+  uint64_t getSequenceNumberForGroup() override { return session()->number; }
   void abort() override { fail(c10::str("rank ", rank_, " has aborted the group")); }
-  void shutdown() override { channel_->close(); }
+  void shutdown() override { close(""); }
 
   c10d::ErrorType getError() override {
-    try {
-      if (const auto error = channel_->failure()) {
-        std::rethrow_exception(error);
-      }
+    const auto failure = this->failure();
+    if (!failure) {
       return c10d::ErrorType::SUCCESS;
-    } catch (const PeerError& error) {
-      switch (error.failure.kind) {
-        case Failure::Kind::kTimeout:
-          return c10d::ErrorType::TIMEOUT;
-        case Failure::Kind::kMisfit:
-        case Failure::Kind::kTold:
-          return c10d::ErrorType::REMOTE_ERROR;
-        default:
-          return c10d::ErrorType::COMM_ERROR;
-      }
+    }
+    switch (failure->kind) {
+      case Failure::Kind::kTimeout:
+        return c10d::ErrorType::TIMEOUT;
+      case Failure::Kind::kMisfit:
+      case Failure::Kind::kTold:
+        return c10d::ErrorType::REMOTE_ERROR;
+      default:
+        return c10d::ErrorType::COMM_ERROR;
     }
   }
 
@@ -313,7 +323,7 @@ class ChannelBackend final : public WireBackend {
   // Names the ranks that rank 0 has not heard of, all of them in any case.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) override {
     Request request{OpType::BARRIER, "monitored_barrier"};
-    request.number = number_++;
+    request.number = session()->number++;
     const auto timeout = timeout_of(options.timeout);
     request.timeout = 2 * timeout;  // so that rank 0 is the first to give up
     const auto last = begin();
@@ -365,8 +375,25 @@ class ChannelBackend final : public WireBackend {
   }
 
  private:
+  // A channel, and what was begun there.
+  struct Session {
+    Session(std::shared_ptr<Channel> with, int64_t of)
+        : channel(std::move(with)), generation(of), exchanges(channel, generation) {}
+
+    const std::shared_ptr<Channel> channel;
+    const int64_t generation;
+    std::atomic<uint64_t> number{0};  // of collectives
+    Exchanges exchanges;
+    std::map<std::tuple<int, int, bool>, uint64_t> messages;  // their numbers; under mutex_
+  };
+
+  [[nodiscard]] std::shared_ptr<Session> session() const {
+    const std::lock_guard lock(mutex_);
+    return session_;
+  }
+
   [[nodiscard]] std::shared_ptr<Operation> begin() const {
-    return std::make_shared<Operation>(channel_);
+    return std::make_shared<Operation>(session()->channel);
   }
 
   [[nodiscard]] milliseconds timeout_of(milliseconds asked) const {
@@ -374,7 +401,7 @@ class ChannelBackend final : public WireBackend {
   }
 
   WorkPtr end(Operation& operation, Request request, milliseconds timeout) {
-    request.number = number_++;
+    request.number = session()->number++;
     request.timeout = timeout_of(timeout);
     return operation.begin(std::move(request));
   }
@@ -495,16 +522,14 @@ class ChannelBackend final : public WireBackend {
     request.timeout = options_->timeout;
     {
       const std::lock_guard lock(mutex_);
-      request.number = messages_[{peer, tag, is_send}]++;
+      request.number = session_->messages[{peer, tag, is_send}]++;
     }
     return operation->begin(std::move(request));
   }
 
-  const std::shared_ptr<Channel> channel_;
   const c10::intrusive_ptr<Options> options_;
-  std::atomic<uint64_t> number_{0};  // of collectives
-  std::mutex mutex_;
-  std::map<std::tuple<int, int, bool>, uint64_t> messages_;  // their numbers
+  mutable std::mutex mutex_;
+  std::shared_ptr<Session> session_;
 };
 
 }  // namespace

@@ -66,7 +66,8 @@ struct Group {
   uint64_t digest = 0;
   int rank = 0;
   std::vector<uint64_t> members;  // identities, by rank
-  std::set<uint64_t> left;        // of these
+  std::vector<int64_t> names;             // of ranks in texts
+  std::map<uint64_t, std::string> left;   // of the members, with their reasons
   std::optional<Failure> failure;
 };
 

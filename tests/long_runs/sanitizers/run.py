@@ -38,6 +38,7 @@ TESTS = [
     "tests/attachment/test_reducer.py",
     "tests/hooks/test_cpp_hooks.py",
     "tests/autograd/test_cpp_autograd_hooks.py",
+    "tests/collectives/test_wire_backend.py",
 ]
 
 #: With AddressSanitizer too. These have no threads but OpenMP's.
