@@ -5,13 +5,13 @@ The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
-from torch_commhook.collectives.exchange import MOST_RANKS
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
     EXPECTED,
@@ -22,7 +22,6 @@ from torch_commhook.process_group.gloo_messages import (
 )
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
-from torch_commhook.step.step_end import rounds_of
 
 #: The share of an Ethernet frame that is not headers (Ethernet, IP and TCP).
 PAYLOAD = 1448 / 1514
@@ -32,6 +31,8 @@ _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
 #: Gloo's threads in a group of init_process_group.
 _DDP_THREADS = 2
+#: Of the library's own groups, which have no threads: as many as there are buckets.
+_MOST_UNDER_WAY = 1 << 20
 
 
 def through_seconds(
@@ -76,7 +77,7 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else _MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
         issue(when, parts, partial(go_on, rest, before | {name}))
@@ -146,9 +147,9 @@ def round_trips(
 
 def agreement_of(world_size: int) -> list[Issued]:
     """The calls of a rank at the end of a step, by which all ranks agree that it succeeded."""
-    return [
-        # A byte to the rank at each distance.
-        Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))
-        for distances in rounds_of(world_size)
-        if distances
-    ]
+    if world_size == 1:
+        return []
+    if world_size <= MOST_RANKS:
+        return [Issued("", Traffic(EXPECTED, world_size, world_size - 1, world_size - 1))]
+    # A byte to the rank at each doubled distance.
+    return [Issued("", Traffic(EXPECTED, 2, 1, 1))] * math.ceil(math.log2(world_size))

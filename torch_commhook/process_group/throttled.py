@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import Place
 from torch_commhook.collectives.gloo_groups import (
-    group_threads,
     is_gloo,
+    is_gloo_or_own,
     provide_second_group,
     second_group,
 )
@@ -164,9 +164,9 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             raise ValueError(
                 f"{type(self).__name__}: bandwidth, latency and burst must fit into a float"
             ) from None
-        self.threads = group_threads(parent) if threads is None else threads
+        self.threads = _threads_of(parent) if threads is None else threads
         self._use(_ClockedLink(self.bandwidth, self.latency, self.burst))
-        if is_gloo(parent):
+        if is_gloo_or_own(parent):
             # As for the parent itself; see StepGroup.
             self._commhook_agrees = self._commhook_shares_used = True
             self._commhook_has_places = True
@@ -230,6 +230,18 @@ class _ThrottledPlace(Place):
         work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
         throttled.follow(work, [result])
         return throttled.get_future()
+
+
+#: The library's own groups run any number of collectives at once.
+_MANY = 1 << 20
+
+
+def _threads_of(group: dist.ProcessGroup) -> int:
+    """The number of collectives that a group runs at once; 2 if it is unknown."""
+    if not is_gloo(group):
+        return _MANY if is_gloo_or_own(group) else 2
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return int(options._threads)
 
 
 def _second_of(

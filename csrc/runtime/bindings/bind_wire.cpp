@@ -91,6 +91,8 @@ void bind_wire(py::module_& m) {
                              [](const PyEndpoint& self) { return self.get()->address(); })
       .def("counts", &PyEndpoint::counts, without_gil())
       .def(
+          "has_lost", [](const PyEndpoint& self) { return self.get()->has_lost(); }, without_gil())
+      .def(
           "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
       .def("close", &PyEndpoint::close, without_gil());
   py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
@@ -109,32 +111,33 @@ void bind_wire(py::module_& m) {
           py::arg("stage"), py::arg("timeout"), without_gil());
   const auto join = [](const PyEndpoint& endpoint, const Store& store, const std::string& name,
                        int rank, int size, std::chrono::milliseconds within,
-                       std::vector<int64_t> names) {
-    return wire::Channel::join(endpoint.get(), store, name, rank, size, within, std::move(names));
+                       std::vector<int64_t> names, bool is_held) {
+    return wire::Channel::join(endpoint.get(), store, name, rank, size, within, std::move(names),
+                               is_held);
   };
   py::class_<WireBackend, c10d::Backend, c10::intrusive_ptr<WireBackend>>(m, "WireBackend")
       .def(py::init([join](const PyEndpoint& endpoint, const Store& store, const std::string& name,
                            int rank, int size, std::chrono::milliseconds timeout,
                            std::optional<std::chrono::milliseconds> within,
-                           std::vector<int64_t> names) {
+                           std::vector<int64_t> names, bool is_held) {
              const py::gil_scoped_release no_gil;
              return WireBackend::make(join(endpoint, store, name, rank, size,
-                                           within.value_or(timeout), std::move(names)),
+                                           within.value_or(timeout), std::move(names), is_held),
                                       timeout);
            }),
            py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("within") = py::none(),
-           py::arg("names") = std::vector<int64_t>())
+           py::arg("names") = std::vector<int64_t>(), py::arg("is_held") = false)
       .def(
           "join",
           [join](WireBackend& self, const PyEndpoint& endpoint, const Store& store,
                  const std::string& name, std::chrono::milliseconds within,
-                 std::vector<int64_t> names) {
+                 std::vector<int64_t> names, bool is_held) {
             self.use(join(endpoint, store, name, self.getRank(), self.getSize(), within,
-                          std::move(names)));
+                          std::move(names), is_held));
           },
           py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("within"),
-          py::arg("names") = std::vector<int64_t>(), without_gil())
+          py::arg("names") = std::vector<int64_t>(), py::arg("is_held") = false, without_gil())
       .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
       .def("exchanges", &WireBackend::exchanges, without_gil())
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil())
@@ -142,9 +145,9 @@ void bind_wire(py::module_& m) {
       .def(
           "failure",
           [](WireBackend& self) {
-            std::optional<std::tuple<Failure::Kind, int, std::string, std::string>> found;
+            std::optional<std::tuple<Failure::Kind, int, std::string>> found;
             if (const auto failure = self.failure()) {
-              found.emplace(failure->kind, failure->rank, failure->text, failure->why);
+              found.emplace(failure->kind, failure->rank, failure->text);
             }
             return found;
           },

@@ -59,7 +59,7 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
                                        const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
                                        std::chrono::milliseconds timeout,
-                                       std::vector<int64_t> names) {
+                                       std::vector<int64_t> names, bool is_held) {
   TORCH_CHECK_VALUE(names.empty() || names.size() == static_cast<size_t>(std::max(size, 0)),
                     "there must be a name for each of ", size, " ranks, got ", names.size());
   TORCH_CHECK_VALUE(store, "a group needs a store");
@@ -83,6 +83,7 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
   auto group = std::make_shared<Group>();
   group->rank = rank;
   group->names = std::move(names);
+  group->is_held = is_held;
   std::string all = name;
   std::vector<Address> addresses;
   for (const auto& each : found) {
@@ -205,6 +206,7 @@ void Channel::close(const std::string& why) {
                 why.empty() ? c10::str(name_of(*group, group->rank), " has closed its group") : why,
                 why},
                calls);
+    state.leave(*group, why);
     state.groups.erase(group->digest);
   }
   make(calls);
@@ -318,20 +320,19 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
     return;
   }
   group.failure = failure;
-  const Time time = now();
   const auto kind = failure.kind;
-  const bool is_for_all = kind == Failure::Kind::kMisfit || kind == Failure::Kind::kTold;
   for (const uint64_t member : group.members) {
     const auto found = peers.find(member);
-    if (found == peers.end() || is_forked) {
-      continue;
+    if (found != peers.end() && !is_forked) {
+      if (kind == Failure::Kind::kMisfit || kind == Failure::Kind::kTold) {
+        found->second.link->begin_epoch(group.digest, 1, failure.text);
+      }
+      found->second.link->abandon(group.digest);
+      flush(found->second, now());
     }
-    if (is_for_all) {
-      found->second.link->begin_epoch(group.digest, 1, failure.text);
-    }
-    found->second.link->leave(group.digest,
-                              kind == Failure::Kind::kClosed ? failure.why : why_of(failure));
-    flush(found->second, time);
+  }
+  if (!group.is_held && kind != Failure::Kind::kClosed) {
+    leave(group, why_of(failure));
   }
   for (auto each = pending.begin(); each != pending.end();) {
     Pending& waiting = each->second;
@@ -342,6 +343,19 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
     calls.push_back(
         {std::move(waiting.done), error_of(failure), std::move(waiting.exchange.owner)});
     each = pending.erase(each);
+  }
+}
+
+void State::leave(Group& group, const std::string& why) {
+  if (std::exchange(group.has_left, true) || is_forked) {
+    return;
+  }
+  for (const uint64_t member : group.members) {
+    const auto found = peers.find(member);
+    if (found != peers.end()) {
+      found->second.link->leave(group.digest, why);
+      flush(found->second, now());
+    }
   }
 }
 

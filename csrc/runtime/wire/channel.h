@@ -82,13 +82,14 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Joins a group. All members call this; it waits for all their addresses.
   //
   // store: the group's, of which this uses a key for each rank. name: the same on all members, and
-  // no other group's. names: what texts call the ranks; empty: their numbers.
+  // no other group's. names: what texts call the ranks; empty: their numbers. is_held: after a
+  // failure this member leaves with close(), and not by itself.
   // Errors: c10::DistStoreError if an address does not come in time.
   static std::shared_ptr<Channel> join(const std::shared_ptr<Endpoint>& endpoint,
                                        const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
                                        std::chrono::milliseconds timeout,
-                                       std::vector<int64_t> names = {});
+                                       std::vector<int64_t> names = {}, bool is_held = false);
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
   ~Channel();

@@ -199,6 +199,14 @@ Endpoint::Counts Endpoint::counts() const {
   return state_->counts;
 }
 
+bool Endpoint::has_lost() const {
+  const std::lock_guard lock(state_->mutex);
+  return std::any_of(state_->peers.begin(), state_->peers.end(), [](const auto& each) {
+    const auto end = each.second.link->ended();
+    return end != Rail::End::kNone && end != Rail::End::kStopped;
+  });
+}
+
 void Endpoint::cut() {
   const std::lock_guard lock(state_->mutex);
   for (auto& [number, connection] : state_->connections) {

@@ -54,6 +54,8 @@ class Endpoint {
   // What other processes need to reach this one.
   [[nodiscard]] std::string address() const;
   [[nodiscard]] Counts counts() const;
+  // Whether another process was lost, which is for good, though it may run.
+  [[nodiscard]] bool has_lost() const;
   // Closes all connections, as if their cables were cut; they are made again. For tests.
   void cut();
 

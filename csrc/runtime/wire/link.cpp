@@ -400,7 +400,7 @@ size_t Link::end_epochs(uint64_t channel, uint32_t epoch) {
   return credit;
 }
 
-void Link::leave(uint64_t channel, std::string why) {
+void Link::abandon(uint64_t channel) {
   size_t credit = 0;
   std::set<Key> gone;
   for (auto each = first_in(sending_, channel); each != end_in(sending_, channel);) {
@@ -423,6 +423,9 @@ void Link::leave(uint64_t channel, std::string why) {
   } else {
     left_[channel] = credit;
   }
+}
+
+void Link::leave(uint64_t channel, std::string why) {
   leaving_.push_back({channel, std::move(why), {}});
   for (auto& each : rails_) {
     leaving_.back().numbers.push_back(each->last_number());

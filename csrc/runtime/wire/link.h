@@ -77,8 +77,9 @@ class Link : private Rail::Owner {
   void receive(uint64_t id, const Key& key, uint8_t* memory, Shape shape);
   // Ends the messages of a channel's older epochs on both sides.
   void begin_epoch(uint64_t channel, uint32_t epoch, std::string why);
-  // Says that this process has left a channel, and why. The other side learns it after all messages
-  // that are complete here. Those that are not end on both sides.
+  // Ends the messages of a channel that are not complete, for good. What is complete still arrives.
+  void abandon(uint64_t channel);
+  // Says why, once, after what is complete. The messages for which the other side waits then end.
   void leave(uint64_t channel, std::string why);
   // Sends what has waited for other frames. Ends the link if a rail has ended, or if no rail has
   // had a sign for so long.

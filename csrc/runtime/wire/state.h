@@ -69,6 +69,8 @@ struct Group {
   std::vector<int64_t> names;             // of ranks in texts
   std::map<uint64_t, std::string> left;   // of the members, with their reasons
   std::optional<Failure> failure;
+  bool is_held = false;
+  bool has_left = false;
 };
 
 // An exchange that is not over.
@@ -133,6 +135,7 @@ struct State {
   void take(const Link::Completion& completion, Peer& peer, Calls& calls);
   void take(const Link::Notice& notice, Peer& peer, Calls& calls);
   void fail(Group& group, Failure failure, Calls& calls);
+  void leave(Group& group, const std::string& why);
   void find_late(Time now, Calls& calls);
   void find_left(Group& group, Calls& calls);
 
