@@ -152,6 +152,7 @@ void bind_wire(py::module_& m) {
             return found;
           },
           without_gil());
+  WireBackend::bind_made(m);
 }
 
 }  // namespace commhook

@@ -1,6 +1,7 @@
 #include "runtime/wire/backend.h"
 
 #include <ATen/core/functional.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <map>
@@ -537,6 +538,11 @@ class ChannelBackend final : public WireBackend {
 c10::intrusive_ptr<WireBackend> WireBackend::make(std::shared_ptr<Channel> channel,
                                                   milliseconds timeout) {
   return c10::make_intrusive<ChannelBackend>(std::move(channel), timeout);
+}
+
+void WireBackend::bind_made(pybind11::module_& m) {
+  pybind11::class_<ChannelBackend, WireBackend, c10::intrusive_ptr<ChannelBackend>>(m,
+                                                                                   "_WireBackend");
 }
 
 }  // namespace commhook::wire

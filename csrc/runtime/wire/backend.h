@@ -6,6 +6,8 @@
 // and the group needs another channel.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -22,6 +24,9 @@ class WireBackend : public c10d::Backend {
  public:
   static c10::intrusive_ptr<WireBackend> make(std::shared_ptr<Channel> channel,
                                               std::chrono::milliseconds timeout);
+  // Lets Python know the class of what make() returns, so that a group's backend is a WireBackend.
+  static void bind_made(pybind11::module_& m);
+
   // Ends the operations of all ranks with this reason.
   virtual void fail(const std::string& why) = 0;
   // Leaves the group: the operations of ranks that wait for this one end with this reason.
