@@ -260,7 +260,9 @@ def test_what_is_refused(ranks: Callable[..., WireRanks]) -> None:
     found.expect([byte, byte], place, 0, SECONDS)
     with pytest.raises(ValueError, match=r"stage 0 of place \d+ was expected before"):
         found.expect([byte, byte], place, 0, SECONDS)
-    with pytest.raises(ValueError, match="outputs must be the tensors that expect.* rank 1 differs"):
+    with pytest.raises(
+        ValueError, match="outputs must be the tensors that expect.* rank 1 differs"
+    ):
         start(world, 0, [byte, byte], [byte, byte.clone()], result, place=place)
     for place, stage in ((-1, 0), (0, 2), (0, -1)):
         with pytest.raises(ValueError, match="place must be one that reserve"):

@@ -26,7 +26,7 @@ from torch_commhook.process_group.simulated.link import Issued
 #: Above this number of ranks formulas replace a simulation, which would take minutes.
 MOST_SIMULATED = 16
 MODEL = "model"
-_EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
+_EACH_TO_EACH = ("all_to_all_single", "exchange")
 _NUMBER_BYTES = 4  # gradients in float32
 #: The most elements for a formula: some codecs take no more. A larger model's traffic scales.
 _MOST_ELEMENTS = 1 << 28

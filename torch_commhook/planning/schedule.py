@@ -14,7 +14,6 @@ from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
 from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
-    EXPECTED,
     Traffic,
     has_a_thread,
     merged,
@@ -99,23 +98,19 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
     A simulated group has no exchanges; a hook's sums are all-reduces there.
     """
     found: list[Issued] = []
-    groups: set[str] = set()
     for each in chain:
-        # Ranks ask for the messages of a second stage when they issue the first.
-        operation = EXPECTED if each.group in groups else EXCHANGE
-        groups.add(each.group)
         traffic = each.traffic
         ranks, nbytes = traffic.ranks, traffic.nbytes
         if not 1 < ranks <= MOST_RANKS:
             found.append(each)
         elif traffic.operation in ("all_to_all_single", "all_gather_single"):
-            found.append(replace(each, traffic=replace(traffic, operation=operation)))
+            found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
         elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
             gathered = is_gathered(nbytes, ranks)
             carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
-            found.append(replace(each, traffic=Traffic(operation, ranks, nbytes, carried)))
+            found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
             if not gathered:
-                found.append(replace(each, traffic=Traffic(EXPECTED, ranks, nbytes, carried)))
+                found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
         else:
             found.append(each)
     return found
@@ -150,6 +145,6 @@ def agreement_of(world_size: int) -> list[Issued]:
     if world_size == 1:
         return []
     if world_size <= MOST_RANKS:
-        return [Issued("", Traffic(EXPECTED, world_size, world_size - 1, world_size - 1))]
+        return [Issued("", Traffic(EXCHANGE, world_size, world_size - 1, world_size - 1))]
     # A byte to the rank at each doubled distance.
-    return [Issued("", Traffic(EXPECTED, 2, 1, 1))] * math.ceil(math.log2(world_size))
+    return [Issued("", Traffic(EXCHANGE, 2, 1, 1))] * math.ceil(math.log2(world_size))

@@ -25,7 +25,6 @@ from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
-    EXPECTED,
     Traffic,
     has_a_thread,
     messages_of,
@@ -211,11 +210,6 @@ class _ThrottledPlace(Place):
     def __init__(self, group: ThrottledProcessGroup) -> None:
         super().__init__(group.parent)
         self._link, self._model = group._link, group._model
-        self._expected: set[int] = set()  # stages
-
-    def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        super().expect(stage, outputs)
-        self._expected.add(stage)
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
@@ -224,8 +218,7 @@ class _ThrottledPlace(Place):
         sent = nbytes - tensor_bytes(inputs[self._rank])
         received = sum(tensor_bytes(tensor) for tensor in outputs)
         received -= tensor_bytes(outputs[self._rank])
-        operation = EXPECTED if stage in self._expected else EXCHANGE
-        traffic = Traffic(operation, len(inputs), nbytes, max(sent, received))
+        traffic = Traffic(EXCHANGE, len(inputs), nbytes, max(sent, received))
         throttled = _ThrottledWork(self._link, self._model, traffic)
         work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
         throttled.follow(work, [result])

@@ -51,9 +51,7 @@ def all_alike(group: dist.ProcessGroup, own: bytes, place: Place | None = None) 
     Raises:
         RuntimeError: as for :func:`begin_maximum`.
     """
-    device = torch.device("cpu")
-    if not exchanges(group):
-        device = distributed_c10d._get_object_coll_device(group)
+    device = "cpu" if exchanges(group) else distributed_c10d._get_object_coll_device(group)
     digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     both = torch.cat([digest, 255 - digest])  # the maximum of the second half is the minimum
     return torch.equal(begin_maximum(group, both, place)(), both)

@@ -1,5 +1,7 @@
 #include "runtime/wire/channel.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <atomic>
 #include <set>
@@ -72,7 +74,20 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
   for (int each = 0; each < size; ++each) {
     keys.push_back(key_of(each));
   }
-  store->wait(keys, timeout);
+  try {
+    store->wait(keys, timeout);
+  } catch (const c10::Error&) {
+    std::vector<int64_t> missing;
+    for (int each = 0; each < size; ++each) {
+      if (!store->check({key_of(each)})) {
+        missing.push_back(names.empty() ? each : names.at(each));
+      }
+    }
+    TORCH_CHECK_WITH(DistStoreError, missing.empty(), "rank ", c10::Join(", ", missing),
+                     " did not come to group '", name, "' within ",
+                     static_cast<double>(timeout.count()) / 1000, " s");
+    throw;
+  }
   std::vector<std::vector<uint8_t>> found;
   if (store->hasExtendedApi()) {
     found = store->multiGet(keys);
