@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_ends_them(ranks: Callable[..., WireRanks]) -> None:
     future = start(world, 0, inputs, outputs, torch.ones(1))
     world.backends[1].close("it has had enough")
     for each in (future, start(world, 0, inputs, outputs, torch.ones(1))):
-        with pytest.raises(dist.DistBackendError, match="rank 1 has left .*: it has had enough"):
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 has left .*: it has had enough"):
             each.wait()
     with pytest.raises(dist.DistBackendError, match="it has had enough"):
         start(world, 1, inputs, outputs, torch.ones(1)).wait()
@@ -260,9 +260,7 @@ def test_what_is_refused(ranks: Callable[..., WireRanks]) -> None:
     found.expect([byte, byte], place, 0, SECONDS)
     with pytest.raises(ValueError, match=r"stage 0 of place \d+ was expected before"):
         found.expect([byte, byte], place, 0, SECONDS)
-    with pytest.raises(
-        ValueError, match="outputs must be the tensors that expect.* rank 1 differs"
-    ):
+    with pytest.raises(ValueError, match=r"outputs must be .* that of rank 1 differs"):
         start(world, 0, [byte, byte], [byte, byte.clone()], result, place=place)
     for place, stage in ((-1, 0), (0, 2), (0, -1)):
         with pytest.raises(ValueError, match="place must be one that reserve"):

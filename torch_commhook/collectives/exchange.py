@@ -24,23 +24,39 @@ from torch_commhook.collectives.gloo_groups import (
 )
 from torch_commhook.spans import sent
 
-__all__ = ["MOST_RANKS", "Place", "exchange", "exchanges", "has_places", "place_in"]
+__all__ = [
+    "FIRST",
+    "MOST_RANKS",
+    "SECOND",
+    "Place",
+    "exchange",
+    "exchanges",
+    "has_places",
+    "place_in",
+]
+
+
+#: The orders of a group's exchanges: of first and of second stages, of the ends of steps, and of
+#: comparisons of settings. Ranks that run in different modes take the places of one after those of
+#: another, or between them.
+FIRST, SECOND, STEP_END, COMPARISON = range(4)
 
 
 class Place:
-    """A position in the order of a group's exchanges, for two consecutive ones.
+    """A position in an order of a group's exchanges, for two consecutive ones.
 
     All ranks take their places in the same order. The exchanges of places may start in any order
     and on any thread: a place does not reference the group.
 
     Args:
         group: the process group.
+        order: which order; one of the constants above.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, order: int = FIRST) -> None:
         self._exchanges = backend_of(group).exchanges()
         self._timeout = group_timeout(group)
-        self._number = self._exchanges.reserve()
+        self._number = self._exchanges.reserve(order)
         self._rank: int = group.rank()
         #: The expected messages, for the exchange that follows.
         self.memory: Tensor | None = None
@@ -76,12 +92,12 @@ class Place:
         )
 
 
-def place_in(group: dist.ProcessGroup) -> Place:
-    """Take the next place in the order of a group's exchanges."""
+def place_in(group: dist.ProcessGroup, order: int = FIRST) -> Place:
+    """Take the next place in an order of a group's exchanges."""
     if not has_places(group):
-        return Place(group)
+        return Place(group, order)
     around: Any = group
-    place: Place = around._commhook_place()
+    place: Place = around._commhook_place(order)
     return place
 
 

@@ -35,14 +35,14 @@ _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.We
 
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
-    """Whether a group is PyTorch's own, with Gloo for the tensors of a device."""
+    """Whether a group is PyTorch's own, with Gloo or ``wire`` for the tensors of a device."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
     try:
-        backend = group._get_backend(torch.device(device))
+        backend: Any = group._get_backend(torch.device(device))
     except RuntimeError:  # it has none for the device
         return False
-    return type(backend) is dist.ProcessGroupGloo
+    return type(backend) is dist.ProcessGroupGloo or isinstance(backend, _C.WireBackend)
 
 
 def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
@@ -277,15 +277,12 @@ def provide_second_group(group: dist.ProcessGroup, provider: _Provider) -> None:
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """The group over the same ranks that issues the second stage of collectives.
 
-    The thread that ends one stage issues the next. Exchanges may start in any order, so they need
-    no other group. Collectives do: all ranks must issue those of one group in the same order. The
-    first call makes that group, on all ranks at the same point.
+    The thread that ends one stage issues the next, and all ranks must issue the collectives of one
+    group in the same order. The first call makes the group, on all ranks at the same point.
 
     Returns:
         The group; None for groups of other kinds.
     """
-    if exchanges(group):
-        return group
     found = _seconds.get(group)
     if found is not None:
         return found
@@ -306,6 +303,14 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     if found is not None:
         _seconds[group] = found
     return found
+
+
+def group_of_stages(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """As :func:`second_group`; the group itself if its ranks exchange messages.
+
+    Exchanges may start in any order, so they need no other group.
+    """
+    return group if exchanges(group) else second_group(group)
 
 
 def second_stages(description: str) -> str:

@@ -199,16 +199,16 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             return work
         return throttled
 
-    def _commhook_place(self) -> Place:
+    def _commhook_place(self, order: int) -> Place:
         """See :func:`torch_commhook.collectives.exchange.place_in`."""
-        return _ThrottledPlace(self)
+        return _ThrottledPlace(self, order)
 
 
 class _ThrottledPlace(Place):
     """A place in the order of the parent's exchanges, which also take time on the link."""
 
-    def __init__(self, group: ThrottledProcessGroup) -> None:
-        super().__init__(group.parent)
+    def __init__(self, group: ThrottledProcessGroup, order: int) -> None:
+        super().__init__(group.parent, order)
         self._link, self._model = group._link, group._model
 
     def exchange(
@@ -234,7 +234,7 @@ def _threads_of(group: dist.ProcessGroup) -> int:
     if not is_gloo(group):
         return _MANY if is_gloo_or_own(group) else 2
     options: Any = group._get_backend(torch.device("cpu")).options
-    return int(options._threads)
+    return int(getattr(options, "_threads", _MANY))
 
 
 def _second_of(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_commhook.collectives.exchange import Place, exchange, exchanges, place_in
+from torch_commhook.collectives.exchange import STEP_END, Place, exchange, exchanges, place_in
 
 
 class StepEnd:
@@ -28,7 +28,7 @@ class StepEnd:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._place = place_in(group) if exchanges(group) else None
+        self._place = place_in(group, STEP_END) if exchanges(group) else None
 
     def any_rank(self, flag: bool = True) -> bool:
         """Wait until all ranks call this. Returns whether the flag is set on any of them.

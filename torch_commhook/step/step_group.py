@@ -30,17 +30,17 @@ from torch import Tensor
 from torch_commhook._C import WireFailure
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.exchange import Place, exchanges, place_in
+from torch_commhook.collectives.exchange import COMPARISON, Place, exchanges, place_in
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
     group_description,
     group_name,
+    group_of_stages,
     group_store,
     group_timeout,
     is_gloo_or_own,
     lacks_cpu,
     provide_second_group,
-    second_group,
     second_stages,
 )
 from torch_commhook.collectives.group_place import group_rank
@@ -491,12 +491,12 @@ class StepGroup:
     def expect_comparison(self) -> None:
         """Reserve the place of the next :attr:`all_alike`, which other threads' may come before."""
         if self.recovers and not self._broken and exchanges(self.group):
-            self._comparison = self._comparison or place_in(self.group)
+            self._comparison = self._comparison or place_in(self.group, COMPARISON)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another. All ranks call this."""
         if self.recovers:
-            second_group(self.group)
+            group_of_stages(self.group)
 
     def _make(
         self,

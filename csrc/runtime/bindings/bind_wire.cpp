@@ -96,7 +96,7 @@ void bind_wire(py::module_& m) {
           "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
       .def("close", &PyEndpoint::close, without_gil());
   py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
-      .def("reserve", &wire::Exchanges::reserve, without_gil())
+      .def("reserve", &wire::Exchanges::reserve, py::arg("order") = 0, without_gil())
       .def("expect", &wire::Exchanges::expect, py::arg("outputs"), py::arg("place"),
            py::arg("stage"), py::arg("timeout"), without_gil())
       .def(

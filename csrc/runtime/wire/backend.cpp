@@ -151,6 +151,9 @@ class ChannelBackend final : public WireBackend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Request request{OpType::ALLREDUCE, "all_reduce"};
     c10d::assertSingleElement(Invalid(request), tensors);
+    if (tensors[0].is_sparse() && tensors[0].is_cpu()) {
+      return sum_sparse(std::move(request), tensors[0], options);
+    }
     return all_reduce(std::move(request), tensors, options);
   }
 
@@ -432,6 +435,77 @@ class ChannelBackend final : public WireBackend {
     request.of = c10::str(form_of(data), " by ", reduction.name());
     request.outputs = {tensors};
     return end(*operation, std::move(request), options.timeout);
+  }
+
+  // A sum of sparse tensors, which all ranks gather. It takes a thread, since how long they are is
+  // known only when all ranks have said it.
+  WorkPtr sum_sparse(Request request, at::Tensor tensor, const c10d::AllreduceOptions& options) {
+    const auto op = options.reduceOp;
+    TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
+                "commhook all_reduce: of sparse tensors only sums and means are supported");
+    const auto found = session();
+    request.number = found->number++;
+    request.timeout = timeout_of(options.timeout);
+    request.of = c10::str(tensor.numel(), " sparse ",
+                          c10::getDtypeNames(tensor.scalar_type()).first);
+    request.outputs = {{tensor}};
+    auto work = c10::make_intrusive<WireWork>(found->channel, request);
+    auto parts = request;
+    parts.number = found->number++;
+    found->channel->run([this, self = c10::intrusive_ptr<ChannelBackend>::reclaim_copy(this), found,
+                         work, request, parts, tensor, op] {
+      std::exception_ptr error;
+      try {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        const auto sums = gather_sparse(*found, request, parts, tensor);
+        tensor.copy_(op == c10d::ReduceOp::AVG ? sums / size_ : sums);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      work->complete(error);
+    });
+    return work;
+  }
+
+  at::Tensor gather_sparse(Session& session, Request request, Request parts,
+                           const at::Tensor& tensor) {
+    const auto own = tensor.detach().coalesce();
+    const auto counts = at::zeros({size_}, at::kLong);
+    counts[rank_].fill_(own._nnz());
+    auto operation = std::make_shared<Operation>(session.channel);
+    request.outputs.clear();
+    add_all_gather(*operation, shards_of(counts, size_));
+    operation->begin(std::move(request))->wait(kNoTimeout);
+    const auto sizes = [&](const at::Tensor& dense, int64_t dim, int64_t length) {
+      auto found = dense.sizes().vec();
+      found.at(dim) = length;
+      return at::empty(found, dense.options());
+    };
+    Tensors indices;
+    Tensors values;
+    const auto own_indices = own._indices().contiguous();
+    const auto own_values = own._values().contiguous();
+    operation = std::make_shared<Operation>(session.channel);
+    parts.outputs.clear();
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto length = counts[rank].item<int64_t>();
+      indices.push_back(rank == rank_ ? own_indices : sizes(own_indices, 1, length));
+      values.push_back(rank == rank_ ? own_values : sizes(own_values, 0, length));
+    }
+    for (const auto* tensors : {&indices, &values}) {
+      const auto flat = c10::fmap(*tensors, [](const at::Tensor& each) { return each.view(-1); });
+      operation->base(tensors == &indices ? 0 : static_cast<uint32_t>(2 * size_ + 64));
+      add_all_to_all(*operation, Tensors(size_, flat[rank_]), flat);
+    }
+    operation->begin(std::move(parts))->wait(kNoTimeout);
+    // In the order of ranks, so that all have the same bits.
+    at::Tensor sum;
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto each =
+          at::sparse_coo_tensor(indices[rank], values[rank], tensor.sizes(), tensor.options());
+      sum = sum.defined() ? sum + each : each;
+    }
+    return sum.coalesce();
   }
 
   // parts: of each input, of each rank.

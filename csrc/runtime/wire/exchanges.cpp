@@ -44,7 +44,12 @@ struct Exchanges::Part {
   }
 };
 
-int64_t Exchanges::reserve() { return generation_ * kNumbers + reserved_++; }
+int64_t Exchanges::reserve(int64_t order) {
+  TORCH_CHECK_VALUE(order >= 0 && order < kOrders, "exchange: order must be 0 to ", kOrders - 1,
+                    ", got ", order);
+  return generation_ * kNumbers + order * (kNumbers / kOrders) +
+         reserved_.at(order)++ % (kNumbers / kOrders);
+}
 
 void Exchanges::check(const Tensors& messages, const Stage& stage, const char* name) const {
   const auto& [place, number] = stage;
@@ -88,7 +93,8 @@ void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage
       add(exchange.receives, peer, (*outputs)[peer], (*outputs)[peer].mutable_data_ptr());
     }
   }
-  exchange.what = c10::str("exchange ", place % kNumbers, number == 0 ? "" : ", second stage");
+  exchange.what = c10::str("exchange ", place % (kNumbers / kOrders), " of order ",
+                           place % kNumbers / (kNumbers / kOrders), number == 0 ? "" : ", sums");
   exchange.timeout = timeout;
   channel_->begin(std::move(exchange),
                   [part](std::exception_ptr error) { part->end(std::move(error)); });

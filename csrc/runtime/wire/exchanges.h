@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -20,6 +21,8 @@ namespace commhook::wire {
 
 class Exchanges {
  public:
+  static constexpr int64_t kOrders = 8;
+
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   using Tensors = std::vector<at::Tensor>;
 
@@ -30,9 +33,9 @@ class Exchanges {
   Exchanges& operator=(const Exchanges&) = delete;
   ~Exchanges() { channel_->close(); }  // it may have memory of messages that nobody has started
 
-  // Reserves a place in the order of exchanges, for one that starts later. All ranks reserve in the
-  // same order; they may start in any order, on any thread.
-  int64_t reserve();
+  // Reserves a place in an order of exchanges, for one that starts later. All ranks reserve in the
+  // same order; they may start in any order, on any thread. order: which one, below kOrders.
+  int64_t reserve(int64_t order);
 
   // Gives memory to messages of an exchange before it starts: a large one then comes at once, and
   // none is copied. Nothing is thrown but for wrong arguments: start() reports failures.
@@ -54,7 +57,7 @@ class Exchanges {
 
   const std::shared_ptr<Channel> channel_;
   const int64_t generation_;
-  std::atomic<int64_t> reserved_{0};
+  std::array<std::atomic<int64_t>, kOrders> reserved_{};
   std::mutex mutex_;
   std::map<Stage, std::pair<Tensors, std::shared_ptr<Part>>> expected_;
 };
