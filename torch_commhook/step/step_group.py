@@ -226,6 +226,7 @@ class StepGroup:
         own = next(own for own in self._own if own.group is group)
         assert self._rendezvous is not None
         self.connections.connect(own, self._rendezvous.store)
+        self._step_end = self._comparison = None  # their places may be of before
 
     def _has(self, group: dist.ProcessGroup) -> bool:
         return set(dist.get_process_group_ranks(group)) <= set(
