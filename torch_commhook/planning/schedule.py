@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
+from torch_commhook.collectives.direct_sum import is_gathered
 from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
@@ -105,7 +105,7 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
             found.append(each)
         elif traffic.operation in ("all_to_all_single", "all_gather_single"):
             found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
-        elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
+        elif traffic.operation == "allreduce" and nbytes > 0:
             gathered = is_gathered(nbytes, ranks)
             carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
             found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
