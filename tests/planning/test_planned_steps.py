@@ -14,7 +14,7 @@ from rank_pool import RankPool
 from torch import nn
 
 from torch_commhook import GradBucket, attach, codecs, hooks, run_hook
-from torch_commhook.collectives import exchange
+from torch_commhook.collectives import exchange, wire
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning import Measured, Model, measure, plan
 from torch_commhook.planning.formulas import (
@@ -28,7 +28,6 @@ from torch_commhook.planning.hook_work import gradients_of
 from torch_commhook.planning.schedule import agreement_of
 from torch_commhook.process_group.gloo_messages import Traffic
 from torch_commhook.process_group.simulated.link import Issued
-from torch_commhook.step import step_end
 from torch_commhook.testing import run_ranks, simulate
 
 PAYLOAD = 1448 / 1514
@@ -301,6 +300,7 @@ BUCKETS, WIDTH = 5, 64
 
 def _counted(rank: int, text: str, levels: Any) -> tuple[int, int]:
     """The messages of a step, and the connections that the hook has added."""
+    wire._thread.endpoints = endpoints = wire._Endpoints()  # without others' connections
     before = _established()
     hook = parse_hook(text)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)]
@@ -323,6 +323,8 @@ def _counted(rank: int, text: str, levels: Any) -> tuple[int, int]:
     assert len(handle.stats().buckets) == BUCKETS
     dist.barrier()
     handle.remove()
+    endpoints.close()
+    del wire._thread.endpoints
     return count, connections
 
 

@@ -245,7 +245,8 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
         [of_group(ranks, not own and bool(with_all))]
         + [of_group(sizes[name], name in with_all) for name in own]
     )
-    return most * connections
+    # The first ones stay when a group gets several.
+    return most * (connections + (connections > 1))
 
 
 def bytes_out_of_node(
