@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook.collectives.exchange import exchange
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages, second_group
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, register, throttled
 from torch_commhook.process_group.gloo_messages import (
@@ -261,7 +261,7 @@ def test_stages_are_on_one_link(rank: int, text: str, has_seconds: bool) -> None
         found.append(gradients)
         if process_group is group:
             issued = [traffic.operation for _, traffic in link.issued[begun:]]
-            assert second_group(group) is group
+            assert group_of_stages(group) is group
             assert group._model.threads == 2  # as PyTorch's groups have
         handle.remove()
     assert equal(*found)

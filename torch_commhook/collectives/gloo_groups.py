@@ -82,7 +82,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store through which a group's ranks have met; None if unknown."""
     entry = distributed_c10d._world.pg_map.get(group)
-    if entry is not None:
+    if entry is not None and entry[1] is not None:
         return entry[1]
     try:
         found: dist.Store = group.get_group_store()

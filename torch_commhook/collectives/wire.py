@@ -43,6 +43,8 @@ class _Endpoints:
             return found
 
     def close(self) -> None:
+        for each in self._all:  # at the same time
+            each.stop()
         for each in self._all:
             each.close()
 

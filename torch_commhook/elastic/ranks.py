@@ -88,6 +88,7 @@ class ElasticRanks:
         self._door = Door(self._store, self.membership.own, half)
         self._base: dist.ProcessGroup | None = None
         self._addresses: list[Callable[[], object]] = []  # remove those of groups that have ended
+        self._base_address: Callable[[], object] = lambda: None  # removes that of the base
         self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
         self._process = os.getpid()
         atexit.register(self.leave)

@@ -72,6 +72,7 @@ class ConnectedGroup:
         self._within: timedelta = group_timeout(like) if connect_within is None else connect_within
         self._lost_after = LOST_AFTER
         self._rails = 1
+        self._changes = 0  # of their number
         if connect_within is not None:
             self._lost_after = max(1.0, min(LOST_AFTER, connect_within.total_seconds()))
         self._greeting: tuple[bytes, bool] | None = None
@@ -144,7 +145,8 @@ class ConnectedGroup:
         """Use so many connections to each rank. All ranks call this, with nothing under way."""
         if count != self._rails:
             self._rails = count
-            self.renew(store)
+            self._changes += 1
+            self.renew(dist.PrefixStore(str(self._changes), store))
 
     def close(self, why: str) -> None:
         """Leave the group: ranks that wait for messages of this one fail with this reason."""

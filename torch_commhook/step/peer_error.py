@@ -47,6 +47,8 @@ def reason_of_loss(failure: Failure, error: BaseException, seen_by: int) -> Reas
         error: the error on this rank.
         seen_by: this rank.
     """
+    if failure.kind == WireFailure.TOLD:
+        return Reason(f"on rank {failure.rank}: {failure.text}", failure.rank)
     has_ended = failure.kind != WireFailure.LOST
     text = (
         f"since the process of rank {failure.rank} ended, or left the others without saying why"

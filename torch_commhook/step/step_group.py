@@ -53,8 +53,8 @@ from torch_commhook.step.rendezvous import Reason, Rendezvous
 from torch_commhook.step.step_end import StepEnd, agree_on_used, all_alike, begin_maximum
 
 _log = logging.getLogger(__name__)
-#: The other rank will send nothing more.
-_GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT)
+#: Another rank is at fault, and will send nothing more.
+_GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD)
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _siblings: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[StepGroup]] = (
     weakref.WeakKeyDictionary()
@@ -276,6 +276,8 @@ class StepGroup:
         assert self._rendezvous is not None
         try:
             store = self._rendezvous.meet()
+            for own in self._own:  # first: late stages of the failed step must take no new place
+                renew_turns(own.group)
             for own in self._own:
                 own.renew(store)
         except BaseException as error:
@@ -290,8 +292,6 @@ class StepGroup:
                 "after the last step failed; every rank must run another backward()"
             ) from error
         self._rendezvous.epoch += 1
-        for own in self._own:
-            renew_turns(own.group)
         self._broken = False
 
     def end(self) -> None:

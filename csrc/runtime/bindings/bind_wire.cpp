@@ -94,6 +94,8 @@ void bind_wire(py::module_& m) {
           "has_lost", [](const PyEndpoint& self) { return self.get()->has_lost(); }, without_gil())
       .def(
           "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
+      .def(
+          "stop", [](const PyEndpoint& self) { self.get()->stop(); }, without_gil())
       .def("close", &PyEndpoint::close, without_gil());
   py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
       .def("reserve", &wire::Exchanges::reserve, py::arg("order") = 0, without_gil())

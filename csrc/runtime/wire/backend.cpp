@@ -327,13 +327,13 @@ class ChannelBackend final : public WireBackend {
   // Names the ranks that rank 0 has not heard of, all of them in any case.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) override {
     Request request{OpType::BARRIER, "monitored_barrier"};
-    request.number = session()->number++;
     const auto timeout = timeout_of(options.timeout);
     request.timeout = 2 * timeout;  // so that rank 0 is the first to give up
     const auto last = begin();
+    request.number = last->session->number++;
     last->stage(1);
     if (rank_ != 0) {
-      const auto first = begin();
+      const auto first = std::make_shared<Begun>(last->session);
       first->send(0, {});
       first->begin(request);
       last->receive(0, {});
@@ -343,7 +343,7 @@ class ChannelBackend final : public WireBackend {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     std::map<int, c10::intrusive_ptr<WireWork>> works;
     for (int rank = 1; rank < size_; ++rank) {
-      const auto first = begin();
+      const auto first = std::make_shared<Begun>(last->session);
       first->receive(rank, {});
       works[rank] = first->begin(request);
       last->send(rank, {});
@@ -396,16 +396,21 @@ class ChannelBackend final : public WireBackend {
     return session_;
   }
 
-  [[nodiscard]] std::shared_ptr<Operation> begin() const {
-    return std::make_shared<Operation>(session()->channel);
-  }
+  // An operation of a session, which gives it its number.
+  struct Begun : Operation {
+    explicit Begun(std::shared_ptr<Session> of)
+        : Operation(of->channel), session(std::move(of)) {}
+    const std::shared_ptr<Session> session;
+  };
+
+  [[nodiscard]] std::shared_ptr<Begun> begin() const { return std::make_shared<Begun>(session()); }
 
   [[nodiscard]] milliseconds timeout_of(milliseconds asked) const {
     return asked > kNoTimeout ? asked : options_->timeout;
   }
 
-  WorkPtr end(Operation& operation, Request request, milliseconds timeout) {
-    request.number = session()->number++;
+  WorkPtr end(Begun& operation, Request request, milliseconds timeout) {
+    request.number = operation.session->number++;
     request.timeout = timeout_of(timeout);
     return operation.begin(std::move(request));
   }
@@ -441,7 +446,8 @@ class ChannelBackend final : public WireBackend {
   // known only when all ranks have said it.
   WorkPtr sum_sparse(Request request, at::Tensor tensor, const c10d::AllreduceOptions& options) {
     const auto op = options.reduceOp;
-    TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
+    const bool has_means = !at::isIntegralType(tensor.scalar_type(), true);
+    TORCH_CHECK(op == c10d::ReduceOp::SUM || (op == c10d::ReduceOp::AVG && has_means),
                 "commhook all_reduce: of sparse tensors only sums and means are supported");
     const auto found = session();
     request.number = found->number++;
@@ -461,6 +467,7 @@ class ChannelBackend final : public WireBackend {
         tensor.copy_(op == c10d::ReduceOp::AVG ? sums / size_ : sums);
       } catch (...) {
         error = std::current_exception();
+        found->channel->fail(request.text() + " has failed");  // others wait; else it has failed
       }
       work->complete(error);
     });
@@ -509,7 +516,7 @@ class ChannelBackend final : public WireBackend {
   }
 
   // parts: of each input, of each rank.
-  WorkPtr all_gather(const std::shared_ptr<Operation>& operation, Request request,
+  WorkPtr all_gather(const std::shared_ptr<Begun>& operation, Request request,
                      const Tensors& inputs, const TensorLists& parts,
                      const c10d::AllgatherOptions& options) {
     for (size_t index = 0; index < inputs.size(); ++index) {
@@ -564,7 +571,7 @@ class ChannelBackend final : public WireBackend {
     return reduce_scatter(std::move(request), outputs, shards_of(all.view(-1), size_), options);
   }
 
-  WorkPtr all_to_all(Operation& operation, Request request, const Tensors& received,
+  WorkPtr all_to_all(Begun& operation, Request request, const Tensors& received,
                      const Tensors& sent, const c10d::AllToAllOptions& options) {
     TORCH_CHECK(received[rank_].numel() == sent[rank_].numel(), "commhook ", request.name,
                 ": requires as many elements from this rank as to it, got ",
@@ -597,7 +604,7 @@ class ChannelBackend final : public WireBackend {
     request.timeout = options_->timeout;
     {
       const std::lock_guard lock(mutex_);
-      request.number = session_->messages[{peer, tag, is_send}]++;
+      request.number = operation->session->messages[{peer, tag, is_send}]++;
     }
     return operation->begin(std::move(request));
   }

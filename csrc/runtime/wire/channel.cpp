@@ -114,7 +114,7 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
     group->members.push_back(addresses.back().id);
   }
   group->digest = digest_of(all);
-  const std::lock_guard lock(state->mutex);
+  std::unique_lock lock(state->mutex);
   TORCH_CHECK_WITH(DistNetworkError, state->stop_at == 0 && !state->is_forked,
                    "the process's endpoint is closed, or a child of fork() uses it");
   for (const Address& each : addresses) {
@@ -123,6 +123,17 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
     }
   }
   state->groups[group->digest] = group;
+  Calls calls;
+  const auto said = state->unclaimed.find(group->digest);
+  if (said != state->unclaimed.end()) {
+    const auto notices = std::move(said->second);
+    state->unclaimed.erase(said);
+    for (const auto& [id, notice] : notices) {
+      state->take(notice, state->peers.at(id), calls);
+    }
+  }
+  lock.unlock();
+  make(calls);
   auto inner = std::make_shared<Inner>();
   inner->state = state;
   inner->group = std::move(group);
@@ -288,6 +299,11 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
             c10::str(who, ": no sign of its host for ", options.lost_after / kSecond, " s");
         break;
       case Rail::End::kRefused:
+        if (peer.link->end_text() == kLostText) {
+          failure.kind = Failure::Kind::kLost;
+          failure.text = who + ": it counts this process as lost";
+          break;
+        }
         failure.text = who + " and this process do not fit: " + peer.link->end_text();
         break;
       default:
@@ -303,6 +319,9 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
 void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
   const auto found = groups.find(notice.key.channel);
   if (found == groups.end()) {
+    if (unclaimed.size() < kMostRemembered) {
+      unclaimed[notice.key.channel].emplace_back(peer.address.id, notice);
+    }
     return;
   }
   const auto group = found->second;

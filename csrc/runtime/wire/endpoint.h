@@ -48,6 +48,8 @@ class Endpoint {
   explicit Endpoint(Options options);
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
+  // Begins what the destructor waits for.
+  void stop();
   // Sends what is left to send, for at most five seconds; then ends the connections and the thread.
   ~Endpoint();
 

@@ -287,15 +287,17 @@ bool Link::take(const Header& header, const std::string& text) {
     case Kind::kVoid:
       return true;
     case Kind::kLeft:
-      if (!take_left(header.key.channel)) {
+    case Kind::kEpoch: {
+      const bool is_known = left_.count(header.key.channel) == 0;  // else this side has left before
+      if (header.kind == Kind::kLeft ? !take_left(header.key.channel)
+                                     : !take_epoch(header.key.channel, header.key.epoch)) {
         return false;
       }
-      break;
-    case Kind::kEpoch:
-      if (!take_epoch(header.key.channel, header.key.epoch)) {
-        return false;
+      if (!is_known) {
+        return true;
       }
       break;
+    }
     default:
       break;
   }
@@ -401,6 +403,15 @@ size_t Link::end_epochs(uint64_t channel, uint32_t epoch) {
 }
 
 void Link::abandon(uint64_t channel) {
+  // What was said of its messages would come after the other side has forgotten the channel.
+  for (auto* frames : {&control_, &unhurried_}) {
+    frames->erase(std::remove_if(frames->begin(), frames->end(),
+                                 [channel](const Frame& frame) {
+                                   return frame.header.kind == Kind::kReady &&
+                                          frame.header.key.channel == channel;
+                                 }),
+                  frames->end());
+  }
   size_t credit = 0;
   std::set<Key> gone;
   for (auto each = first_in(sending_, channel); each != end_in(sending_, channel);) {
@@ -417,7 +428,7 @@ void Link::abandon(uint64_t channel) {
     drop(each->second, Result::kEpochOver);
     each = incoming_.erase(each);
   }
-  if (others_left_.erase(channel) > 0) {
+  if (end_ != Rail::End::kNone || others_left_.erase(channel) > 0) {
     credit_used_ -= credit;
     epochs_.erase(channel);
   } else {
@@ -426,18 +437,30 @@ void Link::abandon(uint64_t channel) {
 }
 
 void Link::leave(uint64_t channel, std::string why) {
-  leaving_.push_back({channel, std::move(why), {}});
-  for (auto& each : rails_) {
-    leaving_.back().numbers.push_back(each->last_number());
+  if (end_ == Rail::End::kNone) {
+    leaving_.push_back({channel, std::move(why), {}});
+    say_left();
   }
-  say_left();
 }
 
-// With one rail, frames arrive in order.
+// With one rail, frames arrive in order. With several, all that the channel has said must have come.
 void Link::say_left() {
-  const auto has_all = [this](const Leaving& leaving) {
+  const auto has_all = [this](Leaving& leaving) {
+    if (rails_.size() == 1) {
+      return true;
+    }
+    if (leaving.numbers.empty()) {
+      if (std::any_of(control_.begin(), control_.end(), [&](const Frame& frame) {
+            return frame.header.key.channel == leaving.channel;
+          })) {
+        return false;
+      }
+      for (const auto& each : rails_) {
+        leaving.numbers.push_back(each->last_number());
+      }
+    }
     for (size_t i = 0; i < rails_.size(); ++i) {
-      if (rails_.size() > 1 && rails_[i]->acknowledged() < leaving.numbers[i]) {
+      if (rails_[i]->acknowledged() < leaving.numbers[i]) {
         return false;
       }
     }
@@ -514,6 +537,7 @@ void Link::end(Rail::End why, const std::string& text) {
 }
 
 void Link::tick(Time now, Time lost_after) {
+  say_left();
   std::move(unhurried_.begin(), unhurried_.end(), std::back_inserter(control_));
   unhurried_.clear();
   bool is_lost = true;

@@ -20,6 +20,9 @@
 
 namespace commhook::wire {
 
+// The refusal of a process that counts another one as lost.
+inline constexpr const char* kLostText = "it counts this process as lost";
+
 // Threads for what takes time or waits, as many as run at the same time.
 class Workers {
  public:
@@ -157,6 +160,8 @@ struct State {
   std::map<uint64_t, Peer> peers;              // by identity
   std::vector<Peer*> news;                     // with completions or notices to take
   std::map<uint64_t, std::shared_ptr<Group>> groups;
+  // What others have said of groups that this process has not joined yet, with who has said it.
+  std::map<uint64_t, std::vector<std::pair<uint64_t, Link::Notice>>> unclaimed;
   std::map<uint64_t, Pending> pending;  // by the first of the numbers of its messages
   uint64_t next_message = 1;
   Time next_tick = 0;
