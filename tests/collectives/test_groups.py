@@ -19,7 +19,12 @@ from torch.distributed import distributed_c10d
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import Codec
 from torch_commhook.collectives import compressed_all_reduce, hosts
-from torch_commhook.collectives.gloo_groups import group_name, group_of_stages, group_store, second_group
+from torch_commhook.collectives.gloo_groups import (
+    group_name,
+    group_of_stages,
+    group_store,
+    second_group,
+)
 from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.testing import run_ranks

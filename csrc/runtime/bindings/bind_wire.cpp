@@ -105,9 +105,8 @@ void bind_wire(py::module_& m) {
           "start",
           [](wire::Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
              at::Tensor result, int64_t place, int64_t stage, std::chrono::milliseconds timeout) {
-            return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.start(std::move(inputs), std::move(outputs), std::move(result), place, stage,
-                           timeout));
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.start(
+                std::move(inputs), std::move(outputs), std::move(result), place, stage, timeout));
           },
           py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place"),
           py::arg("stage"), py::arg("timeout"), without_gil());

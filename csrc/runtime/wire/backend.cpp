@@ -398,8 +398,7 @@ class ChannelBackend final : public WireBackend {
 
   // An operation of a session, which gives it its number.
   struct Begun : Operation {
-    explicit Begun(std::shared_ptr<Session> of)
-        : Operation(of->channel), session(std::move(of)) {}
+    explicit Begun(std::shared_ptr<Session> of) : Operation(of->channel), session(std::move(of)) {}
     const std::shared_ptr<Session> session;
   };
 
@@ -452,8 +451,8 @@ class ChannelBackend final : public WireBackend {
     const auto found = session();
     request.number = found->number++;
     request.timeout = timeout_of(options.timeout);
-    request.of = c10::str(tensor.numel(), " sparse ",
-                          c10::getDtypeNames(tensor.scalar_type()).first);
+    request.of =
+        c10::str(tensor.numel(), " sparse ", c10::getDtypeNames(tensor.scalar_type()).first);
     request.outputs = {{tensor}};
     auto work = c10::make_intrusive<WireWork>(found->channel, request);
     auto parts = request;
@@ -623,7 +622,7 @@ c10::intrusive_ptr<WireBackend> WireBackend::make(std::shared_ptr<Channel> chann
 
 void WireBackend::bind_made(pybind11::module_& m) {
   pybind11::class_<ChannelBackend, WireBackend, c10::intrusive_ptr<ChannelBackend>>(m,
-                                                                                   "_WireBackend");
+                                                                                    "_WireBackend");
 }
 
 }  // namespace commhook::wire

@@ -227,11 +227,11 @@ void Channel::close(const std::string& why) {
   Calls calls;
   {
     const std::lock_guard lock(state.mutex);
-    state.fail(*group,
-               {Failure::Kind::kClosed, group->rank,
-                why.empty() ? c10::str(name_of(*group, group->rank), " has closed its group") : why,
-                why},
-               calls);
+    state.fail(
+        *group,
+        {Failure::Kind::kClosed, group->rank,
+         why.empty() ? c10::str(name_of(*group, group->rank), " has closed its group") : why, why},
+        calls);
     state.leave(*group, why);
     state.groups.erase(group->digest);
   }
@@ -343,8 +343,9 @@ void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
         what = waiting.exchange.what;
       }
     }
-    failure.text = c10::str(what, ": ", name_of(*group, failure.rank), notice.is_sent ? " expects " : " sends ",
-                            shape_text(notice.other, notice.own));
+    failure.text =
+        c10::str(what, ": ", name_of(*group, failure.rank),
+                 notice.is_sent ? " expects " : " sends ", shape_text(notice.other, notice.own));
   }
   fail(*group, std::move(failure), calls);
 }
@@ -436,9 +437,8 @@ void State::find_late(Time time, Calls& calls) {
       }
     }
     const double seconds = static_cast<double>(waiting.exchange.timeout.count()) / 1000;
-    failure.text =
-        c10::str(name_of(*waiting.group, waiting.group->rank), ": timeout after ", seconds,
-                 " s in ", waiting.exchange.what, ", which waits for ", ranks);
+    failure.text = c10::str(name_of(*waiting.group, waiting.group->rank), ": timeout after ",
+                            seconds, " s in ", waiting.exchange.what, ", which waits for ", ranks);
     late.emplace_back(waiting.group, std::move(failure));
   }
   for (auto& [group, failure] : late) {

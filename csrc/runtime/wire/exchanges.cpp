@@ -56,23 +56,23 @@ void Exchanges::check(const Tensors& messages, const Stage& stage, const char* n
   TORCH_CHECK_VALUE(place >= 0 && number >= 0 && number < kStages,
                     "exchange: place must be one that reserve() gave, and stage 0 or 1, got ",
                     place, " and ", number);
-  TORCH_CHECK_VALUE(
-      static_cast<int64_t>(messages.size()) == channel_->size() &&
-          std::all_of(messages.begin(), messages.end(),
-                      [](const at::Tensor& message) {
-                        return message.defined() && message.dim() == 1 &&
-                               message.device().is_cpu() && message.scalar_type() == at::kByte &&
-                               message.is_contiguous();
-                      }),
-      "exchange: ", name, " must hold a flat uint8 tensor on the CPU for each rank");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(messages.size()) == channel_->size() &&
+                        std::all_of(messages.begin(), messages.end(),
+                                    [](const at::Tensor& message) {
+                                      return message.defined() && message.dim() == 1 &&
+                                             message.device().is_cpu() &&
+                                             message.scalar_type() == at::kByte &&
+                                             message.is_contiguous();
+                                    }),
+                    "exchange: ", name, " must hold a flat uint8 tensor on the CPU for each rank");
 }
 
 void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage& stage,
                       std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const {
   const auto& [place, number] = stage;
   if (place / kNumbers != generation_) {
-    part->end(std::make_exception_ptr(PeerError(
-        {Failure::Kind::kClosed, channel_->rank(), "exchange: its step has failed"})));
+    part->end(std::make_exception_ptr(
+        PeerError({Failure::Kind::kClosed, channel_->rank(), "exchange: its step has failed"})));
     return;
   }
   Channel::Exchange exchange;
@@ -127,12 +127,12 @@ Exchanges::FuturePtr Exchanges::start(Tensors inputs, Tensors outputs, at::Tenso
     if (found != expected_.end()) {
       const auto& wanted = found->second.first;
       for (int rank = 0; rank < channel_->size(); ++rank) {
-        TORCH_CHECK_VALUE(rank == channel_->rank() ||
-                              (outputs[rank].data_ptr() == wanted[rank].data_ptr() &&
-                               outputs[rank].numel() == wanted[rank].numel()),
-                          "exchange: outputs must be the tensors that expect() was given for this "
-                          "place; that of rank ",
-                          rank, " differs");
+        TORCH_CHECK_VALUE(
+            rank == channel_->rank() || (outputs[rank].data_ptr() == wanted[rank].data_ptr() &&
+                                         outputs[rank].numel() == wanted[rank].numel()),
+            "exchange: outputs must be the tensors that expect() was given for this "
+            "place; that of rank ",
+            rank, " differs");
       }
       received = std::move(expected_.extract(found).mapped().second);
     }

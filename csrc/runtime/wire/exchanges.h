@@ -1,5 +1,5 @@
-// Exchanges among the ranks of a channel: a message to each other rank and one from each, any number
-// of them at once, in any order.
+// Exchanges among the ranks of a channel: a message to each other rank and one from each, any
+// number of them at once, in any order.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -42,8 +42,8 @@ class Exchanges {
   void expect(Tensors outputs, int64_t place, int64_t stage, std::chrono::milliseconds timeout);
 
   // Sends `inputs[r]` to each rank r, and receives `outputs[r]` from it: flat bytes on the CPU. The
-  // caller copies its own part. The Future has `result`, or the error; its callbacks run on a thread
-  // of the channel. Each place has two stages, 0 and 1; each is started once.
+  // caller copies its own part. The Future has `result`, or the error; its callbacks run on a
+  // thread of the channel. Each place has two stages, 0 and 1; each is started once.
   FuturePtr start(Tensors inputs, Tensors outputs, at::Tensor result, int64_t place, int64_t stage,
                   std::chrono::milliseconds timeout);
 

@@ -443,7 +443,8 @@ void Link::leave(uint64_t channel, std::string why) {
   }
 }
 
-// With one rail, frames arrive in order. With several, all that the channel has said must have come.
+// With one rail, frames arrive in order. With several, all that the channel has said must have
+// come.
 void Link::say_left() {
   const auto has_all = [this](Leaving& leaving) {
     if (rails_.size() == 1) {

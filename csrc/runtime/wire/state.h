@@ -68,9 +68,9 @@ struct Peer {
 struct Group {
   uint64_t digest = 0;
   int rank = 0;
-  std::vector<uint64_t> members;  // identities, by rank
-  std::vector<int64_t> names;             // of ranks in texts
-  std::map<uint64_t, std::string> left;   // of the members, with their reasons
+  std::vector<uint64_t> members;         // identities, by rank
+  std::vector<int64_t> names;            // of ranks in texts
+  std::map<uint64_t, std::string> left;  // of the members, with their reasons
   std::optional<Failure> failure;
   bool is_held = false;
   bool has_left = false;
