@@ -111,7 +111,9 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
         return False
     if are_threads() or dist.get_world_size() != 3 or not one.is_floating_point():
         return torch.equal(one, other)
-    bound = 16 * torch.finfo(one.dtype).eps * max(1e-3, float(one.abs().max()) if len(one) else 0)
+    bound = (
+        16 * torch.finfo(one.dtype).eps * max(1e-3, float(one.abs().max()) if one.numel() else 0)
+    )
     return torch.allclose(one, other, rtol=0, atol=bound)
 
 
