@@ -647,13 +647,17 @@ def test_an_endpoint_that_is_closed(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(3)
     world.each(lambda rank: world.groups[rank].barrier().wait())
 
+    have_begun = threading.Barrier(3)
+
     def run(rank: int) -> None:
         if rank == 0:
-            time.sleep(0.1)
+            have_begun.wait(20)
             world.endpoints[0].close()
             return
+        work = world.groups[rank].allreduce([torch.ones(4)])
+        have_begun.wait(20)
         with pytest.raises(dist.DistBackendError, match="rank 0: its process has ended"):
-            world.groups[rank].allreduce([torch.ones(4)]).wait()
+            work.wait()
 
     world.each(run)
 
