@@ -353,7 +353,8 @@ def test_a_rank_that_is_late_to_attach(rank: int, kind: str) -> None:
     found = outcome(lambda: attach(model, hooks.allreduce(), **options))
     if rank == 0:
         store.set(f"late to attach/{kind}", "")
-    assert all(each.startswith("RuntimeError: ") for each in of_all_ranks(found)), found
+    errors = {each.partition(":")[0] for each in of_all_ranks(found)}
+    assert errors <= {"RuntimeError", "DistStoreError", "DistBackendError"}, found
     again, options = _to_attach(kind, TIMEOUT_SECONDS)
     with attach(again, hooks.allreduce(), **options):
         again(torch.ones(2, 5)).sum().backward()

@@ -432,7 +432,9 @@ def test_outputs_outlive_the_callers_names(worlds: Callable[[int], WireRanks]) -
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "no tensor": (lambda g, b: b.allreduce_coalesced([]), "non-empty tensor list"),
     "another device": (lambda g, b: b.allreduce([torch.ones(1, device="meta")]), "CPU tensors"),
-    "sparse": (lambda g, b: b.allreduce([torch.eye(2).to_sparse()]), "dense CPU tensors"),
+    "sparse": (lambda g, b: b.broadcast([torch.eye(2).to_sparse()]), "dense CPU tensors"),
+    "sparse products": (lambda g, b: b.allreduce([torch.eye(2).to_sparse()], _options(
+        "Allreduce", reduceOp=OPS.PRODUCT)), "only sums and means"),
     "root": (lambda g, b: g.broadcast([torch.ones(1)], _options("Broadcast", rootRank=7)),
              "invalid root rank: 7"),
     "outputs": (lambda g, b: g.allgather([[torch.ones(1)]], [torch.ones(1)]), "requires 2 tensors"),
@@ -550,6 +552,51 @@ def test_a_wait_that_is_too_long(fresh: Callable[..., WireRanks]) -> None:
     world.each(run)
 
 
+class _HeldStore(dist.Store):
+    """Another store, in which wait() returns when ``go_on`` is set."""
+
+    def __init__(self, store: dist.Store, go_on: threading.Event) -> None:
+        super().__init__()
+        self._store, self._go_on = store, go_on
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: Any, timeout: Any = None) -> None:
+        self._store.wait(list(keys), timedelta(seconds=20))
+        self._go_on.wait(20)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "fails"])
+def test_a_rank_that_is_gone_before_another_has_joined(
+    fresh: Callable[..., WireRanks], leaves: bool
+) -> None:
+    """What it says reaches a process that does not know the group yet."""
+    world, store, is_gone = fresh(2), dist.HashStore(), threading.Event()
+    world.each(lambda rank: world.groups[rank].barrier().wait())  # connects them
+
+    def run(rank: int) -> None:
+        own: dist.Store = store if rank == 0 else _HeldStore(store, is_gone)
+        made = _C.WireBackend(world.endpoints[rank], own, "b", rank, 2, timedelta(seconds=30))
+        if rank == 0:
+            (made.close if leaves else made.fail)("it is gone")
+            world.groups[0].barrier().wait()
+            return
+        with pytest.raises(dist.DistBackendError, match="it is gone"):
+            made.allreduce([torch.ones(4)], _options("Allreduce")).wait()
+
+    thread = threading.Thread(target=lambda: (world.groups[1].barrier().wait(), is_gone.set()))
+    thread.start()
+    world.each(run)
+    thread.join()
+
+
 def test_monitored_barrier_names_all_that_are_late(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(4)
 
@@ -605,7 +652,7 @@ def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> 
 
 def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(3)
-    sent, has_come = torch.arange(300_000.0), threading.Event()
+    sent = torch.arange(300_000.0)
 
     def run(rank: int) -> None:
         group = world.groups[rank]
@@ -618,8 +665,6 @@ def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
             received = torch.zeros_like(sent)
             group.recv([received], 0, 3).wait()
             assert torch.equal(received, sent)
-            has_come.set()
-        has_come.wait(20)  # the first error ends all messages
         with pytest.raises(dist.DistBackendError, match="rank 0 has left the group"):
             group.allreduce([torch.ones(4)]).wait()
 

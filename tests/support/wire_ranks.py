@@ -19,10 +19,20 @@ SECONDS = 60
 class WireRanks:
     """A group of so many ranks."""
 
-    def __init__(self, size: int, seconds: float = SECONDS, lost_after: float = 15.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        seconds: float = SECONDS,
+        lost_after: float = 15.0,
+        rails: int = 1,
+        is_held: bool = False,
+    ) -> None:
         self.size = size
-        self.endpoints = [_C.WireEndpoint("127.0.0.1", "test", lost_after) for _ in range(size)]
+        self.endpoints = [
+            _C.WireEndpoint("127.0.0.1", "test", lost_after, rails) for _ in range(size)
+        ]
         self._timeout = timedelta(seconds=seconds)
+        self._is_held = is_held
         self.backends = self.more_backends()
         self.groups = [self._group(rank) for rank in range(size)]
 
@@ -40,9 +50,20 @@ class WireRanks:
 
         def join(rank: int) -> Any:
             endpoint = self.endpoints[rank]
-            return _C.WireBackend(endpoint, store, "test", rank, self.size, self._timeout)
+            return _C.WireBackend(
+                endpoint, store, "test", rank, self.size, self._timeout, is_held=self._is_held
+            )
 
         return self.each(join)
+
+    def renew(self) -> None:
+        """Begin anew after a failure, over the same connections."""
+        store = dist.HashStore()
+
+        def join(rank: int) -> None:
+            self.backends[rank].join(self.endpoints[rank], store, "test", self._timeout)
+
+        self.each(join)
 
     def each(self, do: Callable[[int], Any]) -> list[Any]:
         """Calls a function on each rank at the same time; returns the results."""

@@ -15,7 +15,7 @@ from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.collectives.compressed import compressed_all_reduce, compressed_bytes
 from torch_commhook.collectives.exchange import exchanges, place_in
 from torch_commhook.collectives.futures import chained, completed, then, then_beside
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.issuing import as_bytes
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -215,7 +215,7 @@ def _in_background(
         A Future of all shares' sums, with as many elements as ``flat``.
     """
     if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
-        second_group(inter_group)  # made here, by all ranks at the same point
+        group_of_stages(inter_group)  # made here, by all ranks at the same point
     # Here, since the threads that issue the stages count nothing.
     if numel:
         note_collective(*compressed_bytes(arguments.codec, numel, inter_group))

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import Place, exchanges, place_in
+from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
 from torch_commhook.collectives.streams import current_place
 from torch_commhook.collectives.turns import turns_of
@@ -65,10 +65,10 @@ def two_stages(
     own_group: dist.ProcessGroup | None = None
     place: Place | None = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
-        own_group = second_group(group)
+        own_group = group_of_stages(group)
         if own_group is not None and exchanges(own_group):
             # Here, on a thread that may reference the first group.
-            place = place_in(own_group)
+            place = place_in(own_group, SECOND)
             if expect is not None:
                 expect(place, own_group)
     first = issue_first()

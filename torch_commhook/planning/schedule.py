@@ -5,16 +5,15 @@ The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
-from torch_commhook.collectives.exchange import MOST_RANKS
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.collectives.direct_sum import is_gathered
+from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
-    EXPECTED,
     Traffic,
     has_a_thread,
     merged,
@@ -22,7 +21,6 @@ from torch_commhook.process_group.gloo_messages import (
 )
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
-from torch_commhook.step.step_end import rounds_of
 
 #: The share of an Ethernet frame that is not headers (Ethernet, IP and TCP).
 PAYLOAD = 1448 / 1514
@@ -32,6 +30,8 @@ _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
 #: Gloo's threads in a group of init_process_group.
 _DDP_THREADS = 2
+#: Of the library's own groups, which have no threads: as many as there are buckets.
+_MOST_UNDER_WAY = 1 << 20
 
 
 def through_seconds(
@@ -76,7 +76,7 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else _MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
         issue(when, parts, partial(go_on, rest, before | {name}))
@@ -98,23 +98,19 @@ def with_exchanges(chain: list[Issued]) -> list[Issued]:
     A simulated group has no exchanges; a hook's sums are all-reduces there.
     """
     found: list[Issued] = []
-    groups: set[str] = set()
     for each in chain:
-        # Ranks ask for the messages of a second stage when they issue the first.
-        operation = EXPECTED if each.group in groups else EXCHANGE
-        groups.add(each.group)
         traffic = each.traffic
         ranks, nbytes = traffic.ranks, traffic.nbytes
         if not 1 < ranks <= MOST_RANKS:
             found.append(each)
         elif traffic.operation in ("all_to_all_single", "all_gather_single"):
-            found.append(replace(each, traffic=replace(traffic, operation=operation)))
-        elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
+            found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
+        elif traffic.operation == "allreduce" and nbytes > 0:
             gathered = is_gathered(nbytes, ranks)
             carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
-            found.append(replace(each, traffic=Traffic(operation, ranks, nbytes, carried)))
+            found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
             if not gathered:
-                found.append(replace(each, traffic=Traffic(EXPECTED, ranks, nbytes, carried)))
+                found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
         else:
             found.append(each)
     return found
@@ -146,9 +142,9 @@ def round_trips(
 
 def agreement_of(world_size: int) -> list[Issued]:
     """The calls of a rank at the end of a step, by which all ranks agree that it succeeded."""
-    return [
-        # A byte to the rank at each distance.
-        Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))
-        for distances in rounds_of(world_size)
-        if distances
-    ]
+    if world_size == 1:
+        return []
+    if world_size <= MOST_RANKS:
+        return [Issued("", Traffic(EXCHANGE, world_size, world_size - 1, world_size - 1))]
+    # A byte to the rank at each doubled distance.
+    return [Issued("", Traffic(EXCHANGE, 2, 1, 1))] * math.ceil(math.log2(world_size))

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.operations import Call
 
-#: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
+#: The operation of :func:`torch_commhook.collectives.exchange.exchange`, whose messages nobody has
+#: to request.
 EXCHANGE = "exchange"
-#: An exchange whose messages the ranks have requested in advance.
-EXPECTED = "expected exchange"
 #: The largest message of Gloo's all-reduce and reduce.
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -97,7 +96,7 @@ def messages_of(traffic: Traffic) -> list[Messages]:
     parts = _PARTS.get(traffic.operation)
     if traffic.ranks < 2 or parts is None:
         return []
-    shares = traffic.ranks == 2 and traffic.operation not in (EXCHANGE, EXPECTED)
+    shares = traffic.ranks == 2 and traffic.operation != EXCHANGE
     return [replace(each, shares_connection=shares) for each in parts(traffic)]
 
 
@@ -106,7 +105,7 @@ def has_a_thread(traffic: Traffic) -> bool:
     return traffic.operation not in _WITHOUT_THREAD
 
 
-_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE, EXPECTED)
+_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE)
 
 
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
@@ -204,8 +203,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "alltoall": _to_each_other,
     "barrier": _barrier,
     "broadcast": _broadcast,
-    EXCHANGE: _to_each_other,
-    EXPECTED: _to_each_other_at_once,
+    EXCHANGE: _to_each_other_at_once,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,

@@ -173,14 +173,21 @@ Endpoint::Endpoint(Options options) : state_(std::make_shared<State>(std::move(o
   state_->thread = std::thread([state = state_] { state->loop(); });
 }
 
+void Endpoint::stop() {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->stop_at == 0) {
+    state_->stop_at = State::now() + kLongestStop;
+    const uint64_t one = 1;
+    (void)!::write(state_->wake, &one, sizeof(one));
+  }
+}
+
 Endpoint::~Endpoint() {
+  stop();
   bool is_forked = false;
   {
     const std::lock_guard lock(state_->mutex);
     is_forked = state_->is_forked;
-    state_->stop_at = State::now() + kLongestStop;
-    const uint64_t one = 1;
-    (void)!::write(state_->wake, &one, sizeof(one));
   }
   if (is_forked || state_->thread.get_id() == std::this_thread::get_id()) {
     state_->thread.detach();
@@ -197,6 +204,14 @@ std::string Endpoint::address() const { return state_->address; }
 Endpoint::Counts Endpoint::counts() const {
   const std::lock_guard lock(state_->mutex);
   return state_->counts;
+}
+
+bool Endpoint::has_lost() const {
+  const std::lock_guard lock(state_->mutex);
+  return std::any_of(state_->peers.begin(), state_->peers.end(), [](const auto& each) {
+    const auto end = each.second.link->ended();
+    return end != Rail::End::kNone && end != Rail::End::kStopped;
+  });
 }
 
 void Endpoint::cut() {
@@ -615,6 +630,15 @@ bool State::take_head(Connection& connection, Time time) {
   }
   Peer& peer = found->second;
   if (peer.link->ended() != Rail::End::kNone) {
+    // It would connect again and again. Nothing that it has sent is unread, so this arrives.
+    const Frame frame = text_frame(Kind::kRefusal, kLostText);
+    std::vector<uint8_t> bytes(kHeaderBytes);
+    Header refusal = frame.header;
+    refusal.length = static_cast<uint32_t>(frame.payload.size);
+    refusal.checksum = crc32c(frame.payload.data, frame.payload.size);
+    write_header(refusal, bytes.data());
+    bytes.insert(bytes.end(), frame.payload.data, frame.payload.data + frame.payload.size);
+    (void)send(connection.fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     return false;
   }
   Connection* const before = peer.connections[greeting->rail];

@@ -48,12 +48,16 @@ class Endpoint {
   explicit Endpoint(Options options);
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
+  // Begins what the destructor waits for.
+  void stop();
   // Sends what is left to send, for at most five seconds; then ends the connections and the thread.
   ~Endpoint();
 
   // What other processes need to reach this one.
   [[nodiscard]] std::string address() const;
   [[nodiscard]] Counts counts() const;
+  // Whether another process was lost, which is for good, though it may run.
+  [[nodiscard]] bool has_lost() const;
   // Closes all connections, as if their cables were cut; they are made again. For tests.
   void cut();
 

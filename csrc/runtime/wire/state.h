@@ -20,6 +20,9 @@
 
 namespace commhook::wire {
 
+// The refusal of a process that counts another one as lost.
+inline constexpr const char* kLostText = "it counts this process as lost";
+
 // Threads for what takes time or waits, as many as run at the same time.
 class Workers {
  public:
@@ -65,9 +68,12 @@ struct Peer {
 struct Group {
   uint64_t digest = 0;
   int rank = 0;
-  std::vector<uint64_t> members;  // identities, by rank
-  std::set<uint64_t> left;        // of these
+  std::vector<uint64_t> members;         // identities, by rank
+  std::vector<int64_t> names;            // of ranks in texts
+  std::map<uint64_t, std::string> left;  // of the members, with their reasons
   std::optional<Failure> failure;
+  bool is_held = false;
+  bool has_left = false;
 };
 
 // An exchange that is not over.
@@ -132,6 +138,7 @@ struct State {
   void take(const Link::Completion& completion, Peer& peer, Calls& calls);
   void take(const Link::Notice& notice, Peer& peer, Calls& calls);
   void fail(Group& group, Failure failure, Calls& calls);
+  void leave(Group& group, const std::string& why);
   void find_late(Time now, Calls& calls);
   void find_left(Group& group, Calls& calls);
 
@@ -153,6 +160,8 @@ struct State {
   std::map<uint64_t, Peer> peers;              // by identity
   std::vector<Peer*> news;                     // with completions or notices to take
   std::map<uint64_t, std::shared_ptr<Group>> groups;
+  // What others have said of groups that this process has not joined yet, with who has said it.
+  std::map<uint64_t, std::vector<std::pair<uint64_t, Link::Notice>>> unclaimed;
   std::map<uint64_t, Pending> pending;  // by the first of the numbers of its messages
   uint64_t next_message = 1;
   Time next_tick = 0;
