@@ -1,13 +1,11 @@
 // The connections of this process to all others, and the thread that serves them.
 //
 // What holds:
-//   - One mutex guards all links and channels. Nothing waits while it is held, and nothing of a
-//   user
-//     is called. Only the thread reads from sockets; whoever sends also writes.
-//   - Each process connects to those of which it expects a message or for which it has one, and
-//   does
-//     so again when a connection breaks. Of two connections that both begin at the same time, that
-//     of the process with the smaller identity stays.
+//   - One mutex guards all links and channels. Nothing waits while it is held, and no function of a
+//     user is called. Only the thread reads from sockets; whoever sends also writes.
+//   - Each process connects to those of which it expects a message or for which it has one, again
+//     when a connection breaks. Of two connections that both begin at the same time, that of the
+//     process with the smaller identity stays.
 //   - A connection is of nobody until a greeting has come that names a member of a channel here.
 //   - A child of fork() has no connections: they are closed there at once.
 #pragma once
