@@ -309,7 +309,7 @@ def test_a_codec_that_raises_outside_of_a_model(
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3
-        assert all(each.startswith("RuntimeError: ") for each in first[1:])
+        assert all(re.match("(Runtime|DistBackend)Error: ", each) for each in first[1:]), first
     else:  # what others need of this rank, it has sent
         assert first == [right] * 4
         assert second == [right, "OwnError: boo", right, right]

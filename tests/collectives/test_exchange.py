@@ -171,6 +171,7 @@ def test_what_has_failed_begins_anew(ranks: Callable[..., WireRanks]) -> None:
 def test_a_rank_that_is_late(ranks: Callable[..., WireRanks]) -> None:
     """The other ranks learn of it when the rank that has waited leaves."""
     world = ranks(2, is_held=True)
+    world.each(lambda rank: world.groups[rank].barrier().wait())  # connects them
     inputs, outputs = messages(0, 10)
     found = world.backends[0].exchanges()
     late = found.start(
@@ -195,12 +196,13 @@ rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[3], 2)
 dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
 nothing = torch.empty(0, dtype=torch.uint8)
-messages = [[nothing] * 2, [nothing] * 2]
-for many in messages:
-    many[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
-future = exchange(*messages, torch.ones(1), dist.group.WORLD)
+sent, received = [nothing] * 2, [nothing] * 2
+sent[1 - rank] = torch.ones(300_000_000, dtype=torch.uint8)
+received[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
+future = exchange(sent, received, torch.ones(1), dist.group.WORLD)
 if rank == 1:
-    time.sleep(0.03)
+    while not received[0].view(-1, 1_000_000).any():
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     future.wait()
@@ -212,7 +214,7 @@ os._exit(0)
 
 
 def test_a_rank_that_is_killed_halfway(tmp_path: Path) -> None:
-    assert first_says(LOST_HALFWAY, tmp_path, "") == "it is told\n"
+    assert first_says(LOST_HALFWAY, tmp_path) == "it is told\n"
 
 
 @on_processes

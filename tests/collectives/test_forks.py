@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -87,9 +88,10 @@ def test_only_the_same_sockets_are_closed() -> None:
 
 
 def test_the_connections_of_an_endpoint() -> None:
+    before = _tcp_sockets()
     ranks = WireRanks(2)
     ranks.each(lambda rank: ranks.groups[rank].barrier().wait())
-    found = [number_and_inode(int(name)) for name in os.listdir("/proc/self/fd") if _is_tcp(name)]
+    found = sorted(_tcp_sockets() - before)
     assert len(found) >= 4  # two listen
     with _forked(lambda: _count(found)) as left:
         assert left == 0
@@ -99,12 +101,15 @@ def test_the_connections_of_an_endpoint() -> None:
     ranks.close()
 
 
-def _is_tcp(name: str) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(int(name))) as own:
-            return own.family == socket.AF_INET and own.type == socket.SOCK_STREAM
-    except OSError:  # no socket
-        return False
+def _tcp_sockets() -> set[tuple[int, int]]:
+    found = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the folder's own
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as own:
+                    if own.family == socket.AF_INET and own.type == socket.SOCK_STREAM:
+                        found.add(number_and_inode(number))
+    return found
 
 
 def test_the_sockets_of_a_store() -> None:

@@ -52,6 +52,14 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
     return group in _backends or is_gloo(group)
 
 
+def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:
+    """The backend for the CPU of a group over the library's transport, a user's too."""
+    if type(group) is not dist.ProcessGroup or _CPU not in group._device_types:
+        return None
+    backend: Any = group._get_backend(_CPU)
+    return backend if isinstance(backend, _C.WireBackend) else None
+
+
 def lacks_cpu(group: dist.ProcessGroup) -> bool:
     """Whether a group is PyTorch's own, without a backend for CPU tensors, such as NCCL's."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
