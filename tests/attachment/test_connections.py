@@ -167,12 +167,11 @@ def test_the_rates_of_a_long_link(rank: int, several: float, connections: int) -
     made: list[bool] = []
 
     def seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
-        if nbytes == 1:
-            return 0.01
         return several if made else 0.0175 * nbytes / (1 << 20)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "_is_local", lambda group: False)
+        patch.setattr(links, "_echo", lambda group: 0.01)
         patch.setattr(links, "_seconds_of", seconds_of)
         link = measure_link(dist.group.WORLD, lambda: made.append(True))
     assert link.connections == connections

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from gloo_threads import in_threads
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from wire_ranks import WireRanks
+from wire_ranks import StoreOfRank, Way, WireRanks, through
 
 from torch_commhook import _C
 from torch_commhook.collectives import wire
@@ -556,33 +554,6 @@ def test_a_wait_that_is_too_long(fresh: Callable[..., WireRanks]) -> None:
     world.each(run)
 
 
-class _StoreOfRank(dist.Store):
-    """Another store; what is set passes ``change``, and wait() returns after ``then``."""
-
-    def __init__(
-        self,
-        store: dist.Store,
-        change: Callable[[str], str] = str,
-        then: Callable[[], object] = int,
-    ) -> None:
-        super().__init__()
-        self._store, self._change, self._then = store, change, then
-
-    def set(self, key: str, value: Any) -> None:
-        text = value if isinstance(value, str) else bytes(value).decode()
-        self._store.set(key, self._change(text))
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def wait(self, keys: Any, timeout: Any = None) -> None:
-        self._store.wait(list(keys), timedelta(seconds=20))
-        self._then()
-
-    def has_extended_api(self) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "fails"])
 def test_a_rank_that_is_gone_before_another_has_joined(
     fresh: Callable[..., WireRanks], leaves: bool
@@ -592,7 +563,7 @@ def test_a_rank_that_is_gone_before_another_has_joined(
     world.each(lambda rank: world.groups[rank].barrier().wait())  # connects them
 
     def run(rank: int) -> None:
-        own: dist.Store = store if rank == 0 else _StoreOfRank(store, then=lambda: is_gone.wait(20))
+        own: dist.Store = store if rank == 0 else StoreOfRank(store, then=lambda: is_gone.wait(20))
         made = _C.WireBackend(world.endpoints[rank], own, "b", rank, 2, timedelta(seconds=30))
         if rank == 0:
             (made.close if leaves else made.fail)("it is gone")
@@ -682,71 +653,14 @@ def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world.each(run)
 
 
-class _Way:
-    """A way to a port. When it is shut, connections break, and no answer comes to new ones."""
-
-    def __init__(self, port: int) -> None:
-        self._to, self._is_open, self._is_held = port, True, False
-        self._ends: list[socket.socket] = []
-        self._change = threading.Condition()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            while True:
-                end, _ = self._listener.accept()
-                with self._change:
-                    self._is_held = True
-                    self._change.notify()
-                    self._change.wait_for(lambda: self._is_open)
-                    self._is_held = False
-                    other = socket.create_connection(("127.0.0.1", self._to))
-                    self._ends += [end, other]
-                for pair in ((end, other), (other, end)):
-                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
-
-    @staticmethod
-    def _copy(source: socket.socket, to: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                to.sendall(data)
-            to.shutdown(socket.SHUT_RDWR)
-
-    def set(self, is_open: bool) -> None:
-        with self._change:
-            self._is_open, old, self._ends = is_open, self._ends, []
-            for _ in range(0 if is_open else 3):  # the kernel takes no others while these wait
-                self._ends.append(each := socket.socket())
-                each.setblocking(False)
-                each.connect_ex(("127.0.0.1", self.port))
-                self._change.wait_for(lambda: self._is_held)
-            for each in old:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-                each.close()
-            self._change.notify()
-
-    def close(self) -> None:
-        self.set(True)
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-
 def test_a_loss_that_only_one_side_has_seen() -> None:
     """The other one learns it when it connects again, and fails too."""
     endpoints = [_C.WireEndpoint("127.0.0.1", "test", lost) for lost in (3.0, 60.0)]
-    store, ways, is_lost = dist.HashStore(), list[_Way](), threading.Event()
+    store, ways, is_lost = dist.HashStore(), list[Way](), threading.Event()
     is_shut = threading.Event()
 
-    def through(address: str) -> str:
-        number, host, port, *others = address.split()
-        ways.append(_Way(int(port)))
-        return " ".join([number, host, str(ways[-1].port), *others])
-
     def run(rank: int) -> None:
-        own = _StoreOfRank(store, through)
+        own = StoreOfRank(store, through(ways))
         made = _C.WireBackend(endpoints[rank], own, "w", rank, 2, timedelta(seconds=30))
         made.barrier(_options("Barrier")).wait()
         if rank == 0:

@@ -187,9 +187,8 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
 def measure_round_trip(wire: Wire, seconds: float) -> float:
     """The longest round trip between two ranks, in seconds.
 
-    For each pair of ranks it is the shortest of several tries. On devices whose receivers do not
-    ask for messages, it is twice the time of one message. Among many ranks, each one is measured
-    with two others.
+    For each pair of ranks it is the shortest of several tries. Among many ranks, each one is
+    measured with two others.
 
     Args:
         wire: the ranks.
@@ -206,7 +205,7 @@ def measure_round_trip(wire: Wire, seconds: float) -> float:
             least[pair] = min(least[pair], trip)
         if tries + 1 >= _LEAST_TRIES and elapsed > seconds:
             break
-    return max(least.values()) * (1 if wire.is_asked else 2)
+    return max(least.values())
 
 
 def pairs_of(ranks: int) -> list[tuple[int, int]]:
@@ -344,9 +343,9 @@ def _more_connections(wire: Wire) -> Iterator[None]:
         rails=MANY,
     )
     try:
-        wire.groups = [many]
+        wire.flows = many
         yield
         many.barrier().wait()  # a rank that still uses it would report this one as lost
     finally:
-        wire.groups = [group]
+        wire.flows = group
         destroy_group(many)

@@ -144,8 +144,8 @@ def _unseen(baselines: Sequence[_Baseline]) -> int:
 def _issued(group: Any) -> int:
     """The number of collectives that a group has issued, by its own count."""
     # PyTorch's groups ask only PyTorch's backends.
-    own = wire_backend(group)
-    count: int = (group if own is None else own)._get_sequence_number_for_group()
+    source: Any = wire_backend(group) or group
+    count: int = source._get_sequence_number_for_group()
     return count
 
 
