@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_threads import in_threads
 from launched_ranks import first_says
 from on_ranks import on_processes
 from torch import Tensor
 from wire_ranks import WireRanks
 
 from torch_commhook import _C
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.collectives.exchange import exchange, place_in
 
 SECONDS = timedelta(seconds=30)
@@ -240,6 +244,22 @@ def test_those_of_a_group_of_gloo(rank: int) -> None:
         dist.barrier()
         dist.destroy_process_group(group)
         del group
+
+
+def test_two_threads_that_use_a_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them joins, and the other has what it has made."""
+    made = []
+
+    def backend(*_: Any, **__: Any) -> object:
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(gloo_groups, "_C", SimpleNamespace(WireBackend=backend))
+    group, found = dist.ProcessGroup(dist.HashStore(), 0, 1), list[object]()
+    monkeypatch.setattr(gloo_groups, "group_store", lambda _: dist.HashStore())
+    assert in_threads([lambda: found.append(gloo_groups.backend_of(group))] * 2) == []
+    assert found == [made[0]] * 2
 
 
 def test_one_rank_and_nothing_to_send(ranks: Callable[..., WireRanks]) -> None:

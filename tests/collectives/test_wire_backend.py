@@ -612,6 +612,68 @@ def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
             future.wait()
 
 
+def test_callbacks_that_run_when_a_group_ends(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    has_begun, may_end, found = threading.Event(), threading.Event(), list[Any]()
+    short, long = timedelta(milliseconds=1), timedelta(seconds=20)
+
+    def callback(_: Any) -> None:
+        found.append(world.backends[0].drain(long))  # it does not wait for itself
+        has_begun.set()
+        may_end.wait(20)
+
+    def run(rank: int) -> None:
+        work = world.groups[rank].allreduce([torch.ones(4)])
+        if rank == 0:
+            work.get_future().add_done_callback(callback)
+        work.wait()
+
+    world.each(run)
+    has_begun.wait(20)
+    world.backends[0].close()
+    assert world.backends[0].drain(short) is None
+    may_end.set()
+    assert world.backends[0].drain(long) in (True, False)
+    assert world.backends[0].drain(short) is False and found == [False]
+
+
+def test_many_callbacks_have_few_threads(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    before, most = len(os.listdir("/proc/self/task")), []
+
+    def run(rank: int) -> None:
+        group, futures = world.groups[rank], list[Any]()
+        for _ in range(500):
+            future = group.allreduce([torch.ones(1)]).get_future()
+            futures.append(future.then(lambda _: len(os.listdir("/proc/self/task"))))
+        most.extend(torch.futures.wait_all(futures))
+
+    world.each(run)
+    assert len(most) == 1000 and max(most) - before < 80  # 32 of each endpoint, and a few
+
+
+def test_an_endpoint_is_replaced_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = wire._Endpoints()
+    first, store = made.get(15.0, 1), dist.HashStore()
+    backend = _C.WireBackend(first, store, "", 0, 1, timedelta(seconds=9))
+    monkeypatch.setattr(_C.WireEndpoint, "has_lost", lambda self: self is first)
+    second = made.get(15.0, 1)
+    assert second is not first and made.get(15.0, 1) is second
+    assert first.address  # its group goes on
+    backend.close()
+    made.get(15.0, 1)
+    with pytest.raises(RuntimeError, match="it is closed"):
+        _ = first.address
+    made.close()
+
+
+def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(dist.DistNetworkError, match="cannot listen at 'none0'"):
+        wire._Endpoints().get(15.0, 1)
+
+
 def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(2)
     other = world.more_backends()

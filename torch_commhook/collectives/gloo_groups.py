@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -31,6 +32,7 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = (
 )
 #: Those of exchanges of a user's groups.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = weakref.WeakKeyDictionary()
+_making: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
@@ -262,18 +264,22 @@ def backend_of(group: dist.ProcessGroup) -> _C.WireBackend:
     point.
     """
     found = _backends.get(group) or _beside.get(group)
-    if found is None:
-        store = group_store(group)
-        assert store is not None
-        found = _beside[group] = _C.WireBackend(
-            endpoint(),
-            dist.PrefixStore("commhook/exchanges", store),
-            "exchanges",
-            group.rank(),
-            group.size(),
-            group_timeout(group),
-            names=group_ranks(group) or (),
-        )
+    if found is not None:
+        return found
+    with _making.setdefault(group, threading.Lock()):
+        found = _beside.get(group)
+        if found is None:
+            store = group_store(group)
+            assert store is not None
+            found = _beside[group] = _C.WireBackend(
+                endpoint(),
+                dist.PrefixStore("commhook/exchanges", store),
+                "exchanges",
+                group.rank(),
+                group.size(),
+                group_timeout(group),
+                names=group_ranks(group) or (),
+            )
     return found
 
 
@@ -316,9 +322,14 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 def group_of_stages(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """As :func:`second_group`; the group itself if its ranks exchange messages.
 
-    Exchanges may start in any order, so they need no other group.
+    Exchanges may start in any order, so they need no other group. As there, what is needed is made
+    here, on all ranks at the same point.
     """
-    return group if exchanges(group) else second_group(group)
+    if not exchanges(group):
+        return second_group(group)
+    if not has_places(group):
+        backend_of(group)
+    return group
 
 
 def second_stages(description: str) -> str:

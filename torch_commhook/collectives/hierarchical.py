@@ -214,7 +214,8 @@ def _in_background(
     Returns:
         A Future of all shares' sums, with as many elements as ``flat``.
     """
-    if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
+    has_stages = arguments.codec.exchange == "all_to_all" or exchanges(inter_group)
+    if has_stages and inter_group.size() > 1:
         group_of_stages(inter_group)  # made here, by all ranks at the same point
     # Here, since the threads that issue the stages count nothing.
     if numel:

@@ -29,23 +29,28 @@ class _Endpoints:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._present: dict[tuple[float, int], _C.WireEndpoint] = {}
-        self._all: list[_C.WireEndpoint] = []
+        self._replaced: list[_C.WireEndpoint] = []
 
     def get(self, lost_after: float, rails: int) -> _C.WireEndpoint:
         with self._lock:
             found = self._present.get((lost_after, rails))
-            # The hosts that it has lost may have come back.
-            if found is None or found.has_lost():
+            if found is not None and found.has_lost():  # the hosts may have come back
+                self._replaced.append(found)
+                found = None
+            for each in [each for each in self._replaced if not each.has_groups()]:
+                self._replaced.remove(each)
+                each.close()
+            if found is None:
                 host = os.environ.get(_INTERFACES, "").split(",")[0]
                 found = _C.WireEndpoint(host, torch_commhook.__version__, lost_after, rails)
                 self._present[lost_after, rails] = found
-                self._all.append(found)
             return found
 
     def close(self) -> None:
-        for each in self._all:  # at the same time
+        every = [*self._replaced, *self._present.values()]
+        for each in every:  # at the same time
             each.stop()
-        for each in self._all:
+        for each in every:
             each.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -151,6 +152,22 @@ class ConnectedGroup:
     def close(self, why: str) -> None:
         """Leave the group: ranks that wait for messages of this one fail with this reason."""
         self.backend.close(why)
+
+    def drain(self, until: float) -> bool:
+        """After :meth:`close`: wait until no callback of messages runs. Returns whether one did.
+
+        Args:
+            until: a time of ``time.monotonic()``.
+
+        Raises:
+            RuntimeError: one still runs then.
+        """
+        found = self.backend.drain(timedelta(seconds=max(0.0, until - time.monotonic())))
+        if found is None:
+            raise RuntimeError(
+                f"torch_commhook: a callback of group {self.name!r} still runs in a failed step"
+            )
+        return found
 
     def failure(self) -> Failure | None:
         """Why messages fail, if they do."""

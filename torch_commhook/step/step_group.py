@@ -17,6 +17,7 @@ backend for the CPU too, ranks do not agree: the group's own timeout detects fai
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -275,6 +276,10 @@ class StepGroup:
             raise self.explain("the step has failed already")
         assert self._rendezvous is not None
         try:
+            # Callbacks of the failed step would take part in the next one. One may cause another.
+            until = time.monotonic() + self.timeout.total_seconds()
+            while any([own.drain(until) for own in self._own]):
+                pass
             store = self._rendezvous.meet()
             for own in self._own:  # first: late stages of the failed step must take no new place
                 renew_turns(own.group)

@@ -93,6 +93,9 @@ void bind_wire(py::module_& m) {
       .def(
           "has_lost", [](const PyEndpoint& self) { return self.get()->has_lost(); }, without_gil())
       .def(
+          "has_groups", [](const PyEndpoint& self) { return self.get()->has_groups(); },
+          without_gil())
+      .def(
           "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
       .def(
           "stop", [](const PyEndpoint& self) { self.get()->stop(); }, without_gil())
@@ -143,6 +146,7 @@ void bind_wire(py::module_& m) {
       .def("exchanges", &WireBackend::exchanges, without_gil())
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil())
       .def("close", &WireBackend::close, py::arg("why") = "", without_gil())
+      .def("drain", &WireBackend::drain, py::arg("longest"), without_gil())
       .def(
           "failure",
           [](WireBackend& self) {

@@ -102,6 +102,9 @@ class ChannelBackend final : public WireBackend {
   void fail(const std::string& why) override { session()->channel->fail(why); }
   void close(const std::string& why) override { session()->channel->close(why); }
   std::optional<Failure> failure() override { return session()->channel->failure(); }
+  std::optional<bool> drain(milliseconds longest) override {
+    return session()->channel->drain(longest);
+  }
   void use(std::shared_ptr<Channel> channel) override {
     const auto before = session();
     before->channel->close();
@@ -457,19 +460,22 @@ class ChannelBackend final : public WireBackend {
     auto work = c10::make_intrusive<WireWork>(found->channel, request);
     auto parts = request;
     parts.number = found->number++;
-    found->channel->run([this, self = c10::intrusive_ptr<ChannelBackend>::reclaim_copy(this), found,
-                         work, request, parts, tensor, op] {
-      std::exception_ptr error;
-      try {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        const auto sums = gather_sparse(*found, request, parts, tensor);
-        tensor.copy_(op == c10d::ReduceOp::AVG ? sums / size_ : sums);
-      } catch (...) {
-        error = std::current_exception();
-        found->channel->fail(request.text() + " has failed");  // others wait; else it has failed
-      }
-      work->complete(error);
-    });
+    found->channel->run(
+        [this, self = c10::intrusive_ptr<ChannelBackend>::reclaim_copy(this), found, work, request,
+         parts, tensor, op] {
+          std::exception_ptr error;
+          try {
+            const at::AutoDispatchBelowADInplaceOrView guard;
+            const auto sums = gather_sparse(*found, request, parts, tensor);
+            tensor.copy_(op == c10d::ReduceOp::AVG ? sums / size_ : sums);
+          } catch (...) {
+            error = std::current_exception();
+            found->channel->fail(request.text() +
+                                 " has failed");  // others wait; else it has failed
+          }
+          work->complete(error);
+        },
+        true);
     return work;
   }
 

@@ -33,6 +33,8 @@ class WireBackend : public c10d::Backend {
   virtual void close(const std::string& why) = 0;
   // Why operations fail, if they do.
   virtual std::optional<Failure> failure() = 0;
+  // As Channel::drain().
+  virtual std::optional<bool> drain(std::chrono::milliseconds longest) = 0;
   // From now on operations have another channel of the same ranks. All of them call this.
   virtual void use(std::shared_ptr<Channel> channel) = 0;
   virtual std::shared_ptr<Exchanges> exchanges() = 0;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -51,8 +53,27 @@ PeerError::PeerError(Failure why)
     : DistBackendError({__func__, __FILE__, __LINE__}, why.text), failure(std::move(why)) {}
 
 struct Channel::Inner {
+  // What was begun and is not over: exchanges with their callbacks, and functions of run().
+  struct Busy {
+    std::mutex mutex;
+    std::condition_variable changed;
+    size_t count = 0;
+
+    void add() {
+      const std::lock_guard lock(mutex);
+      ++count;
+    }
+    void remove() {
+      const std::lock_guard lock(mutex);
+      if (--count == 0) {
+        changed.notify_all();
+      }
+    }
+  };
+
   std::shared_ptr<State> state;
   std::shared_ptr<Group> group;
+  std::shared_ptr<Busy> busy = std::make_shared<Busy>();
 };
 
 Channel::Channel(std::shared_ptr<Inner> inner) : inner_(std::move(inner)) {}
@@ -146,8 +167,28 @@ int Channel::rank() const { return inner_->group->rank; }
 
 int Channel::size() const { return static_cast<int>(inner_->group->members.size()); }
 
-void Channel::run(std::function<void()> function) {
-  inner_->state->workers.run(std::move(function));
+void Channel::run(std::function<void()> function, bool has_waits) {
+  inner_->busy->add();
+  inner_->state->workers.run(
+      [busy = inner_->busy, function = std::move(function)]() mutable {
+        function();
+        function = nullptr;
+        busy->remove();
+      },
+      has_waits);
+}
+
+std::optional<bool> Channel::drain(std::chrono::milliseconds longest) const {
+  if (Workers::is_one()) {
+    return false;  // it would wait for itself
+  }
+  auto& busy = *inner_->busy;
+  std::unique_lock lock(busy.mutex);
+  const bool has_waited = busy.count > 0;
+  if (!busy.changed.wait_for(lock, longest, [&] { return busy.count == 0; })) {
+    return std::nullopt;
+  }
+  return has_waited;
 }
 
 std::optional<Failure> Channel::failure() const {
@@ -158,6 +199,11 @@ std::optional<Failure> Channel::failure() const {
 void Channel::begin(Exchange exchange, Done done) {
   State& state = *inner_->state;
   const auto& group = inner_->group;
+  inner_->busy->add();
+  done = [busy = inner_->busy, done = std::move(done)](std::exception_ptr error) {
+    done(std::move(error));
+    busy->remove();
+  };
   Calls calls;
   {
     const std::lock_guard lock(state.mutex);
@@ -426,15 +472,19 @@ void State::find_late(Time time, Calls& calls) {
       continue;
     }
     Failure failure{Failure::Kind::kTimeout, -1, ""};
-    std::string ranks;
+    std::set<int> peers;
     for (size_t i = 0; i < waiting.is_open.size(); ++i) {
       const size_t sends = waiting.exchange.sends.size();
       if (waiting.is_open[i]) {
         const auto& message =
             i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends];
         failure.rank = failure.rank < 0 ? message.peer : failure.rank;
-        ranks += c10::str(ranks.empty() ? "" : ", ", name_of(*waiting.group, message.peer));
+        peers.insert(message.peer);
       }
+    }
+    std::string ranks;
+    for (const int peer : peers) {
+      ranks += c10::str(ranks.empty() ? "" : ", ", name_of(*waiting.group, peer));
     }
     const double seconds = static_cast<double>(waiting.exchange.timeout.count()) / 1000;
     failure.text = c10::str(name_of(*waiting.group, waiting.group->rank), ": timeout after ",

@@ -105,9 +105,13 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Why the channel has failed, if it has.
   [[nodiscard]] std::optional<Failure> failure() const;
 
-  // Runs a function on one of the process's threads for work that takes time or waits, also after
-  // close().
-  void run(std::function<void()> function);
+  // Runs a function on one of the process's threads for work that takes time, also after close().
+  // has_waits: it waits for other such functions.
+  void run(std::function<void()> function, bool has_waits = false);
+  // After close(): waits until no callback of an exchange and no such function runs. Returns
+  // whether there was one; nothing if one still runs then. Returns false at once on a thread of
+  // run().
+  [[nodiscard]] std::optional<bool> drain(std::chrono::milliseconds longest) const;
 
  private:
   struct Inner;

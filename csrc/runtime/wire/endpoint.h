@@ -56,6 +56,8 @@ class Endpoint {
   [[nodiscard]] Counts counts() const;
   // Whether another process was lost, which is for good, though it may run.
   [[nodiscard]] bool has_lost() const;
+  // Whether a group has joined with it and not left.
+  [[nodiscard]] bool has_groups() const;
   // Closes all connections, as if their cables were cut; they are made again. For tests.
   void cut();
 

@@ -23,23 +23,29 @@ namespace commhook::wire {
 // The refusal of a process that counts another one as lost.
 inline constexpr const char* kLostText = "it counts this process as lost";
 
-// Threads for what takes time or waits, as many as run at the same time.
+// Threads for what takes time or waits: as many as run at the same time, with a limit.
 class Workers {
  public:
-  void run(std::function<void()> function);
+  // has_waits: the function waits for others. Threads for these are not among the most.
+  void run(std::function<void()> function, bool has_waits = false);
   // Waits until no function is left.
   void finish(std::chrono::seconds longest);
   // In a child of fork(), which has none of the threads.
   void forget() { shared_ = std::make_shared<Shared>(); }
+  // Whether this thread is one of them.
+  static bool is_one();
 
  private:
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::function<void()>> functions;
+    size_t threads = 0;
     size_t idle = 0;
-    size_t open = 0;  // functions that wait or run
+    size_t open = 0;     // functions that wait or run
+    size_t waiting = 0;  // those of them that have waits
   };
+  static void serve(const std::shared_ptr<Shared>& shared, bool stays);
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
