@@ -126,20 +126,28 @@ def test_round_trips_of_one_bucket_hide_behind_the_backward_of_the_next() -> Non
     assert apart.round_trips == pytest.approx(1 / 10)
 
 
-def test_few_ranks_exchange_messages() -> None:
-    """So that a step takes a round trip; more ranks go around a ring."""
-    few, many = (
-        replace(measure(["blockwise()"], elements=20_000, world_size=ranks)[0], agreement=())
-        for ranks in (16, 17)
-    )
-    costs = plan([few, many], bits_per_second=1e9, buckets=[1] * 10)
-    assert [cost.round_trips for cost in costs] == [1, 1 + 16]
-
-
-@pytest.mark.parametrize(("elements", "round_trips"), [(5_000, 0.5), (1 << 20, 1), (1 << 21, 1)])
-def test_large_sums_take_more_round_trips(elements: int, round_trips: float) -> None:
-    (found,) = measure(["allreduce()"], elements=elements, world_size=3)
-    (cost,) = plan([replace(found, agreement=())], bits_per_second=1e9)
+# Among more than 16 ranks, messages of up to 16 KiB go to the ranks at doubled distances, and
+# larger ones around a ring.
+@pytest.mark.parametrize(
+    ("hook", "elements", "ranks", "round_trips"),
+    [
+        ("blockwise()", 2_000, 16, 1),
+        ("blockwise()", 2_000, 17, 0.5 + 5 / 2),
+        ("blockwise()", 400_000, 17, 0.5 + 16 / 2),
+        ("allreduce()", 2_000, 17, 5 / 2),
+        ("allreduce()", 400_000, 17, 16),
+        ("allreduce()", 5_000, 3, 0.5),
+        ("allreduce()", 1 << 20, 3, 1),
+        ("allreduce()", 1 << 21, 3, 1),
+        ("allreduce()", 1 << 20, 2, 0.5),
+        ("allreduce()", (1 << 20) + 1, 2, 1),
+    ],
+)
+def test_round_trips_of_a_collective(
+    hook: str, elements: int, ranks: int, round_trips: float
+) -> None:
+    (found,) = measure([hook], elements=elements, world_size=ranks)
+    (cost,) = plan([replace(found, agreement=())], bits_per_second=1e12)
     assert cost.round_trips == round_trips
 
 

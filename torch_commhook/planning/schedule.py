@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch_commhook.collectives.direct_sum import is_gathered
+from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
 from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
+    DOUBLING,
     EXCHANGE,
+    RING,
     Traffic,
     has_a_thread,
     merged,
@@ -28,6 +30,8 @@ PAYLOAD = 1448 / 1514
 #: the least for a bucket.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
+#: Among many ranks: the most bytes for each rank for which few rounds matter more than few bytes.
+_FEW_ROUNDS = 16 * 1024
 #: Gloo's threads in a group of init_process_group.
 _DDP_THREADS = 2
 #: Of the library's own groups, which have no threads: as many as there are buckets.
@@ -93,27 +97,39 @@ def through_seconds(
 
 
 def with_exchanges(chain: list[Issued]) -> list[Issued]:
-    """The calls over Gloo, with exchanges of messages among few ranks.
+    """The calls over the library's transport.
 
     A simulated group has no exchanges; a hook's sums are all-reduces there.
     """
     found: list[Issued] = []
     for each in chain:
-        traffic = each.traffic
-        ranks, nbytes = traffic.ranks, traffic.nbytes
-        if not 1 < ranks <= MOST_RANKS:
-            found.append(each)
-        elif traffic.operation in ("all_to_all_single", "all_gather_single"):
-            found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
-        elif traffic.operation == "allreduce" and nbytes > 0:
-            gathered = is_gathered(nbytes, ranks)
-            carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
-            found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
-            if not gathered:
-                found.append(replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried)))
-        else:
-            found.append(each)
+        parts = _parts_of(each.traffic)
+        found += [replace(each, traffic=part) for part in parts] or [each]
     return found
+
+
+def _parts_of(traffic: Traffic) -> list[Traffic]:
+    """The consecutive parts of a collective on the transport; none for others than hooks issue."""
+    ranks, nbytes = traffic.ranks, traffic.nbytes
+    are_few = ranks <= MOST_RANKS
+    if ranks == 1 or nbytes == 0:
+        return []
+    if traffic.operation == "all_to_all_single":
+        return [replace(traffic, operation=EXCHANGE)]
+    if traffic.operation == "all_gather_single":
+        if are_few:
+            return [replace(traffic, operation=EXCHANGE)]
+        if nbytes <= _FEW_ROUNDS:
+            return [replace(traffic, operation=DOUBLING)]
+        return [replace(traffic, operation=RING, nbytes=nbytes * ranks)]
+    if traffic.operation != "allreduce":
+        return []
+    if are_few and is_gathered(nbytes, ranks) and nbytes <= MOST_SUMMED:
+        return [Traffic(EXCHANGE, ranks, nbytes, nbytes * (ranks - 1))]
+    if not are_few and nbytes <= _FEW_ROUNDS * ranks:
+        return [Traffic(DOUBLING, ranks, nbytes, nbytes * math.ceil(math.log2(ranks)))]
+    part = Traffic(EXCHANGE if are_few else RING, ranks, nbytes, nbytes * (ranks - 1) / ranks)
+    return [part, part]
 
 
 def round_trips(
@@ -146,5 +162,5 @@ def agreement_of(world_size: int) -> list[Issued]:
         return []
     if world_size <= MOST_RANKS:
         return [Issued("", Traffic(EXCHANGE, world_size, world_size - 1, world_size - 1))]
-    # A byte to the rank at each doubled distance.
-    return [Issued("", Traffic(EXCHANGE, 2, 1, 1))] * math.ceil(math.log2(world_size))
+    count = math.ceil(math.log2(world_size))
+    return [Issued("", Traffic(DOUBLING, world_size, 1, count))]
