@@ -62,7 +62,7 @@ def hierarchical_all_reduce(
     On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and stages of
     several calls run at once: the thread that ends one stage issues the next. If a rank fails
     between two stages, its later calls with this ``inter_group`` fail with the same error, and the
-    other ranks wait until the group's timeout. Attached hooks get new connections. In other cases
+    other ranks wait until the group's timeout. Attached hooks begin anew. In other cases
     the call waits for all stages but the last; with CUDA tensors and NCCL the stream waits instead.
 
     Args:

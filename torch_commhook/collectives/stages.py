@@ -37,11 +37,11 @@ def two_stages(
 ) -> torch.futures.Future[Tensor]:
     """Run two collectives, one after the other, without delaying those of other buckets.
 
-    On the CPU over Gloo a process group of its own issues the second one, on the thread that ended
-    the first; the first call makes that group. Over other groups the second one is issued after the
-    next bucket's first one, if the step of a hook allows it (``pipeline.py``), or else by this
-    call. Issuing it waits for the first; on CUDA a stream waits, not the thread. While a compiler
-    traces, ``start_next`` issues the second one.
+    On the CPU the thread that ended the first issues the second one. Among more than 16 ranks it
+    does so on a process group of its own, which the first call makes. Over other groups the second
+    one is issued after the next bucket's first one, if the step of a hook allows it
+    (``pipeline.py``), or else by this call. Issuing it waits for the first; on CUDA a stream waits,
+    not the thread. While a compiler traces, ``start_next`` issues the second one.
 
     Args:
         issue_first: starts the first collective, which counts its own bytes.
@@ -50,7 +50,7 @@ def two_stages(
             thread may call it. Called with the group, and its place in the order of the group's
             exchanges, if it has exchanges.
         finish: computes the result from the second one's result. On any thread.
-        expect: if the second one exchanges messages: requests them in its future place on a group,
+        expect: if the second one exchanges messages: gives memory to them in its future place,
             before the first one is issued.
         second_bytes: bytes that this rank sends and receives in the second one.
         device: the tensors' device.

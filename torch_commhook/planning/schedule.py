@@ -135,21 +135,20 @@ def _parts_of(traffic: Traffic) -> list[Traffic]:
 def round_trips(
     chains: Sequence[Sequence[Issued]],
     agreement: Sequence[Issued],
-    buckets: int,
+    shares: Sequence[float],
     *,
     is_ddp: bool = False,
 ) -> float:
     """The number of consecutive round trips in a step, if all buckets are full at the same time.
 
     Args:
-        chains, agreement, is_ddp: as for :func:`through_seconds`.
-        buckets: the number of buckets, with equal shares of the gradients.
+        chains, agreement, shares, is_ddp: as for :func:`through_seconds`.
     """
     return through_seconds(
         chains,
         agreement,
-        ready=[0.0] * buckets,
-        shares=[1 / buckets] * buckets,
+        ready=[0.0] * len(shares),
+        shares=shares,
         bits_per_second=float("inf"),
         latency=0.5,
         is_ddp=is_ddp,

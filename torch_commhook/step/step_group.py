@@ -80,7 +80,7 @@ class StepGroup:
             then takes less time.
 
     Attributes:
-        group: the group through which hooks communicate. A failed step replaces its connections.
+        group: the group through which hooks communicate. A failed step replaces its channel.
         timeout: the longest time of a collective.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
         in_background: whether the open step runs beside steps of other groups. Then only the code
@@ -176,7 +176,7 @@ class StepGroup:
     def stand_in(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         """The group through which hooks communicate instead of a group that the user gave.
 
-        It has connections of its own, which reconnect together with :attr:`group`. All ranks call
+        It has a channel of its own, which begins anew together with :attr:`group`. All ranks call
         this for the same groups in the same order.
 
         Args:
@@ -260,7 +260,7 @@ class StepGroup:
         self._open = self.size > 1
         # An exchange in the background agrees by itself; its step end then serves this step.
         if self._open and self._agrees and self._step_end is None:
-            with suppress(RuntimeError):  # a lost connection, which the end of the step finds
+            with suppress(RuntimeError):  # a rank has left, which the end of the step finds
                 self._step_end = StepEnd(self.group)
 
     def connect(self) -> None:
@@ -370,7 +370,7 @@ class StepGroup:
 
         This includes other models' groups over the same ranks. Several models may take part in one
         backward, and this rank may have left it before it reached them. All ranks do the same, and
-        begin the next step with new connections of all.
+        begin the next step with new channels.
 
         Args:
             reason: the error or a text. A :class:`PeerError` passes on the reason of the rank at
@@ -531,7 +531,6 @@ class StepGroup:
         )
         self._own.append(own)
         itself = weakref.ref(self)
-        # The group itself has no backend after a failed step.
         model = weakref.ref(like)
 
         def second() -> dist.ProcessGroup | None:
