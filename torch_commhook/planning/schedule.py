@@ -127,7 +127,7 @@ def _parts_of(traffic: Traffic) -> list[Traffic]:
     if are_few and is_gathered(nbytes, ranks) and nbytes <= MOST_SUMMED:
         return [Traffic(EXCHANGE, ranks, nbytes, nbytes * (ranks - 1))]
     if not are_few and nbytes <= _FEW_ROUNDS * ranks:
-        return [Traffic(DOUBLING, ranks, nbytes, nbytes * math.ceil(math.log2(ranks)))]
+        return [replace(traffic, operation=DOUBLING)]
     part = Traffic(EXCHANGE if are_few else RING, ranks, nbytes, nbytes * (ranks - 1) / ranks)
     return [part, part]
 
