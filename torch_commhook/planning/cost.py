@@ -76,7 +76,7 @@ def plan(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=_round_trips(each, shares),
+                round_trips=_round_trips(each, len(buckets)),
                 messages=_messages(each, shares),
                 node_bytes=_node_bytes(each, shares),
                 step_seconds=step,
@@ -86,10 +86,9 @@ def plan(
     return costs
 
 
-def _round_trips(measured: Measured, shares: Sequence[float]) -> float:
+def _round_trips(measured: Measured, buckets: int) -> float:
     """Consecutive round trips in a step, including those that computing hides."""
-    shares = [share / measured.fragments for share in shares]
-    once = round_trips(measured.chains, measured.agreement, shares, is_ddp=measured.is_ddp)
+    once = round_trips(measured.chains, measured.agreement, buckets, is_ddp=measured.is_ddp)
     return once * measured.fragments / measured.every
 
 

@@ -28,6 +28,7 @@ from torch_commhook.reducer.tracing import (
     count_step,
     leave_out,
     parameters_changed,
+    prepare_tracing,
     start_traced,
     write_missing,
 )
@@ -86,6 +87,7 @@ class CompiledStep(EagerStep):
         if parameters_changed(self._traced.key):
             _leave_trace()
         elif self.agreement.size > 1:
+            prepare_tracing(self._group.name)
             begin_step(self._traced.token, self._group.name)
             self.has_begun = True
 
