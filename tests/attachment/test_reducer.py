@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 import unittest.mock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -555,7 +556,10 @@ def test_groups_go_with_their_models(rank: int) -> None:
             before = threads()
     gc.unfreeze()
     assert len(torch.distributed.distributed_c10d._world.pg_map) == groups
-    assert threads() == before
+    deadline = time.monotonic() + 20
+    while threads() > before and time.monotonic() < deadline:  # they end when they have no work
+        time.sleep(0.05)
+    assert threads() <= before
 
 
 class Own(hooks.allreduce):

@@ -8,18 +8,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from group_doubles import completed
 from on_ranks import on_processes
 from rank_pool import RankPool
 
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.step import step_end
 from torch_commhook.step.step_end import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
 
 
-def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
+def _agree(rank: int, used: list[list[int]], most: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_end, "_MOST_AT_ONCE", most_at_once)
+        patch.setattr(gloo_groups, "MOST_RANKS", most)
         for _ in range(2):
             own = torch.tensor(used[rank], dtype=torch.uint8)
             agree_on_used(StepEnd(dist.group.WORLD), own)
@@ -27,7 +27,7 @@ def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
     return own.tolist()
 
 
-@pytest.mark.parametrize("most_at_once", [16, 1])
+@pytest.mark.parametrize("most", [16, 1])
 @pytest.mark.parametrize(
     ("used", "want"),
     [
@@ -38,43 +38,24 @@ def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
     ],
 )
 def test_the_maximum(
-    three_ranks: RankPool, used: list[list[int]], want: list[int], most_at_once: int
+    three_ranks: RankPool, used: list[list[int]], want: list[int], most: int
 ) -> None:
-    assert three_ranks.run(_agree, used, most_at_once) == [want] * 3
+    assert three_ranks.run(_agree, used, most) == [want] * 3
 
 
-@pytest.mark.parametrize(("used", "count"), [([1, 1], 0), ([1, 0], 1)])
+@pytest.mark.parametrize(("used", "count"), [([1, 1], 1), ([1, 0], 2)])
 @on_processes
 def test_maps_travel_only_where_each_rank_left_some_unused(
     rank: int, used: list[int], count: int
 ) -> None:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        exchanges = []
-        patch.setattr(step_end, "exchange", lambda *args: exchanges.append(args) or _done(*args))
+        exchanges, issue = [], step_end.exchange
+        patch.setattr(step_end, "exchange", lambda *args: exchanges.append(args) or issue(*args))
         agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)
     assert len(exchanges) == count
-
-
-def _done(*args: object) -> torch.futures.Future[object]:
-    args[2].zero_()  # type: ignore[attr-defined]
-    return completed(args[2])
-
-
-@pytest.mark.parametrize("size", range(2, 70))
-def test_each_rank_hears_of_all(size: int) -> None:
-    heard = [{rank} for rank in range(size)]
-    for distances in step_end.rounds_of(size):
-        before = [set(each) for each in heard]
-        for rank in range(size):
-            for distance in distances:
-                heard[rank] |= before[(rank - distance) % size]
-    assert all(each == set(range(size)) for each in heard)
-    assert len(step_end.rounds_of(size)) == (
-        1 if size <= 16 else ((size - 1).bit_length() + 1) // 2
-    )
 
 
 @on_processes

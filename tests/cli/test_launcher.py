@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train, wait_for
 
 from torch_commhook.cli import launcher, rank_process
@@ -140,6 +141,20 @@ def test_one_failing_rank_ends_all_with_its_message(
     error = capfd.readouterr().err
     assert error.startswith(f"commhook train: {message}")
     assert error.count("commhook train:") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 1: its process has ended (in exchange 3 of order 0)",
+        "rank 1: no sign of its host for 15 s",
+        "rank 1 has left the group",
+        "rank 1: it counts this process as lost",
+        "rank 0: timeout after 3 s in barrier 2, which waits for rank 1",
+    ],
+)
+def test_errors_of_the_transport_blame_another_rank(text: str) -> None:
+    assert rank_process.describe(dist.DistBackendError(text)).peer
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(

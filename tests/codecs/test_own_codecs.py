@@ -30,8 +30,8 @@ from staged_steps import (
     X,
     as_long,
     backward,
-    gloo_groups,
     gradients_of,
+    known_groups,
     model,
 )
 from torch import nn
@@ -221,7 +221,7 @@ def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
     handle = attach(net, hook, **options)
     for _ in range(2):
         backward(net, rank)
-    want, groups = gradients_of(net), gloo_groups()
+    want, groups = gradients_of(net), known_groups()
     happened = []
     for method in ("encode", "reduce", "decode"):
         for fails in range(world_size):
@@ -237,7 +237,7 @@ def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
                 backward(net, rank)
                 right = all(map(torch.equal, gradients_of(net), want))
                 happened.append((method, fails, bucket, raised, armed, right))
-    assert gloo_groups() == groups
+    assert known_groups() == groups
     buckets = len(handle.stats().buckets)
     handle.remove()
     assert buckets > 2
@@ -309,7 +309,7 @@ def test_a_codec_that_raises_outside_of_a_model(
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3
-        assert all(each.startswith("RuntimeError: ") for each in first[1:])
+        assert all(re.match("(Runtime|DistBackend)Error: ", each) for each in first[1:]), first
     else:  # what others need of this rank, it has sent
         assert first == [right] * 4
         assert second == [right, "OwnError: boo", right, right]

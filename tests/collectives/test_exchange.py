@@ -1,28 +1,28 @@
-"""Exchanges of messages: of any lengths, in any order of stages, and what ends them.
-
-Waiting for messages ends with the connection, even where Gloo reports nothing.
-"""
+"""Exchanges of messages: of any lengths, in any order of stages, and what ends them."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_threads import in_threads
 from launched_ranks import first_says
 from on_ranks import on_processes
-from rank_pool import RankPool
 from torch import Tensor
+from wire_ranks import WireRanks
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import exchange
-from torch_commhook.collectives.gloo_groups import exchanges_of, finish_messages, second_group
-from torch_commhook.step.step_end import StepEnd
+from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives.exchange import exchange, place_in
+
+SECONDS = timedelta(seconds=30)
 
 
 def message(source: int, destination: int, length: int, number: int = 0) -> Tensor:
@@ -37,55 +37,59 @@ def messages(rank: int, length: int, number: int = 0) -> tuple[list[Tensor], lis
 
 
 def have_come(rank: int, outputs: list[Tensor], number: int = 0) -> bool:
-    every = enumerate(outputs)
-    return all(torch.equal(got, message(to, rank, len(got), number)) for to, got in every)
+    other = 1 - rank
+    return torch.equal(outputs[other], message(other, rank, len(outputs[other]), number))
 
 
-#: Whether there is a second group, whether the stage is the second one, how many more pairs of
-#: connections there are, and whether messages are expected before they are sent.
-Way = tuple[bool, bool, int, bool]
-WAYS: list[Way] = [
-    (False, False, 0, False),
-    (True, False, 0, False),
-    (True, True, 0, False),
-    *((True, False, more, expected) for more in (1, 3) for expected in (False, True)),
-]
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., WireRanks]]:
+    """Makes ranks that are threads."""
+    made: list[WireRanks] = []
+
+    def make(size: int, **options: Any) -> WireRanks:
+        made.append(WireRanks(size, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
-def _exchange(rank: int, lengths: list[list[int]], way: Way) -> list[Tensor]:
-    """``lengths[a][b]`` bytes go from rank a to rank b."""
-    two_groups, is_second, more, expected = way
-    size = dist.get_world_size()
-    inputs = [message(rank, to, lengths[rank][to]) for to in range(size)]
-    outputs = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(size)]
-    result = torch.ones(3)
-    up = dist.group.WORLD
-    down = dist.new_group() if two_groups else up
-    exchanges = _C.Exchanges(up, down, is_second)
-    others = [dist.new_group() for _ in range(2 * more)]
-    exchanges.use_more(others[::2], others[1::2])
-    place = exchanges.reserve()
-    if expected:
-        exchanges.expect(outputs, place)
-        dist.barrier()
-    found = exchanges.start(inputs, outputs, result, place).wait()
-    exchanges.stop()
-    assert found.data_ptr() == result.data_ptr()
-    dist.barrier()
-    for group in [*others, *([down] if two_groups else [])]:
-        dist.destroy_process_group(group)
-    return outputs
+def start(
+    world: WireRanks, rank: int, *arguments: Any, place: int | None = None, stage: int = 0
+) -> torch.futures.Future[Any]:
+    """Start an exchange of a rank, at the next place by default."""
+    found = world.backends[rank].exchanges()
+    place = found.reserve() if place is None else place
+    future: torch.futures.Future[Any] = found.start(*arguments, place, stage, SECONDS)
+    return future
 
 
 LENGTHS = ([5, 30, 0], [10, 10, 21], [1, 0, 20])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("factor", [1, 6_553, 100_000])
-def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -> None:
+@pytest.mark.parametrize("is_expected", [False, True])
+@pytest.mark.parametrize("rails", [1, 3])
+@pytest.mark.parametrize("factor", [1, 6_553, 100_000, 1_200_000])  # the last is above the credit
+def test_messages_of_all_lengths(
+    ranks: Callable[..., WireRanks], factor: int, rails: int, is_expected: bool
+) -> None:
+    """``lengths[a][b]`` bytes go from rank a to rank b."""
+    world = ranks(3, rails=rails)
     lengths = [[factor * n for n in row] for row in LENGTHS]
-    ranks = three_ranks.run(_exchange, lengths, way)
-    for rank, outputs in enumerate(ranks):
+    result = torch.ones(3)
+
+    def run(rank: int) -> list[Tensor]:
+        inputs = [message(rank, to, lengths[rank][to]) for to in range(3)]
+        outputs = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(3)]
+        place = world.backends[rank].exchanges().reserve()
+        if is_expected:
+            world.backends[rank].exchanges().expect(outputs, place, 0, SECONDS)
+        found = start(world, rank, inputs, outputs, result, place=place).wait()
+        assert found.data_ptr() == result.data_ptr()
+        return outputs
+
+    for rank, outputs in enumerate(world.each(run)):
         for source, got in enumerate(outputs):
             if source == rank:
                 assert not got.any()  # its own is the caller's to copy
@@ -93,382 +97,193 @@ def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, way: Way) -
                 assert torch.equal(got, message(source, rank, lengths[source][rank]))
 
 
-@on_processes
-def test_stages_in_another_order_on_each_rank(rank: int) -> None:
-    first = dist.new_group()
-    stages = [first, second_group(first)]
-    waiting = {}
-    for number in range(4):
-        # The stages of one rank are not in step with the other's; those of each stage are.
-        for stage in (0, 1) if rank == 0 else (1, 0):
-            seed = 2 * number + stage
+def test_stages_in_another_order_on_each_rank(ranks: Callable[..., WireRanks]) -> None:
+    world = ranks(2)
+
+    def run(rank: int) -> None:
+        waiting = {}
+        found = world.backends[rank].exchanges()
+        places = [found.reserve() for _ in range(4)]
+        order = [(place, stage) for place in range(4) for stage in (0, 1)]
+        for place, stage in order if rank == 0 else reversed(order):
+            seed = 2 * place + stage
             inputs, outputs = messages(rank, 300_000, seed)
             result = torch.tensor(seed)
-            waiting[seed] = exchange(inputs, outputs, result, stages[stage]), outputs
-    for seed, (future, outputs) in waiting.items():
-        assert int(future.wait()) == seed and have_come(rank, outputs, seed)
-    dist.barrier()
-    dist.destroy_process_group(first)
+            future = start(world, rank, inputs, outputs, result, place=places[place], stage=stage)
+            waiting[seed] = future, outputs
+        for seed, (future, outputs) in waiting.items():
+            assert int(future.wait()) == seed and have_come(rank, outputs, seed)
+
+    world.each(run)
 
 
-@on_processes
-def test_those_that_are_stopped_fail(rank: int) -> None:
-    up, down = dist.new_group(), dist.new_group()
-    if rank == 0:  # nobody answers
-        exchanges = _C.Exchanges(up, down, False)
-        messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
-        futures = [exchanges.start(messages, messages, torch.ones(1)) for _ in range(3)]
-        ended: list[bool] = []
-        futures[2].add_done_callback(lambda future: ended.append(True))
-        exchanges.stop()
-        assert ended  # what waits for them has run
-        for future in futures:
-            with pytest.raises(RuntimeError, match="the process group was closed"):
-                future.wait()
-        with pytest.raises(RuntimeError, match="the process group was closed"):
-            exchanges.start(messages, messages, torch.ones(1))
-        exchanges.stop()
-    dist.barrier()
-    dist.destroy_process_group(up)
-    dist.destroy_process_group(down)
+def test_a_rank_that_leaves_ends_them(ranks: Callable[..., WireRanks]) -> None:
+    world = ranks(2)
+    inputs, outputs = messages(0, 10)
+    future = start(world, 0, inputs, outputs, torch.ones(1))
+    world.backends[1].close("it has had enough")
+    for each in (future, start(world, 0, inputs, outputs, torch.ones(1))):
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 has left .*: it has had enough"):
+            each.wait()
+    with pytest.raises(dist.DistBackendError, match="it has had enough"):
+        start(world, 1, inputs, outputs, torch.ones(1)).wait()
 
 
-@on_processes
-def test_a_rank_that_leaves_ends_them(rank: int) -> None:
-    up, down = dist.new_group(), dist.new_group()
-    if rank == 0:
-        messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
-        exchanges = _C.Exchanges(up, down, False)
-        future = exchanges.start(messages, messages, torch.ones(1))
-    dist.barrier()
-    if rank == 1:
-        dist.destroy_process_group(up)
-        dist.destroy_process_group(down)
-    else:
-        with pytest.raises(RuntimeError, match="gloo"):
-            future.wait()
-        later = exchanges.start(messages, messages, torch.ones(1))
-        with pytest.raises(RuntimeError, match="gloo"):
-            later.wait()
-        exchanges.stop()
-        dist.destroy_process_group(up)
-        dist.destroy_process_group(down)
+@pytest.mark.parametrize("rails", [1, 3])
+def test_a_message_counts_whose_sender_has_left(
+    ranks: Callable[..., WireRanks], rails: int
+) -> None:
+    """Also one that the other side has not asked for yet, among others that are under way."""
+    world = ranks(2, rails=rails)
+    for number in range(20):
+        inputs, outputs = messages(0, 100, number)
+        large, sent = torch.zeros(8 << 20, dtype=torch.uint8), []
+        for rank in range(2):
+            group = world.groups[rank]
+            sent.append(group.send([large], 1 - rank, number))
+        first = start(world, 1, *messages(1, 100, number), torch.ones(1))
+        start(world, 0, inputs, outputs, torch.ones(1)).wait()
+        assert have_come(0, outputs, number)
+        world.backends[0].close()
+        first.wait()
+        world.renew()
 
 
-#: How each rank of the following programs begins.
-BEGIN = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import finish_messages
+def test_what_has_failed_begins_anew(ranks: Callable[..., WireRanks]) -> None:
+    """A place of before fails, wherever it is used; nothing of before reaches what is new."""
+    world = ranks(2)
+    old = [each.exchanges().reserve() for each in world.backends]
+    lost = start(world, 0, *messages(0, 50, 7), torch.ones(1))
+    world.backends[1].close()
+    with pytest.raises(dist.DistBackendError):
+        lost.wait()
+    connections = world.endpoints[0].counts()["connections"]
+    world.renew()
 
-rank, choice = int(sys.argv[1]), sys.argv[2]
-store = dist.FileStore(sys.argv[3], 2)
-dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-"""
+    def run(rank: int) -> None:
+        inputs, outputs = messages(rank, 50, 8)
+        start(world, rank, inputs, outputs, torch.ones(1)).wait()
+        assert have_come(rank, outputs, 8)
+        with pytest.raises(dist.DistBackendError, match="its step has failed"):
+            start(world, rank, inputs, outputs, torch.ones(1), place=old[rank]).wait()
+        assert world.backends[rank].failure() is None
+
+    world.each(run)
+    assert world.endpoints[0].counts()["connections"] == connections
+
+
+def test_a_rank_that_is_late(ranks: Callable[..., WireRanks]) -> None:
+    """The other ranks learn of it when the rank that has waited leaves."""
+    world = ranks(2, is_held=True)
+    world.each(lambda rank: world.groups[rank].barrier().wait())  # connects them
+    inputs, outputs = messages(0, 10)
+    found = world.backends[0].exchanges()
+    late = found.start(
+        inputs, outputs, torch.ones(1), found.reserve(), 0, timedelta(milliseconds=50)
+    )
+    with pytest.raises(dist.DistBackendError, match=r"timeout after 0\.05 s .* rank 1"):
+        late.wait()
+    assert world.backends[0].failure()[0] == _C.WireFailure.TIMEOUT
+    future = start(world, 1, *messages(1, 10), torch.ones(1))
+    future.wait()  # the message was sent
+    world.backends[0].close("it has waited")
+    with pytest.raises(dist.DistBackendError, match="it has waited"):
+        start(world, 1, *messages(1, 10), torch.ones(1)).wait()
+
 
 LOST_HALFWAY = """
-up, down = dist.new_group(), dist.new_group()
-exchanges = _C.Exchanges(up, down, choice == "second")
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch_commhook.collectives.exchange import exchange
+
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[3], 2)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
 nothing = torch.empty(0, dtype=torch.uint8)
-messages = [[nothing] * 2, [nothing] * 2]
-for many in messages:
-    many[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
-dist.barrier()
-future = exchanges.start(*messages, torch.ones(1))
+sent, received = [nothing] * 2, [nothing] * 2
+sent[1 - rank] = torch.ones(300_000_000, dtype=torch.uint8)
+received[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
+future = exchange(sent, received, torch.ones(1), dist.group.WORLD)
 if rank == 1:
-    time.sleep(0.03)
+    while not received[0].view(-1, 1_000_000).any():
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     future.wait()
 except RuntimeError as error:
-    assert "gloo" in str(error), error
+    assert "rank 1: its process has ended" in str(error), error
     print("it is told", flush=True)
-os._exit(0)  # with connections that are lost
+os._exit(0)
 """
 
 
-@pytest.mark.parametrize("stage", ["first", "second"])
-def test_a_rank_that_is_killed_halfway(tmp_path: Path, stage: str) -> None:
-    """Gloo tells nothing of a message of which a part is there; its timeout is half an hour."""
-    assert first_says(BEGIN + LOST_HALFWAY, tmp_path, stage) == "it is told\n"
+def test_a_rank_that_is_killed_halfway(tmp_path: Path) -> None:
+    assert first_says(LOST_HALFWAY, tmp_path) == "it is told\n"
 
 
 @on_processes
-def test_issued_by_a_thread_of_gloo(rank: int) -> None:
-    """A thread of the first group's issues a second stage; then the group goes."""
-    for number in range(20):
-        first = dist.new_group()
-        second = second_group(first)
-        exchanges_of(second)
-        waiting = torch.futures.Future()
+def test_those_of_a_group_of_gloo(rank: int) -> None:
+    """Issued by a thread of the group's; then the group goes."""
+    for number in range(3):
+        group = dist.new_group()
+        place, waiting = place_in(group), torch.futures.Future()
         inputs, outputs = messages(rank, 200_000, number)
 
-        def issue(done: object, args: tuple = (inputs, outputs, second, waiting)) -> None:
-            inputs, outputs, second, waiting = args
-            exchange(inputs, outputs, torch.ones(1), second).add_done_callback(waiting.set_result)
+        def issue(done: object, args: tuple = (inputs, outputs, place, waiting)) -> None:
+            inputs, outputs, place, waiting = args
+            place.exchange(0, inputs, outputs, torch.ones(1)).add_done_callback(waiting.set_result)
 
-        work = first.allreduce([torch.ones(1)], dist.AllreduceOptions())
+        work = group.allreduce([torch.ones(1)], dist.AllreduceOptions())
         work.get_future().add_done_callback(issue)
         waiting.wait().wait()
         assert have_come(rank, outputs, number)
-        del work, issue, second
+        inputs, outputs = messages(rank, 30, number)
+        exchange(inputs, outputs, torch.ones(1), group).wait()
+        assert have_come(rank, outputs, number)
+        del work, issue, place
         dist.barrier()
-        dist.destroy_process_group(first)
-        del first
-
-
-def test_one_rank_and_nothing_to_send(one_rank: None) -> None:
-    nothing, result = torch.empty(0, dtype=torch.uint8), torch.ones(2)
-    group = dist.group.WORLD
-    for is_second in (False, True):
-        exchanges = _C.Exchanges(group, group, is_second)
-        assert exchanges.start([nothing], [nothing], result).wait().sum() == 2
-        exchanges.stop()
-
-
-def test_what_is_refused(one_rank: None) -> None:
-    byte, group, result = torch.zeros(1, dtype=torch.uint8), dist.group.WORLD, torch.ones(1)
-    for groups in ((None, group), (group, None)):
-        with pytest.raises(ValueError, match="a process group must be given, got None"):
-            _C.Exchanges(*groups, False)
-    for inputs, outputs in (([], []), ([byte], [byte.view(1, 1)]), ([torch.zeros(1)], [byte])):
-        with pytest.raises(ValueError, match="hold a flat uint8 tensor on the CPU for each rank"):
-            _C.Exchanges(group, group, False).start(inputs, outputs, result)
-
-
-@on_processes
-def test_a_message_counts_whose_sender_has_left(rank: int) -> None:
-    """Rank 1 stands still while rank 0 sends its message and closes its connections.
-
-    Then the message and the end of the connection reach rank 1 at the same time.
-    """
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]))
-    has_begun = torch.zeros(1)
-    for _ in range(20):
-        group = dist.new_group()
-        exchanges = _C.Exchanges(group, group, False)
-        inputs, outputs = messages(rank, 100)
-        place = exchanges.reserve()
-        exchanges.expect(outputs, place)  # so that messages need no answer
-        dist.barrier()
-        if rank == 1:
-            future = exchanges.start(inputs, outputs, torch.ones(1), place)
-            dist.send(has_begun, 0)
-            future.wait()
-            exchanges.stop()
-            dist.destroy_process_group(group)
-        else:
-            dist.recv(has_begun, 1)
-            while not outputs[1].equal(message(1, 0, 100)):  # rank 1 may still need to run for it
-                time.sleep(0.001)
-            os.kill(int(pids[1]), signal.SIGSTOP)
-            try:
-                exchanges.start(inputs, outputs, torch.ones(1), place).wait()
-                exchanges.stop()
-                dist.destroy_process_group(group)
-                del exchanges, group  # which closes the connections
-            finally:
-                os.kill(int(pids[1]), signal.SIGCONT)
-        assert outputs[1 - rank].equal(message(1 - rank, rank, 100))
-        dist.barrier()
-
-
-# ---- what is expected ----------------------------------------------------------------------------
-
-
-@on_processes
-def test_what_is_expected_comes_there(rank: int) -> None:
-    """Two places, whose messages rank 0 expects in one order and starts in the other."""
-    exchanges = _C.Exchanges(dist.group.WORLD, dist.group.WORLD, False)
-    places = [exchanges.reserve(), exchanges.reserve()]
-    outputs = [[torch.zeros(40 + place, dtype=torch.uint8) for _ in range(2)] for place in places]
-    for place in places if rank == 0 else places[:1]:
-        exchanges.expect(outputs[place], place)
-    futures = []
-    for place in reversed(places) if rank == 0 else places:
-        inputs = [message(rank, to, 40 + place, place) for to in range(2)]
-        futures.append(exchanges.start(inputs, outputs[place], outputs[place][0], place))
-    for future in futures:
-        future.wait()
-    exchanges.stop()
-    other = 1 - rank
-    for place in places:
-        assert outputs[place][other].equal(message(other, rank, 40 + place, place))
-
-
-@on_processes
-def test_what_is_refused_of_expected_messages(rank: int) -> None:
-    """What is expected and never comes keeps no group open."""
-    group = dist.new_group()
-    exchanges = exchanges_of(group)
-    outputs = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
-    place = exchanges.reserve()
-    exchanges.expect(outputs, place)
-    said = []
-    for call in (
-        lambda: exchanges.expect(outputs, place),
-        lambda: exchanges.start(
-            outputs, [torch.zeros_like(each) for each in outputs], outputs[0], place
-        ).wait(),
-        lambda: exchanges.expect(outputs[:1], place),
-        lambda: exchanges.expect(outputs, -1),
-        lambda: exchanges.use_more([group], []),
-    ):
-        try:
-            call()
-        except (ValueError, RuntimeError) as error:
-            said.append(str(error).splitlines()[0])
-    exchanges.stop()
-    exchanges.expect(outputs, exchanges.reserve())  # start() tells
-    dist.barrier()
-    dist.destroy_process_group(group)
-    again, elsewhere, few, wrong_place, uneven = said
-    assert again == "exchange: stage 0 of place 0 was expected before"
-    assert elsewhere == (
-        "exchange: outputs must be the tensors that expect() was given for this place; that of "
-        f"rank {1 - rank} differs"
-    )
-    assert few == "exchange: outputs must hold a flat uint8 tensor on the CPU for each rank"
-    assert wrong_place.startswith("exchange: place must be one that reserve() gave")
-    assert uneven == "exchange: ups and downs must have the same length, got 1 and 0"
-
-
-# ---- waiting for messages of a group -------------------------------------------------------------
-
-#: How rank 0 ends.
-ENDED = """
-try:
-    finish_messages(group, works)
-except RuntimeError as error:
-    assert "exchange: with rank 1: " in str(error) and "gloo" in str(error), error
-    print("it ended", flush=True)
-os._exit(0)  # with connections that are lost
-"""
-
-#: Rank 1 is killed while a large message fills the connection and a small one waits behind it.
-KILLED_RECEIVER = """
-group = dist.new_group()
-large, small = torch.zeros(50_000_000), torch.zeros(1)
-if rank == 1:
-    works = [group.recv([large], 0, 1), group.recv([small], 0, 2)]
-    store.set("pid", str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)
-pid = int(store.get("pid"))
-while ") T " not in open(f"/proc/{pid}/stat").read():  # stopped
-    time.sleep(0.01)
-sends = [(1, group.send([large], 1, 1)), (1, group.send([small], 1, 2))]
-os.kill(pid, signal.SIGKILL)
-works = sends if choice == "both" else sends[1:]
-"""
-
-
-@pytest.mark.parametrize("waits_for", ["both", "the second"])
-def test_a_killed_receiver_ends_the_wait(tmp_path: Path, waits_for: str) -> None:
-    assert first_says(BEGIN + KILLED_RECEIVER + ENDED, tmp_path, waits_for) == "it ended\n"
-
-
-#: Rank 1 is killed when rank 0 has received a part of a large message.
-KILLED_SENDER = """
-if rank == 1:
-    store.set("pid", str(os.getpid()))
-group = dist.new_group()
-large = torch.zeros(100_000_000)
-if rank == 1:
-    work = group.send([large + 1], 0, 1)
-    while True:
-        time.sleep(1)
-work = group.recv([large], 1, 1)
-while not large[0]:
-    time.sleep(0.001)
-os.kill(int(store.get("pid")), signal.SIGKILL)
-assert not large[-1]
-works = [(1, work)]
-"""
-
-
-def test_a_killed_sender_ends_the_wait(tmp_path: Path) -> None:
-    assert first_says(BEGIN + KILLED_SENDER + ENDED, tmp_path, "") == "it ended\n"
-
-
-@on_processes
-def test_a_message_counts_whose_receiver_has_left(rank: int) -> None:
-    group, value = dist.new_group(), torch.full((3,), float(rank))
-    if rank == 1:
-        group.recv([value], 0, 1).wait()
         dist.destroy_process_group(group)
         del group
-        dist.barrier()
-        assert (value == 0).all()
-        return
-    sends = [(1, group.send([value], 1, 1))]
-    dist.barrier()
-    with pytest.raises(RuntimeError, match="gloo"):
-        while True:  # until the end of the connection arrives
-            finish_messages(group, [(1, group.send([value], 1, 1))])
-    finish_messages(group, sends)
-    dist.destroy_process_group(group)
 
 
-def _works_in(error: BaseException) -> list[object]:
-    """The Works that an error's traceback keeps, in variables and in lists of pairs."""
-    found: list[object] = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            values = value if isinstance(value, list) else [value]
-            parts = [part for each in values for part in (each if type(each) is tuple else [each])]
-            found += [part for part in parts if isinstance(part, dist.Work)]
-    return found
+def test_two_threads_that_use_a_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them joins, and the other has what it has made."""
+    made = []
+
+    def backend(*_: Any, **__: Any) -> object:
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(gloo_groups, "_C", SimpleNamespace(WireBackend=backend))
+    group, found = dist.ProcessGroup(dist.HashStore(), 0, 1), list[object]()
+    monkeypatch.setattr(gloo_groups, "group_store", lambda _: dist.HashStore())
+    assert in_threads([lambda: found.append(gloo_groups.backend_of(group))] * 2) == []
+    assert found == [made[0]] * 2
 
 
-@on_processes
-@pytest.mark.parametrize("early", [True, False])
-def test_an_error_keeps_no_work(rank: int, early: bool) -> None:
-    """A Work in use, as by a traceback, would keep the connection open."""
-    group = dist.new_group()
-    step_end = StepEnd(group)
-    dist.barrier()
-    if rank == 1:
-        if not early:  # rank 0 gets the flag, and waits for its own to be sent
-            step_end.any_rank()
-        dist.destroy_process_group(group)
-        del group, step_end
-        dist.barrier()
-        return
-    if not early:
-        exchanges_of(group).stop()
-    try:
-        step_end.any_rank()
-    except RuntimeError as error:
-        held = error
-    assert _works_in(held) == []
-    assert step_end._sends == [] and not any(step_end._works)
-    dist.barrier()
-    dist.destroy_process_group(group)
+def test_one_rank_and_nothing_to_send(ranks: Callable[..., WireRanks]) -> None:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert start(ranks(1), 0, [nothing], [nothing], torch.ones(2)).wait().sum() == 2
 
 
-@on_processes
-def test_a_closed_group_sends_nothing(rank: int) -> None:
-    group, value = dist.new_group(), torch.ones(1)
-    if rank == 1:
-        group.recv([value], 0, 1).wait()
-    else:
-        send = group.send([value], 1, 1)
-        exchanges = exchanges_of(group)
-        finish_messages(group, [(1, send)])
-        exchanges.stop()
-        with pytest.raises(RuntimeError, match="closed"):
-            finish_messages(group, [(1, send)])
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-def test_which_messages_are_refused(one_rank: None) -> None:
-    exchanges = exchanges_of(dist.group.WORLD)
-    with pytest.raises(ValueError, match="must have the same length, got 1 and 0"):
-        exchanges.finish_messages([0], [])
-    for rank in (-1, 0, 1):
-        with pytest.raises(ValueError, match=f"must be other ranks of 1, got {rank}"):
-            exchanges.finish_messages([rank], [dist.Work()])
-    finish_messages(dist.group.WORLD, [])
+def test_what_is_refused(ranks: Callable[..., WireRanks]) -> None:
+    """What is expected and never comes keeps no group open."""
+    world = ranks(2)
+    byte, result = torch.zeros(1, dtype=torch.uint8), torch.ones(1)
+    wrong = ([], [byte.view(1, 1)] * 2, [torch.zeros(1)] * 2, [byte])
+    for each in wrong:
+        with pytest.raises(ValueError, match="inputs must hold a flat uint8 tensor on the CPU for"):
+            start(world, 0, each, [byte, byte], result)
+        with pytest.raises(ValueError, match="outputs must hold a flat uint8 tensor on the CPU"):
+            start(world, 0, [byte, byte], each, result)
+    found = world.backends[0].exchanges()
+    place = found.reserve()
+    found.expect([byte, byte], place, 0, SECONDS)
+    with pytest.raises(ValueError, match=r"stage 0 of place \d+ was expected before"):
+        found.expect([byte, byte], place, 0, SECONDS)
+    with pytest.raises(ValueError, match=r"outputs must be .* that of rank 1 differs"):
+        start(world, 0, [byte, byte], [byte, byte.clone()], result, place=place)
+    for place, stage in ((-1, 0), (0, 2), (0, -1)):
+        with pytest.raises(ValueError, match="place must be one that reserve"):
+            found.expect([byte, byte], place, stage, SECONDS)

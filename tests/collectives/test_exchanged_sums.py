@@ -20,7 +20,6 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, run_hook
-from torch_commhook.collectives import gloo_groups
 from torch_commhook.collectives.direct_sum import direct_bytes, is_gathered, sums_directly
 from torch_commhook.collectives.wide_sum import sum_rows
 from torch_commhook.hooks.expressions import parse_hook
@@ -219,17 +218,6 @@ def test_which_ranks_need_a_second_group() -> None:
     for hook in (hooks.cast(), hooks.after(3, hooks.cast()), hooks.policy([], hooks.cast())):
         assert not hook.has_stages and not hook.has_stages_among(7) and hook.has_stages_among(8)
     assert hooks.blockwise().has_stages_among(2) and not hooks.allreduce().has_stages_among(1000)
-
-
-@on_processes
-def test_few_ranks_have_no_second_group(rank: int) -> None:
-    found = []
-    for hook in (hooks.cast(), CastInTwoStages()):
-        model = nn.Linear(3, 5)
-        handle = attach(model, hook)
-        found.append(handle._road._group.group in gloo_groups._seconds)
-        handle.remove()
-    assert found == [False, True]
 
 
 def _odd(rank: int, mode: Mode) -> list[Tensor]:

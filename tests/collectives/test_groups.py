@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from on_ranks import of_all_ranks, on_pool, on_processes, on_ranks
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, TOPK, Around, X, backward, gloo_groups, model
+from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, model, point_to_point
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import Codec
 from torch_commhook.collectives import compressed_all_reduce, hosts
-from torch_commhook.collectives.gloo_groups import group_name, group_store, second_group
+from torch_commhook.collectives.gloo_groups import (
+    group_name,
+    group_of_stages,
+    group_store,
+    second_group,
+)
 from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.testing import run_ranks
@@ -210,29 +215,34 @@ def test_groups_over_some_ranks(four_ranks: RankPool) -> None:
 
 @on_processes
 def test_second_groups(rank: int) -> None:
-    before = gloo_groups()
+    before = known_groups()
     group = dist.new_group([0, 1])
-    found: dict[str, Any] = {"own": gloo_groups() - before}
+    found: dict[str, Any] = {"own": known_groups() - before}
     compressed_all_reduce(X, TOPK, group=group).wait()
-    found["of one stage"] = gloo_groups() - before
+    found["of one stage"] = known_groups() - before
     for _ in range(5):
         compressed_all_reduce(X, BLOCKWISE, group=group).wait()
-    found["of two stages"] = gloo_groups() - before
-    second = second_group(group)
-    found["same"] = second is second_group(group)
+    found["of two stages"] = known_groups() - before
+    assert group_of_stages(group) is group  # exchanges need no other
+    with point_to_point(False):  # as with many ranks
+        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
+        found["of two stages of many"] = known_groups() - before
+        second = second_group(group)
+        found["same"] = second is second_group(group)
     found["ranks"] = dist.get_process_group_ranks(second)
     found["timeout"] = second._get_backend(torch.device("cpu")).options._timeout
     turns = turns_of(second)
     found["turns"] = len(turns._waiting)
     dist.destroy_process_group(group)
     del group, second, turns
-    found["left"] = gloo_groups() - before
+    found["left"] = known_groups() - before
     # And again, for another group over the same ranks.
     group = dist.new_group([0, 1])
     found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
     dist.destroy_process_group(group)
     assert found.pop("timeout") == distributed_c10d.default_pg_timeout
-    expected = {"own": 1, "of one stage": 1, "of two stages": 2, "same": True, "ranks": [0, 1]}
+    expected = {"own": 1, "of one stage": 1, "of two stages": 1, "of two stages of many": 2}
+    expected |= {"same": True, "ranks": [0, 1]}
     assert found == {**expected, "turns": 0, "left": 0, "again": 1200.0}
 
 
@@ -251,19 +261,19 @@ def test_groups_of_some_ranks(rank: int) -> None:
 
 @on_processes
 def test_groups_of_a_model(rank: int) -> None:
-    """Both are made when a hook is attached, and go with it."""
-    counts = [gloo_groups()]
+    """One is made when a hook is attached, and goes with it."""
+    counts = [known_groups()]
     for codec in (TOPK, BLOCKWISE, BLOCKWISE):
         net = model()
         handle = attach(net, hooks.compressed(codec))
-        counts.append(gloo_groups() - counts[0])
+        counts.append(known_groups() - counts[0])
         for _ in range(3):
             backward(net, rank)
-        counts.append(gloo_groups() - counts[0])
+        counts.append(known_groups() - counts[0])
         handle.remove()
         del net, handle
-        counts.append(gloo_groups() - counts[0])
-    assert counts[1:] == [1, 1, 0, 2, 2, 0, 2, 2, 0]
+        counts.append(known_groups() - counts[0])
+    assert counts[1:] == [1, 1, 0] * 3
 
 
 @on_ranks(2)
@@ -283,7 +293,7 @@ def test_the_future_tells_of_a_closed_connection(rank: int) -> None:
         return
     dist.barrier()
     future = compressed_all_reduce(X, BLOCKWISE, group=group)
-    with pytest.raises(RuntimeError, match="gloo"):
+    with pytest.raises(RuntimeError, match="rank 0 has left"):
         future.wait()
     dist.destroy_process_group(group)
 

@@ -20,7 +20,7 @@ from gloo_threads import in_threads
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from wire_ranks import WireRanks
+from wire_ranks import StoreOfRank, Way, WireRanks, through
 
 from torch_commhook import _C
 from torch_commhook.collectives import wire
@@ -432,7 +432,9 @@ def test_outputs_outlive_the_callers_names(worlds: Callable[[int], WireRanks]) -
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "no tensor": (lambda g, b: b.allreduce_coalesced([]), "non-empty tensor list"),
     "another device": (lambda g, b: b.allreduce([torch.ones(1, device="meta")]), "CPU tensors"),
-    "sparse": (lambda g, b: b.allreduce([torch.eye(2).to_sparse()]), "dense CPU tensors"),
+    "sparse": (lambda g, b: b.broadcast([torch.eye(2).to_sparse()]), "dense CPU tensors"),
+    "sparse products": (lambda g, b: b.allreduce([torch.eye(2).to_sparse()], _options(
+        "Allreduce", reduceOp=OPS.PRODUCT)), "only sums and means"),
     "root": (lambda g, b: g.broadcast([torch.ones(1)], _options("Broadcast", rootRank=7)),
              "invalid root rank: 7"),
     "outputs": (lambda g, b: g.allgather([[torch.ones(1)]], [torch.ones(1)]), "requires 2 tensors"),
@@ -520,13 +522,15 @@ def test_ranks_that_do_not_fit_get_errors(fresh: Callable[..., WireRanks], name:
 
 
 def test_a_late_rank(fresh: Callable[..., WireRanks]) -> None:
-    world = fresh(3, seconds=0.5)
+    world, have_waited = fresh(3, seconds=0.5), threading.Barrier(3)
 
     def run(rank: int) -> None:
         if rank == 2:
-            time.sleep(1.5)
+            have_waited.wait(20)
         with pytest.raises(dist.DistBackendError, match=r"all_reduce 0 of 4 float32 by SUM"):
             world.groups[rank].allreduce([torch.ones(4)]).wait()
+        if rank != 2:
+            have_waited.wait(20)
 
     world.each(run)
 
@@ -550,29 +554,54 @@ def test_a_wait_that_is_too_long(fresh: Callable[..., WireRanks]) -> None:
     world.each(run)
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "fails"])
+def test_a_rank_that_is_gone_before_another_has_joined(
+    fresh: Callable[..., WireRanks], leaves: bool
+) -> None:
+    """What it says reaches a process that does not know the group yet."""
+    world, store, is_gone = fresh(2), dist.HashStore(), threading.Event()
+    world.each(lambda rank: world.groups[rank].barrier().wait())  # connects them
+
+    def run(rank: int) -> None:
+        own: dist.Store = store if rank == 0 else StoreOfRank(store, then=lambda: is_gone.wait(20))
+        made = _C.WireBackend(world.endpoints[rank], own, "b", rank, 2, timedelta(seconds=30))
+        if rank == 0:
+            (made.close if leaves else made.fail)("it is gone")
+            world.groups[0].barrier().wait()
+            return
+        with pytest.raises(dist.DistBackendError, match="it is gone"):
+            made.allreduce([torch.ones(4)], _options("Allreduce")).wait()
+
+    thread = threading.Thread(target=lambda: (world.groups[1].barrier().wait(), is_gone.set()))
+    thread.start()
+    world.each(run)
+    thread.join()
+
+
 def test_monitored_barrier_names_all_that_are_late(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(4)
 
     def run(rank: int) -> None:
         if rank in (1, 3):
             return
-        with pytest.raises(dist.DistBackendError, match=r"Ranks 1, 3 failed .* in 300 ms"):
-            world.groups[rank].monitored_barrier(timedelta(milliseconds=300))
+        with pytest.raises(dist.DistBackendError, match=r"Ranks 1, 3 failed .* in 2000 ms"):
+            world.groups[rank].monitored_barrier(timedelta(seconds=2))
 
     world.each(run)
 
 
 def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
-    world = fresh(3)
+    world, have_begun = fresh(3), threading.Barrier(3)
     futures: list[Any] = []
 
     def run(rank: int) -> None:
         if rank == 2:
-            time.sleep(0.1)
+            have_begun.wait(20)
             world.backends[rank].fail("the data have run out")
             return
         work = world.groups[rank].allreduce([torch.ones(4)])
         futures.append(work.get_future())
+        have_begun.wait(20)
         with pytest.raises(dist.DistBackendError, match="the data have run out"):
             work.wait()
         assert work.is_completed() and not work.is_success()
@@ -581,6 +610,68 @@ def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
     for future in futures:
         with pytest.raises(RuntimeError, match="the data have run out"):
             future.wait()
+
+
+def test_callbacks_that_run_when_a_group_ends(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    has_begun, may_end, found = threading.Event(), threading.Event(), list[Any]()
+    short, long = timedelta(milliseconds=1), timedelta(seconds=20)
+
+    def callback(_: Any) -> None:
+        found.append(world.backends[0].drain(long))  # it does not wait for itself
+        has_begun.set()
+        may_end.wait(20)
+
+    def run(rank: int) -> None:
+        work = world.groups[rank].allreduce([torch.ones(4)])
+        if rank == 0:
+            work.get_future().add_done_callback(callback)
+        work.wait()
+
+    world.each(run)
+    has_begun.wait(20)
+    world.backends[0].close()
+    assert world.backends[0].drain(short) is None
+    may_end.set()
+    assert world.backends[0].drain(long) in (True, False)
+    assert world.backends[0].drain(short) is False and found == [False]
+
+
+def test_many_callbacks_have_few_threads(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    before, most = len(os.listdir("/proc/self/task")), []
+
+    def run(rank: int) -> None:
+        group, futures = world.groups[rank], list[Any]()
+        for _ in range(500):
+            future = group.allreduce([torch.ones(1)]).get_future()
+            futures.append(future.then(lambda _: len(os.listdir("/proc/self/task"))))
+        most.extend(torch.futures.wait_all(futures))
+
+    world.each(run)
+    assert len(most) == 1000 and max(most) - before < 80  # 32 of each endpoint, and a few
+
+
+def test_an_endpoint_is_replaced_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = wire._Endpoints()
+    first, store = made.get(15.0, 1), dist.HashStore()
+    backend = _C.WireBackend(first, store, "", 0, 1, timedelta(seconds=9))
+    monkeypatch.setattr(_C.WireEndpoint, "has_lost", lambda self: self is first)
+    second = made.get(15.0, 1)
+    assert second is not first and made.get(15.0, 1) is second
+    assert first.address  # its group goes on
+    backend.close()
+    made.get(15.0, 1)
+    with pytest.raises(RuntimeError, match="it is closed"):
+        _ = first.address
+    made.close()
+
+
+def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(dist.DistNetworkError, match="cannot listen at 'none0'"):
+        wire._Endpoints().get(15.0, 1)
 
 
 def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> None:
@@ -605,7 +696,7 @@ def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> 
 
 def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(3)
-    sent, has_come = torch.arange(300_000.0), threading.Event()
+    sent = torch.arange(300_000.0)
 
     def run(rank: int) -> None:
         group = world.groups[rank]
@@ -618,12 +709,44 @@ def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
             received = torch.zeros_like(sent)
             group.recv([received], 0, 3).wait()
             assert torch.equal(received, sent)
-            has_come.set()
-        has_come.wait(20)  # the first error ends all messages
         with pytest.raises(dist.DistBackendError, match="rank 0 has left the group"):
             group.allreduce([torch.ones(4)]).wait()
 
     world.each(run)
+
+
+def test_a_loss_that_only_one_side_has_seen() -> None:
+    """The other one learns it when it connects again, and fails too."""
+    endpoints = [_C.WireEndpoint("127.0.0.1", "test", lost) for lost in (3.0, 60.0)]
+    store, ways, is_lost = dist.HashStore(), list[Way](), threading.Event()
+    is_shut = threading.Event()
+
+    def run(rank: int) -> None:
+        own = StoreOfRank(store, through(ways))
+        made = _C.WireBackend(endpoints[rank], own, "w", rank, 2, timedelta(seconds=30))
+        made.barrier(_options("Barrier")).wait()
+        if rank == 0:
+            for each in ways:
+                each.set(False)
+            is_shut.set()
+        is_shut.wait(20)
+        work = made.allreduce([torch.ones(4)], _options("Allreduce"))
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="rank 1: no sign of its host for 3 s"):
+                work.wait()
+            assert endpoints[0].has_lost()
+            for each in ways:
+                each.set(True)
+            is_lost.set()
+        else:
+            is_lost.wait(20)
+            with pytest.raises(dist.DistBackendError, match="rank 0: it counts this process as"):
+                work.wait()
+
+    errors = in_threads([functools.partial(run, rank) for rank in range(2)])
+    for each in (*ways, *endpoints):
+        each.close()
+    assert errors == []
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,6 @@ def test_a_rank_that_has_never_connected_says_why(ranks: ElasticRanks) -> None:
         mock.patch.object(ranks._door, "unreachable", return_value=frozenset([2])),
         mock.patch("torch_commhook.elastic.ranks.tell_unreachable"),
         mock.patch("torch_commhook.elastic.ranks.destroy_group"),
-        mock.patch("torch_commhook.elastic.ranks.addresses_of"),
         pytest.raises(TooFewRanksError, match="1 of the last 2 ranks can reach"),
     ):
         ranks._connect()

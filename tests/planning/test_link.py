@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import of_all_ranks, on_processes, on_ranks
+from wire_ranks import WireRanks
 
 from torch_commhook import MeasuredLink, measure_link
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.planning import LinkFile
+from torch_commhook.planning import wire as planning_wire
 from torch_commhook.planning.link import (
     Flow,
     LinkFigures,
@@ -27,6 +31,7 @@ from torch_commhook.planning.link import (
 from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
 from torch_commhook.planning.wire import Wire
 from torch_commhook.process_group import ThrottledProcessGroup
+from torch_commhook.step import link as step_link
 from torch_commhook.testing import run_ranks
 
 PAYLOAD = 1448 / 1514
@@ -173,6 +178,25 @@ def test_the_slowest_rank_counts() -> None:
 @pytest.mark.parametrize("delay", [0.0001, 0.025])
 def test_a_round_trip_is_the_least(delay: float) -> None:
     assert measure_round_trip(MadeUpWire(delay), 0.1) == pytest.approx(2 * delay, rel=0.05)
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.02])
+def test_a_round_trip_is_twice_the_way(apart: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far apart ranks begin."""
+    # torch.distributed does not know these groups.
+    monkeypatch.setattr(planning_wire, "resolve_group", lambda group: group)
+    delay = 0.02
+    world = WireRanks(2, delay=delay)
+
+    def run(rank: int) -> tuple[float, float]:
+        group = world.groups[rank]
+        gloo_groups._backends[group] = world.backends[rank]
+        time.sleep(apart * rank)
+        return measure_round_trip(Wire(group), 0.1), step_link._round_trip(group)
+
+    for found in world.each(run):
+        assert min(found) >= 2 * delay
+    world.close()
 
 
 # ---- what comes out ------------------------------------------------------------------------------

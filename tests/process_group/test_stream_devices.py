@@ -451,7 +451,9 @@ def _train_sharded(
     ],
 )
 def test_results_of_shards(pairs: RankPool, paths: Paths, name: str, is_replicated: bool) -> None:
-    _compare(pairs, _train_sharded, paths[0], name, is_replicated)
+    # On the CPU the library adds in the order of ranks, Gloo under the device in another one.
+    same_bits = is_replicated or name != "allreduce"
+    _compare(pairs, _train_sharded, paths[0], name, is_replicated, same_bits=same_bits)
 
 
 # ---- compiled autograd ---------------------------------------------------------------------------

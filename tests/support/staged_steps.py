@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from torch_commhook.codecs import CODECS, Codec, Shard
-from torch_commhook.collectives import exchange
+from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives.gloo_groups import MOST_RANKS
 
 BLOCKWISE = CODECS["blockwise"]()
 TOPK = CODECS["topk"]()
@@ -35,15 +36,15 @@ def backward(net: nn.Module, rank: int) -> None:
     net(x).square().sum().backward()
 
 
-def gloo_groups() -> int:
+def known_groups() -> int:
     gc.collect()  # frees objects of earlier tests
     return len(distributed_c10d._world.pg_map)
 
 
 @contextmanager
 def point_to_point(is_wanted: bool) -> Iterator[None]:
-    """Makes ranks exchange messages, or use Gloo's collectives, as many ranks do."""
-    with patch.object(exchange, "MOST_RANKS", exchange.MOST_RANKS if is_wanted else 1):
+    """Makes ranks exchange messages, or use collectives, as many ranks do."""
+    with patch.object(gloo_groups, "MOST_RANKS", MOST_RANKS if is_wanted else 1):
         yield
 
 

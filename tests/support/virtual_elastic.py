@@ -28,7 +28,6 @@ from torch_commhook.elastic.membership import VIEW_NUMBER, Membership
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.elastic.signs import _SIGNS
 from torch_commhook.reducer import repeatable_step as repeatable_module
-from torch_commhook.step import step_group as step_group_module
 from torch_commhook.step.rendezvous import Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
@@ -230,9 +229,13 @@ class VirtualStepGroup(StepGroup):
         own = base.members[base.own_rank]
         name = base.store._prefix
         self.group: Any = Group(world, name, own, base.members, TIMEOUT)
-        self._own = [SimpleNamespace(group=self.group, cut=self.group.close)]  # type: ignore
-        # Closes at once, since nothing runs in the background here.
-        self._end: Any = SimpleNamespace(detach=self.group.close)
+        group = self.group
+        self._own = [
+            SimpleNamespace(
+                group=group, close=lambda why: group.close(), failure=lambda: group.failure
+            )
+        ]  # type: ignore
+        self._end: Any = group.close
         if self.size > 1:
             self.group.connect(connect_within.total_seconds())
 
@@ -243,9 +246,6 @@ class VirtualStepGroup(StepGroup):
         self._open = self.size > 1
 
     def _others(self) -> list[StepGroup]:
-        return []
-
-    def addresses(self) -> list[Any]:
         return []
 
     def _end_of_step(self) -> Any:
@@ -297,11 +297,6 @@ def _membership(*args: Any, **options: Any) -> Membership:
     return Membership(*args, now=lambda: world.now, sleep=world.sleep, **options)
 
 
-def _close_connections(*groups: Group, in_background: bool = False) -> None:
-    for group in groups:
-        group.close()
-
-
 def _watch(ranks: ElasticRanks) -> None:
     """Like the real function; its signs wake the thread that checks them."""
     signs: Any = ranks._signs
@@ -344,14 +339,13 @@ def virtual_time() -> Iterator[None]:
             "Membership": _membership,
             "StepGroup": VirtualStepGroup,
             "StoreSigns": Signs,
-            "addresses_of": lambda group: SimpleNamespace(remove_own=lambda: None),
+            "remove_address": lambda store, rank: None,
             "_log": quiet,
             "_store_of": lambda settings: WorldStore(the_world()),
             "atexit": atexit,
-            "destroy_group": lambda group, in_background=False: None,
+            "destroy_group": lambda group: None,
             "dist": dist,
             "make_group": lambda *args, **options: Base(*args[:3]),
-            "make_within": lambda within, make: make(),
             "tell_unreachable": _tell_unreachable,
             "threading": SimpleNamespace(Thread=_Thread, Event=Event),
         },
@@ -369,7 +363,6 @@ def virtual_time() -> Iterator[None]:
         },
         transfer_module: {"_PIECE": 1024, **transferred},
         repeatable_module: {"begin_maximum": _begin_maximum, "broadcast": _broadcast},
-        step_group_module: {"close_connections": _close_connections},
         ElasticRanks: {"_watch": _watch},
     }
     with ExitStack() as stack:

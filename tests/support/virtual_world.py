@@ -11,7 +11,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NoReturn
+
+from torch_commhook._C import WireFailure
+from torch_commhook.step.connected_group import Failure
 
 #: Seconds until TCP gives up a host that does not answer.
 LOST_HOST = 1.5
@@ -286,7 +289,7 @@ class World:
             for other in endpoint.others:
                 peer = self.endpoints.get((endpoint.name, other))
                 if peer and self.are_apart(endpoint.process.host, peer.process.host):
-                    endpoint.lose(other, "Connection timed out")
+                    endpoint.lose(other, is_silent=True)
 
     def cut_off_from_store(self, side: Collection[int], seconds: float) -> None:
         """Keeps hosts from the store for a time."""
@@ -413,7 +416,8 @@ class Endpoint:
         self.process = world.process
         self._timeout = timeout
         self._is_closed = False
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, Failure] = {}
+        self.failure: Failure | None = None  # the first one
         self._came: dict[tuple[int, object], deque[Any]] = {}
         self._sent_at: dict[int, float] = {}  # the arrival of the last message to each member
         self._drops: set[int] = set()  # of these, members whose messages in flight are dropped
@@ -431,7 +435,7 @@ class Endpoint:
         begun = self.world.now
         if not self.world.wait_until(lambda: self._is_closed or self._all_there(), seconds):
             self.close()
-            raise RuntimeError(f"gloo: connecting took more than {seconds:g} s")
+            raise RuntimeError(f"connecting took more than {seconds:g} s")
         try:
             self.exchange("connect", None, seconds - (self.world.now - begun))
         except RuntimeError:
@@ -478,9 +482,16 @@ class Endpoint:
 
     def _check(self, other: int) -> None:
         if self._is_closed:
-            raise RuntimeError("gloo: Socket closed")
+            self._fail(Failure(WireFailure.CLOSED, self.own, "this process has left"))
         if other in self._lost:
-            raise RuntimeError(self._lost[other])
+            self._fail(self._lost[other])
+
+    def _fail(self, failure: Failure) -> NoReturn:
+        self.failure = self.failure or failure
+        raise RuntimeError(self.failure.text)
+
+    def _fail_late(self, seconds: float) -> NoReturn:
+        self._fail(Failure(WireFailure.TIMEOUT, self.own, f"timeout after {seconds:g} s"))
 
     def receive(self, other: int, tag: object) -> Any:
         """The next value from a member; RuntimeError if the connection is lost or too late."""
@@ -490,7 +501,7 @@ class Endpoint:
             return bool(self._came.get(key)) or self._is_closed or other in self._lost
 
         if not self.world.wait_until(is_there, self._timeout):
-            raise RuntimeError(f"gloo: Timed out waiting {self._timeout:g} s for a message")
+            self._fail_late(self._timeout)
         if self._came.get(key):
             return self._came[key].popleft()
         self._check(other)
@@ -530,7 +541,7 @@ class Endpoint:
 
         seconds = self._timeout if seconds is None else seconds
         if not self.world.wait_until(is_there, seconds):
-            raise RuntimeError(f"gloo: Timed out waiting {seconds:g} s for a message")
+            self._fail_late(seconds)
         for other in missing:
             self._check(other)
         found = []
@@ -569,13 +580,12 @@ class Endpoint:
     def _vanish(self, other: int) -> None:
         peer = self.world.endpoints.get((self.name, other))
         if peer is not None:
-            peer.lose(self.own, "Connection timed out")
+            peer.lose(self.own, is_silent=True)
 
-    def lose(self, other: int, why: str = "Connection closed by peer") -> None:
-        """Marks a connection as lost."""
+    def lose(self, other: int, *, is_silent: bool = False) -> None:
+        """Marks a connection as lost: the other process has ended, or its host is silent."""
         if self._is_closed or other in self._lost:
             return
-        # Not all of Gloo's errors name the rank.
-        named = f"exchange: with rank {other}: " if self.world.random.random() < 0.7 else ""
-        self._lost[other] = f"{named}gloo: {why}"
+        kind = WireFailure.LOST if is_silent else WireFailure.ENDED
+        self._lost[other] = Failure(kind, other, f"rank {other}: {kind.name}")
         self.process.notify()

@@ -101,7 +101,8 @@ class History {
       write(1, 0, 1 + pick(kChunk));
       read(0, 0, 1 + pick(kChunk));
     }
-    sides_[0].link->leave(2);
+    sides_[0].link->abandon(2);
+    sides_[0].link->leave(2, "enough");
     finish();
     require(sides_[0].link->kept_bytes() == 0 && sides_[1].link->kept_bytes() == 0,
             "bytes of messages are kept that have ended");

@@ -31,10 +31,12 @@ _WATCH_SECONDS = 0.5
 _END_WITHIN = 25.0
 _stops_in_order = threading.Event()
 _is_asked = threading.Event()
-# Errors of Gloo, NCCL and the store if another rank has ended or does not answer.
+# Errors of Gloo, NCCL, the store and the library's transport if another rank has ended or does not
+# answer.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
-    r"|timed? ?out|remote process exited|failed to recv",
+    r"|timed? ?out|remote process exited|failed to recv|its process has ended|no sign of its host"
+    r"|has left the group|counts this process as lost",
     re.IGNORECASE,
 )
 

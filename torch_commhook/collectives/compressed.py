@@ -61,14 +61,14 @@ def compressed_all_reduce(
       ``W - 1`` messages, so traffic grows with the number of ranks.
     * ``"all_reduce"``: an all-reduce sums the messages themselves.
 
-    All ranks get the same bits. If ranks give different sizes or codecs, the backend decides what
-    happens: Gloo may end the process.
+    All ranks get the same bits. If ranks give different sizes, up to 16 of them get an error on the
+    CPU; otherwise the backend decides what happens.
 
-    On the CPU over Gloo no stage waits for another bucket: second stages use a process group of
-    their own, which the first call makes. CUDA tensors are encoded, sent and decoded on a separate
-    stream, so that the current one continues; over NCCL only that stream waits. Over other groups
-    the call waits for the first stage, and with CUDA tensors for all stages. In a step of an
-    attached hook the second stage may wait for the next bucket instead.
+    On the CPU over Gloo no stage waits for another bucket. Among more than 16 ranks, second stages
+    use a process group of their own, which the first call makes. CUDA tensors are encoded, sent and
+    decoded on a separate stream, so that the current one continues; over NCCL only that stream
+    waits. Over other groups the call waits for the first stage, and with CUDA tensors for all
+    stages. In a step of an attached hook the second stage may wait for the next bucket instead.
 
     Over NCCL on one machine, block codecs use memory that the GPUs share, if NVLink connects all of
     them and the caller gives ``buffers``. The bits are the same. A rank that waits for another
@@ -78,7 +78,7 @@ def compressed_all_reduce(
     If a first stage raises on a rank, that rank cannot issue the second stage, and its order of
     collectives no longer matches the other ranks'. That call and all its later calls with two
     stages on this group fail with the same error, and the other ranks wait until the group's
-    timeout. Attached hooks get new connections.
+    timeout. Attached hooks begin anew.
 
     Args:
         tensors: a tensor or a list of them: dense, of a bucket's dtypes, on one device, with the

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
-from torch_commhook.collectives.exchange import takes_turns
 from torch_commhook.collectives.futures import then_beside
-from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.message_error import begin_measuring
@@ -231,9 +229,6 @@ class _ChunkCall(CompressedCall):
         self.rounding = arguments.rounding
         self.counts = counts
         self.nbytes = [part.nbytes for part in self.codec.chunks(counts)]
-        if self.is_exchanged(group) and takes_turns(group, max(self.nbytes)):
-            # Connections for messages to lower ranks, which all ranks make here.
-            second_group(group)
 
     def encode(
         self, sources: list[Tensor], message: Tensor, counts: list[int], error: Tensor | None

@@ -1,4 +1,4 @@
-"""Sums of small tensors in one or two round trips; a ring takes one for each of its hops.
+"""Sums of small tensors in half a round trip or one; a ring takes a half for each of its hops.
 
 Each rank sums values in the order of ranks, so that all have the same bits.
 """
@@ -50,7 +50,7 @@ def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def expect_sum(place: Place, like: Tensor, group: dist.ProcessGroup) -> None:
-    """Request the other ranks' values, before this rank has its own.
+    """Give memory to the other ranks' values, before this rank has its own.
 
     Args:
         place: the position in which :func:`start_sum` will exchange them.

@@ -1,17 +1,9 @@
-"""Exchanges over Gloo: one message to each rank and one from each, any number of them at once.
+"""Exchanges: one message to each rank and one from each, any number of them at once.
 
-A Gloo collective occupies a thread, which waits for its messages; with all threads occupied, other
-collectives wait. An exchange has no thread of its own. So a step with many buckets waits for one
-round trip instead of several.
-
-A message waits until its receiver has requested it. If the receiver knows early what it will
-receive and where (:meth:`Place.expect`), it requests it in advance, and the message takes half a
-round trip.
-
-Gloo sends its request for a message on the connection of its own messages, behind them. So the two
-directions of an all-to-all of few large messages alternate, and a link carries half of its
-capacity. With a second group, messages to higher ranks have their own connections, and their
-receivers request them at once. Among many ranks other connections fill the gaps.
+An exchange has no thread, and starts in any order. So a step with many buckets waits for one round
+trip instead of several. A message that comes before its receiver expects it is kept, up to 32 MiB
+from each rank. A larger one waits until its receiver has memory for it; if the receiver knows early
+what it will receive and where (:meth:`Place.expect`), that costs no time.
 """
 
 from __future__ import annotations
@@ -23,71 +15,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.gloo_groups import exchanges_of, is_or_was_gloo
+from torch_commhook.collectives.gloo_groups import (
+    MOST_RANKS,
+    backend_of,
+    exchanges,
+    group_timeout,
+    has_places,
+)
 from torch_commhook.spans import sent
 
-#: An exchange has a thread for each other rank, and connects all ranks to each other.
-MOST_RANKS = 16
-#: The message size from which connections for each direction are faster, among so many ranks.
-_LARGE_BYTES = 128 * 1024
-MOST_IN_BOTH_DIRECTIONS = 4
+__all__ = [
+    "FIRST",
+    "MOST_RANKS",
+    "SECOND",
+    "Place",
+    "exchange",
+    "exchanges",
+    "has_places",
+    "place_in",
+]
 
 
-def exchanges(group: dist.ProcessGroup) -> bool:
-    """Whether a group's ranks exchange messages on the CPU. The same on all of them."""
-    return 1 < group.size() <= MOST_RANKS and (is_or_was_gloo(group) or has_places(group))
-
-
-# Compilers treat the result as a constant.
-exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def has_places(group: dist.ProcessGroup) -> bool:
-    """Whether a group is around a Gloo group, and uses that one's exchanges."""
-    return getattr(group, "_commhook_has_places", False)
-
-
-def takes_turns(group: dist.ProcessGroup, longest: int) -> bool:
-    """Whether a second group makes exchanges faster.
-
-    Args:
-        group: the group of the exchanges.
-        longest: the size of the longest message in bytes, the same on all ranks.
-    """
-    return longest > _LARGE_BYTES and has_few_ranks(group)
-
-
-def has_few_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether a connection for each direction makes exchanges of large messages faster."""
-    return group.size() <= MOST_IN_BOTH_DIRECTIONS
+#: The orders of a group's exchanges: of first and of second stages, of the ends of steps, and of
+#: comparisons of settings. Ranks that run in different modes take the places of one after those of
+#: another, or between them.
+FIRST, SECOND, STEP_END, COMPARISON = range(4)
 
 
 class Place:
-    """A position in the order of a group's exchanges, for two consecutive ones.
+    """A position in an order of a group's exchanges, for two consecutive ones.
 
     All ranks take their places in the same order. The exchanges of places may start in any order
-    and on any thread, also Gloo's: a place does not reference the group.
+    and on any thread: a place does not reference the group.
 
     Args:
         group: the process group.
+        order: which order; one of the constants above.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._exchanges = exchanges_of(group)
-        self._number = self._exchanges.reserve()
+    def __init__(self, group: dist.ProcessGroup, order: int = FIRST) -> None:
+        self._exchanges = backend_of(group).exchanges()
+        self._timeout = group_timeout(group)
+        self._number = self._exchanges.reserve(order)
         self._rank: int = group.rank()
         #: The expected messages, for the exchange that follows.
         self.memory: Tensor | None = None
 
     def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        """Request each rank's message now, before this rank has its own messages.
+        """Give memory to each rank's message, before this rank has its own messages.
 
         Args:
             stage: the stage of the :meth:`exchange` that follows, unless something fails.
             outputs: the outputs of that exchange, in the same memory. Nothing else may use it until
                 that exchange has ended.
         """
-        self._exchanges.expect(list(outputs), self._number, stage)
+        self._exchanges.expect(list(outputs), self._number, stage, self._timeout)
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
@@ -104,16 +86,18 @@ class Place:
         if own[0].data_ptr() != own[1].data_ptr():
             own[1].copy_(own[0])
         return sent(
-            lambda: self._exchanges.start(list(inputs), list(outputs), result, self._number, stage)
+            lambda: self._exchanges.start(
+                list(inputs), list(outputs), result, self._number, stage, self._timeout
+            )
         )
 
 
-def place_in(group: dist.ProcessGroup) -> Place:
-    """Take the next place in the order of a group's exchanges."""
+def place_in(group: dist.ProcessGroup, order: int = FIRST) -> Place:
+    """Take the next place in an order of a group's exchanges."""
     if not has_places(group):
-        return Place(group)
+        return Place(group, order)
     around: Any = group
-    place: Place = around._commhook_place()
+    place: Place = around._commhook_place(order)
     return place
 
 

@@ -15,7 +15,7 @@ from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.collectives.compressed import compressed_all_reduce, compressed_bytes
 from torch_commhook.collectives.exchange import exchanges, place_in
 from torch_commhook.collectives.futures import chained, completed, then, then_beside
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.issuing import as_bytes
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -62,7 +62,7 @@ def hierarchical_all_reduce(
     On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and stages of
     several calls run at once: the thread that ends one stage issues the next. If a rank fails
     between two stages, its later calls with this ``inter_group`` fail with the same error, and the
-    other ranks wait until the group's timeout. Attached hooks get new connections. In other cases
+    other ranks wait until the group's timeout. Attached hooks begin anew. In other cases
     the call waits for all stages but the last; with CUDA tensors and NCCL the stream waits instead.
 
     Args:
@@ -214,8 +214,9 @@ def _in_background(
     Returns:
         A Future of all shares' sums, with as many elements as ``flat``.
     """
-    if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
-        second_group(inter_group)  # made here, by all ranks at the same point
+    has_stages = arguments.codec.exchange == "all_to_all" or exchanges(inter_group)
+    if has_stages and inter_group.size() > 1:
+        group_of_stages(inter_group)  # made here, by all ranks at the same point
     # Here, since the threads that issue the stages count nothing.
     if numel:
         note_collective(*compressed_bytes(arguments.codec, numel, inter_group))

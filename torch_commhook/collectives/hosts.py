@@ -23,14 +23,12 @@ from torch_commhook.collectives.gloo_groups import (
     group_ranks,
     group_store,
     group_timeout,
-    is_gloo,
+    is_gloo_or_own,
     make_group,
 )
 
 #: The name of the level whose units are the machines.
 HOST = "host"
-#: The number of threads of an own group, the same as in PyTorch's groups.
-_THREADS = 2
 
 #: The number of label exchanges that have begun over a group: each has keys of its own.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -246,7 +244,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
     known = group_ranks(group)
     assert known is not None
     members = [known[rank] for rank in ranks]
-    if is_gloo(group):
+    if is_gloo_or_own(group):
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
         name = f"{group_name(group)}/commhook-{digest}-{len(made)}"
         parent_store = group_store(group)
@@ -258,9 +256,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
             name,
             group_timeout(group),
             description=f"commhook: {len(ranks)} ranks of {group_description(group)}",
-            threads=_THREADS,
         )
-        # Gloo's threads must end before the interpreter does.
         weakref.finalize(group, destroy_group, found)
     else:
         timeout = group_timeout(group)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import Place, exchanges, place_in
+from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
 from torch_commhook.collectives.streams import current_place
 from torch_commhook.collectives.turns import turns_of
@@ -37,11 +37,11 @@ def two_stages(
 ) -> torch.futures.Future[Tensor]:
     """Run two collectives, one after the other, without delaying those of other buckets.
 
-    On the CPU over Gloo a process group of its own issues the second one, on the thread that ended
-    the first; the first call makes that group. Over other groups the second one is issued after the
-    next bucket's first one, if the step of a hook allows it (``pipeline.py``), or else by this
-    call. Issuing it waits for the first; on CUDA a stream waits, not the thread. While a compiler
-    traces, ``start_next`` issues the second one.
+    On the CPU the thread that ended the first issues the second one. Among more than 16 ranks it
+    does so on a process group of its own, which the first call makes. Over other groups the second
+    one is issued after the next bucket's first one, if the step of a hook allows it
+    (``pipeline.py``), or else by this call. Issuing it waits for the first; on CUDA a stream waits,
+    not the thread. While a compiler traces, ``start_next`` issues the second one.
 
     Args:
         issue_first: starts the first collective, which counts its own bytes.
@@ -50,7 +50,7 @@ def two_stages(
             thread may call it. Called with the group, and its place in the order of the group's
             exchanges, if it has exchanges.
         finish: computes the result from the second one's result. On any thread.
-        expect: if the second one exchanges messages: requests them in its future place on a group,
+        expect: if the second one exchanges messages: gives memory to them in its future place,
             before the first one is issued.
         second_bytes: bytes that this rank sends and receives in the second one.
         device: the tensors' device.
@@ -65,10 +65,10 @@ def two_stages(
     own_group: dist.ProcessGroup | None = None
     place: Place | None = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
-        own_group = second_group(group)
+        own_group = group_of_stages(group)
         if own_group is not None and exchanges(own_group):
             # Here, on a thread that may reference the first group.
-            place = place_in(own_group)
+            place = place_in(own_group, SECOND)
             if expect is not None:
                 expect(place, own_group)
     first = issue_first()

@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed import distributed_c10d
 
-from torch_commhook.collectives.exchange import Place, exchanges, place_in
+from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
 from torch_commhook.collectives.futures import TracedFuture, traced
-from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.group_place import is_alone
 from torch_commhook.collectives.issuing import (
     issue_all_gather,
@@ -40,10 +40,10 @@ def _group(name: str) -> dist.ProcessGroup:
 def _group_and_place(name: str, is_second: bool) -> tuple[dist.ProcessGroup, Place | None]:
     """A group, and for a second stage the next place in the order of its exchanges, if any."""
     group = _group(name)
-    second = second_group(group) if is_second else None
+    second = group_of_stages(group) if is_second else None
     if second is None:
         return group, None
-    return second, place_in(second) if exchanges(second) else None
+    return second, place_in(second, SECOND) if exchanges(second) else None
 
 
 def _started(future: torch.futures.Future[Tensor], result: Tensor) -> Tensor:

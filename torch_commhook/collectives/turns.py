@@ -109,7 +109,7 @@ def turns_of(group: dist.ProcessGroup) -> Turns:
 
 
 def renew_turns(group: dist.ProcessGroup) -> None:
-    """Start a new order: the group has new connections. Turns announced before are over."""
+    """Start a new order: the group has a new channel. Turns announced before are over."""
     before = _of_group.pop(group, None)
     if before is not None:
         before.close(RuntimeError("the step of this collective has failed"))

@@ -1,7 +1,7 @@
-"""The library's own backend of ``torch.distributed`` for tensors on the CPU: ``"commhook"``.
+"""The library's own transport: the process's endpoints, and a backend of ``torch.distributed``.
 
-A process has one endpoint, which all of its groups use: one port, one thread, and a connection to
-each process that it exchanges messages with.
+All groups of a process use the same endpoint: one port, one thread, and a connection to each
+process that it exchanges messages with.
 """
 
 from __future__ import annotations
@@ -17,11 +17,46 @@ import torch_commhook
 from torch_commhook import _C
 from torch_commhook.collectives.forks import keep_for_good
 
+#: A host that has not answered for this time is lost, in seconds.
+LOST_AFTER = 15.0
 _NAME = "commhook"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 
-_lock = threading.Lock()
-_endpoint: _C.WireEndpoint | None = None
+
+class _Endpoints:
+    """Endpoints by their options."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._present: dict[tuple[float, int], _C.WireEndpoint] = {}
+        self._replaced: list[_C.WireEndpoint] = []
+
+    def get(self, lost_after: float, rails: int) -> _C.WireEndpoint:
+        with self._lock:
+            found = self._present.get((lost_after, rails))
+            if found is not None and found.has_lost():  # the hosts may have come back
+                self._replaced.append(found)
+                found = None
+            for each in [each for each in self._replaced if not each.has_groups()]:
+                self._replaced.remove(each)
+                each.close()
+            if found is None:
+                host = os.environ.get(_INTERFACES, "").split(",")[0]
+                found = _C.WireEndpoint(host, torch_commhook.__version__, lost_after, rails)
+                self._present[lost_after, rails] = found
+            return found
+
+    def close(self) -> None:
+        every = [*self._replaced, *self._present.values()]
+        for each in every:  # at the same time
+            each.stop()
+        for each in every:
+            each.close()
+
+
+_process = _Endpoints()
+#: Those of threads that are ranks themselves.
+_thread = threading.local()
 
 
 def register_backend() -> None:
@@ -38,22 +73,21 @@ def register_backend() -> None:
         dist.Backend.register_backend(_NAME, _make_backend, extended_api=True, devices=["cpu"])
 
 
-def endpoint() -> _C.WireEndpoint:
+def endpoint(lost_after: float = LOST_AFTER, rails: int = 1) -> _C.WireEndpoint:
     """The process's endpoint. It listens from the first call on, until Python ends.
 
     A child of ``os.fork()`` has its own one, and cannot use its parent's groups.
+
+    Args:
+        lost_after: a host that has not answered for this time is lost, in seconds.
+        rails: the number of connections to each other process.
 
     Raises:
         torch.distributed.DistNetworkError: the process cannot listen at the first interface of
             ``GLOO_SOCKET_IFNAME``, or without one at the host's own address.
     """
-    global _endpoint
-    with _lock:
-        if _endpoint is None:
-            host = os.environ.get(_INTERFACES, "").split(",")[0]
-            _endpoint = _C.WireEndpoint(host, torch_commhook.__version__)
-            atexit.register(_close, _endpoint)
-        return _endpoint
+    found: _Endpoints = getattr(_thread, "endpoints", _process)
+    return found.get(lost_after, rails)
 
 
 def _make_backend(options: Any, _: object) -> _C.WireBackend:
@@ -67,17 +101,15 @@ def _make_backend(options: Any, _: object) -> _C.WireBackend:
     )
 
 
-def _close(found: _C.WireEndpoint) -> None:
-    if found is _endpoint:  # not a parent's
-        found.close()
+def _close() -> None:
+    _process.close()
 
 
 def _forget() -> None:
-    global _endpoint, _lock
-    _lock = threading.Lock()
-    if _endpoint is not None:
-        keep_for_good(_endpoint)  # it has threads that are not here
-        _endpoint = None
+    global _process
+    keep_for_good(_process)  # its endpoints have threads that are not here
+    _process = _Endpoints()
 
 
+atexit.register(_close)
 os.register_at_fork(after_in_child=_forget)

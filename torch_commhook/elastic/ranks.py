@@ -16,15 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_commhook import _C
 from torch_commhook.addresses import with_port
-from torch_commhook.collectives.gloo_groups import addresses_of, destroy_group, make_group
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group
 from torch_commhook.elastic.door import Door
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
 from torch_commhook.elastic.settings import Elastic, host_and_port
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.metrics import MembershipEvent
-from torch_commhook.step.connected_group import make_within
+from torch_commhook.step.connected_group import remove_address
 from torch_commhook.step.peer_error import PeerError
 from torch_commhook.step.rendezvous import can_append, hashed, innermost
 from torch_commhook.step.step_group import StepGroup, tell_unreachable
@@ -88,7 +87,8 @@ class ElasticRanks:
         self._signs = StoreSigns(self._store, self.membership.own, half)
         self._door = Door(self._store, self.membership.own, half)
         self._base: dist.ProcessGroup | None = None
-        self._addresses: list[_C.AddressStore] = []  # of groups of this rank that have ended
+        self._addresses: list[Callable[[], object]] = []  # remove those of groups that have ended
+        self._base_address: Callable[[], object] = lambda: None  # removes that of the base
         self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
         self._process = os.getpid()
         atexit.register(self.leave)
@@ -333,23 +333,22 @@ class ElasticRanks:
             own.set_timeout(within)
         store = dist.PrefixStore(f"view{view.number}", own)
         name = f"{self.settings.name}, view {view.number}"
-        make = partial(
-            make_group,
-            dist.PrefixStore("base", store),
+        base_store = dist.PrefixStore("base", store)
+        self._base_address = partial(remove_address, base_store, self.rank)
+        self._base = make_group(
+            base_store,
             self.rank,
             view.members,
             name,
             timedelta(seconds=self.settings.timeout),
             description=name,
-            threads=1,
+            within=within,
         )
-        self._base = make_within(within, make)
         self.group = StepGroup(self._base, meets_again=False, connect_within=within)
 
     def _forget(self, *, reasons: bool) -> None:
         """Remove this rank's keys of earlier views from the store."""
-        forgets: list[Callable[[], object]] = [each.remove_own for each in self._addresses]
-        forgets += self._reasons if reasons else []
+        forgets = [*self._addresses, *(self._reasons if reasons else [])]
         self._addresses, self._reasons = [], []
         with suppress(RuntimeError):  # the store may be gone
             for forget in forgets:
@@ -358,12 +357,11 @@ class ElasticRanks:
     def _give_up_group(self) -> None:
         group: StepGroup | None = getattr(self, "group", None)
         if group is not None:
-            self._addresses += group.addresses()
             self._reasons.append(group.forget_reason)
             group.close()
         if self._base is not None:
-            self._addresses.append(addresses_of(self._base))
-            destroy_group(self._base, in_background=True)
+            self._addresses.append(self._base_address)
+            destroy_group(self._base)
             self._base = None
 
     # ---- signs of life ---------------------------------------------------------------------------

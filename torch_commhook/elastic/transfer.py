@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.gloo_groups import finish_messages
 from torch_commhook.collectives.packed import check_length, packed, unpacked
 
 __all__ = [
@@ -120,11 +119,11 @@ def receive_numbers(group: dist.ProcessGroup, rank: int, most: int) -> list[int]
 
 
 def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
-    finish_messages(group, [(rank, group.send([message], rank, _TAG))])
+    group.send([message], rank, _TAG).wait()
 
 
 def _receive(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
-    finish_messages(group, [(rank, group.recv([message], rank, _TAG))])
+    group.recv([message], rank, _TAG).wait()
 
 
 def states_of(objects: Sequence[Any]) -> list[Any]:

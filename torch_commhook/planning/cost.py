@@ -76,7 +76,7 @@ def plan(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=_round_trips(each, len(buckets)),
+                round_trips=_round_trips(each, shares),
                 messages=_messages(each, shares),
                 node_bytes=_node_bytes(each, shares),
                 step_seconds=step,
@@ -86,9 +86,10 @@ def plan(
     return costs
 
 
-def _round_trips(measured: Measured, buckets: int) -> float:
+def _round_trips(measured: Measured, shares: Sequence[float]) -> float:
     """Consecutive round trips in a step, including those that computing hides."""
-    once = round_trips(measured.chains, measured.agreement, buckets, is_ddp=measured.is_ddp)
+    shares = [share / measured.fragments for share in shares]
+    once = round_trips(measured.chains, measured.agreement, shares, is_ddp=measured.is_ddp)
     return once * measured.fragments / measured.every
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_commhook import hooks
-from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
-from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
+from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.collectives.hosts import HOST, nest
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
 from torch_commhook.metrics import ring_all_reduce_bytes
@@ -27,7 +26,7 @@ from torch_commhook.process_group.simulated.link import Issued
 #: Above this number of ranks formulas replace a simulation, which would take minutes.
 MOST_SIMULATED = 16
 MODEL = "model"
-_EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
+_EACH_TO_EACH = ("all_to_all_single", "exchange")
 _NUMBER_BYTES = 4  # gradients in float32
 #: The most elements for a formula: some codecs take no more. A larger model's traffic scales.
 _MOST_ELEMENTS = 1 << 28
@@ -236,25 +235,18 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
     own = set(sizes) if len(sizes) > 1 else set()  # groups of levels, beside the model's group
 
     def of_group(size: int, reaches_all: bool) -> int:
-        if size <= MOST_IN_FULL_MESH or reaches_all:
+        if size <= MOST_RANKS or reaches_all:
             return size - 1
-        return len(neighbours(0, size))
+        # The partners of doubled distances, and the neighbours in a ring.
+        return min(size - 1, 2 * math.ceil(math.log2(size)))
 
-    def more(size: int) -> int:
-        pairs = 2 if size <= MOST_IN_BOTH_DIRECTIONS else 1
-        return (connections - 1) * pairs * (size - 1) if 1 < size <= MOST_RANKS else 0
-
-    model_reaches_all = not own and bool(with_all)
-    found = of_group(ranks, model_reaches_all) + more(ranks)
-    has_stages = getattr(hook, "has_stages_among", None)
-    if has_stages is not None and has_stages(ranks):
-        found += of_group(ranks, False)
-    for name in own:
-        size = sizes[name]
-        found += of_group(size, name in with_all) + more(size)
-        if has_stages is not None and has_stages(size):
-            found += of_group(size, False)
-    return found
+    # All groups of a process use the same connections: those of the largest are at least as many.
+    most = max(
+        [of_group(ranks, not own and bool(with_all))]
+        + [of_group(sizes[name], name in with_all) for name in own]
+    )
+    # The first ones stay when a group gets several.
+    return most * (connections + (connections > 1))
 
 
 def bytes_out_of_node(

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.gloo_groups import (
-    connect_group,
     destroy_group,
     group_name,
     group_store,
     group_timeout,
-    has_more_connections,
-    is_gloo,
+    is_gloo_or_own,
     make_group,
 )
 from torch_commhook.planning.schedule import PAYLOAD
@@ -189,9 +187,8 @@ def measure_figures(wire: Wire, seconds: float = SECONDS) -> LinkFigures:
 def measure_round_trip(wire: Wire, seconds: float) -> float:
     """The longest round trip between two ranks, in seconds.
 
-    For each pair of ranks it is the shortest of several tries. On devices whose receivers do not
-    ask for messages, it is twice the time of one message. Among many ranks, each one is measured
-    with two others.
+    For each pair of ranks it is the shortest of several tries. Among many ranks, each one is
+    measured with two others.
 
     Args:
         wire: the ranks.
@@ -208,7 +205,7 @@ def measure_round_trip(wire: Wire, seconds: float) -> float:
             least[pair] = min(least[pair], trip)
         if tries + 1 >= _LEAST_TRIES and elapsed > seconds:
             break
-    return max(least.values()) * (1 if wire.is_asked else 2)
+    return max(least.values())
 
 
 def pairs_of(ranks: int) -> list[tuple[int, int]]:
@@ -325,39 +322,30 @@ def steady_rate(rates: Sequence[float]) -> float:
 
 def _can_connect(group: dist.ProcessGroup) -> bool:
     """Whether this module can add connections for a group's messages."""
-    has_one = is_gloo(group) and exchanges(group) and not has_more_connections(group)
-    return has_one and group_store(group) is not None
+    return is_gloo_or_own(group) and exchanges(group) and group_store(group) is not None
 
 
 @contextmanager
 def _more_connections(wire: Wire) -> Iterator[None]:
     """Send the messages of flows over :data:`MANY` connections in a ``with`` block."""
     group = wire.group
-    made: list[dist.ProcessGroup] = []
-    try:
-        for _ in range(MANY - 1):
-            made.append(_made_for(group))
-            connect_group(made[-1])
-        wire.groups = [group, *made]
-        yield
-        group.barrier().wait()  # a rank that still uses them would report them as lost
-    finally:
-        wire.groups = [group]
-        for each in made:
-            destroy_group(each)
-
-
-def _made_for(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group of the same ranks, not connected yet."""
     _counts[group] = number = _counts.get(group, 0) + 1
     name = f"{group_name(group)}/commhook-link-{number}"
     store = group_store(group)
     assert store is not None  # _can_connect checked it
-    return make_group(
+    many = make_group(
         dist.PrefixStore(name, store),
         group.rank(),
         dist.get_process_group_ranks(group),
         name,
         group_timeout(group),
         description="commhook: measures a link",
+        rails=MANY,
     )
+    try:
+        wire.flows = many
+        yield
+        many.barrier().wait()  # a rank that still uses it would report this one as lost
+    finally:
+        wire.flows = group
+        destroy_group(many)

@@ -5,16 +5,17 @@ The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
-from torch_commhook.collectives.exchange import MOST_RANKS
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.collectives.gloo_groups import MOST_RANKS
 from torch_commhook.process_group.gloo_messages import (
+    DOUBLING,
     EXCHANGE,
-    EXPECTED,
+    RING,
     Traffic,
     has_a_thread,
     merged,
@@ -22,7 +23,6 @@ from torch_commhook.process_group.gloo_messages import (
 )
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
-from torch_commhook.step.step_end import rounds_of
 
 #: The share of an Ethernet frame that is not headers (Ethernet, IP and TCP).
 PAYLOAD = 1448 / 1514
@@ -30,8 +30,12 @@ PAYLOAD = 1448 / 1514
 #: the least for a bucket.
 _MOST_FOLLOWED = 50_000
 _LEAST_FOLLOWED = 4
+#: Among many ranks: the most bytes for each rank for which few rounds matter more than few bytes.
+_FEW_ROUNDS = 16 * 1024
 #: Gloo's threads in a group of init_process_group.
 _DDP_THREADS = 2
+#: Of the library's own groups, which have no threads: as many as there are buckets.
+_MOST_UNDER_WAY = 1 << 20
 
 
 def through_seconds(
@@ -76,7 +80,7 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, _DDP_THREADS if is_ddp else _MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
         issue(when, parts, partial(go_on, rest, before | {name}))
@@ -93,51 +97,58 @@ def through_seconds(
 
 
 def with_exchanges(chain: list[Issued]) -> list[Issued]:
-    """The calls over Gloo, with exchanges of messages among few ranks.
+    """The calls over the library's transport.
 
     A simulated group has no exchanges; a hook's sums are all-reduces there.
     """
     found: list[Issued] = []
-    groups: set[str] = set()
     for each in chain:
-        # Ranks ask for the messages of a second stage when they issue the first.
-        operation = EXPECTED if each.group in groups else EXCHANGE
-        groups.add(each.group)
-        traffic = each.traffic
-        ranks, nbytes = traffic.ranks, traffic.nbytes
-        if not 1 < ranks <= MOST_RANKS:
-            found.append(each)
-        elif traffic.operation in ("all_to_all_single", "all_gather_single"):
-            found.append(replace(each, traffic=replace(traffic, operation=operation)))
-        elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
-            gathered = is_gathered(nbytes, ranks)
-            carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
-            found.append(replace(each, traffic=Traffic(operation, ranks, nbytes, carried)))
-            if not gathered:
-                found.append(replace(each, traffic=Traffic(EXPECTED, ranks, nbytes, carried)))
-        else:
-            found.append(each)
+        parts = _parts_of(each.traffic)
+        found += [replace(each, traffic=part) for part in parts] or [each]
     return found
+
+
+def _parts_of(traffic: Traffic) -> list[Traffic]:
+    """The consecutive parts of a collective on the transport; none for others than hooks issue."""
+    ranks, nbytes = traffic.ranks, traffic.nbytes
+    are_few = ranks <= MOST_RANKS
+    if ranks == 1 or nbytes == 0:
+        return []
+    if traffic.operation == "all_to_all_single":
+        return [replace(traffic, operation=EXCHANGE)]
+    if traffic.operation == "all_gather_single":
+        if are_few:
+            return [replace(traffic, operation=EXCHANGE)]
+        if nbytes <= _FEW_ROUNDS:
+            return [replace(traffic, operation=DOUBLING)]
+        return [replace(traffic, operation=RING, nbytes=nbytes * ranks)]
+    if traffic.operation != "allreduce":
+        return []
+    if are_few and is_gathered(nbytes, ranks) and nbytes <= MOST_SUMMED:
+        return [Traffic(EXCHANGE, ranks, nbytes, nbytes * (ranks - 1))]
+    if not are_few and nbytes <= _FEW_ROUNDS * ranks:
+        return [replace(traffic, operation=DOUBLING)]
+    part = Traffic(EXCHANGE if are_few else RING, ranks, nbytes, nbytes * (ranks - 1) / ranks)
+    return [part, part]
 
 
 def round_trips(
     chains: Sequence[Sequence[Issued]],
     agreement: Sequence[Issued],
-    buckets: int,
+    shares: Sequence[float],
     *,
     is_ddp: bool = False,
 ) -> float:
     """The number of consecutive round trips in a step, if all buckets are full at the same time.
 
     Args:
-        chains, agreement, is_ddp: as for :func:`through_seconds`.
-        buckets: the number of buckets, with equal shares of the gradients.
+        chains, agreement, shares, is_ddp: as for :func:`through_seconds`.
     """
     return through_seconds(
         chains,
         agreement,
-        ready=[0.0] * buckets,
-        shares=[1 / buckets] * buckets,
+        ready=[0.0] * len(shares),
+        shares=shares,
         bits_per_second=float("inf"),
         latency=0.5,
         is_ddp=is_ddp,
@@ -146,9 +157,9 @@ def round_trips(
 
 def agreement_of(world_size: int) -> list[Issued]:
     """The calls of a rank at the end of a step, by which all ranks agree that it succeeded."""
-    return [
-        # A byte to the rank at each distance.
-        Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))
-        for distances in rounds_of(world_size)
-        if distances
-    ]
+    if world_size == 1:
+        return []
+    if world_size <= MOST_RANKS:
+        return [Issued("", Traffic(EXCHANGE, world_size, world_size - 1, world_size - 1))]
+    count = math.ceil(math.log2(world_size))
+    return [Issued("", Traffic(DOUBLING, world_size, 1, count))]

@@ -29,8 +29,7 @@ class Wire:
         device: the messages' device; None for the CPU if the group has a backend for it, else CUDA.
 
     Attributes:
-        groups: the groups whose connections carry the messages of :meth:`arrivals`: the group, and
-            others that a caller adds.
+        flows: the group whose connections carry the messages of :meth:`arrivals`.
 
     Raises:
         RuntimeError, TypeError: as :func:`torch_commhook.collectives.resolve_group`.
@@ -50,63 +49,60 @@ class Wire:
         if device is None:
             device = "cuda" if lacks_cpu(self.group) else "cpu"
         self.device = torch.device(device)
-        self.groups = [self.group]
+        self.flows = self.group
         self._rank: int = self.group.rank()
         self._memory: dict[str, Tensor] = {}
-
-    @property
-    def others(self) -> int:
-        """The number of other ranks."""
-        return self.ranks - 1
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a receiver asks for each message, which adds another delay."""
-        return self.device.type == "cpu"
 
     def seconds(self, nbytes: int) -> float:
         """The seconds in which this rank sends a message to each other rank and receives theirs.
 
-        On the CPU a receiver asks for its messages first. So the result is a round trip plus the
-        time of the bytes. Ranks may begin at different times, if these differ by less than the
-        delay.
+        That is the time of the bytes and one to two delays: ranks begin at times that differ by up
+        to a delay.
 
         Args:
             nbytes: the bytes of each message.
         """
-        sent, received = self._buffers(nbytes)
+        total = nbytes * (self.ranks - 1)
+        sent, received = self._bytes("sent", total), self._bytes("received", total)
+        splits = [nbytes] * self.ranks
+        splits[self._rank] = 0
         self.shared(0.0)  # all ranks begin
         begun = time.perf_counter()
-        self._issue(sent, received, [nbytes] * self.ranks).wait()
+        issue_all_to_all(sent, splits, splits, received, self.group).wait()
         self._synchronize()
         return time.perf_counter() - begun
 
     def trip(self, first: int, second: int, quiet_seconds: float) -> float:
-        """The seconds of a byte's way from each of two ranks to the other; 0 on all other ranks.
+        """The seconds in which a byte goes from ``first`` to ``second`` and back; 0 on other ranks.
 
         Args:
             first, second: the two ranks.
             quiet_seconds: the time for which the others sleep, since they may share processors.
         """
-        sent, received = self._buffers(1)
-        splits = [0] * self.ranks
-        if self._rank in (first, second):
-            splits[first + second - self._rank] = 1
-        count = sum(splits)
+        ways = [{first: second}, {second: first}]
+        if self.device.type == "cpu" and not exchanges(self.group):
+            ways = [{first: second, second: first}]  # Gloo's receivers ask for each message
+        sent, received = self._bytes("sent", 1), self._bytes("received", 1)
         self.shared(0.0)
         begun = time.perf_counter()
-        self._issue(sent[:count], received[:count], splits).wait()
-        self._synchronize()
-        if not count:
+        for way in ways:
+            sends = [int(way.get(self._rank) == rank) for rank in range(self.ranks)]
+            gets = [int(way.get(rank) == self._rank) for rank in range(self.ranks)]
+            issue_all_to_all(
+                sent[: sum(sends)], sends, gets, received[: sum(gets)], self.group
+            ).wait()
+            self._synchronize()
+        if self._rank == first:
+            return time.perf_counter() - begun
+        if self._rank != second:
             time.sleep(quiet_seconds)
-            return 0.0
-        return time.perf_counter() - begun
+        return 0.0
 
     def arrivals(self, nbytes: int, count: int) -> list[float]:
         """The arrival times of many messages that are under way at once, in order.
 
         Each rank sends to the opposite rank, which is on another host if consecutive ranks share
-        hosts. If ranks exchange messages, receivers ask for all of them beforehand.
+        hosts. If ranks exchange messages, there is memory for all of them beforehand.
 
         Args:
             nbytes: the bytes of each message.
@@ -150,18 +146,6 @@ class Wire:
             self._memory[name] = found
         return found[:count]
 
-    def _buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """A buffer for a message to each other rank, and one for a message from each."""
-        total = nbytes * self.others
-        return self._bytes("sent", total), self._bytes("received", total)
-
-    def _issue(
-        self, sent: Tensor, received: Tensor, splits: list[int]
-    ) -> torch.futures.Future[Tensor]:
-        """Send each rank its number of bytes of ``splits``, and receive as many from it."""
-        splits[self._rank] = 0
-        return issue_all_to_all(sent, splits, splits, received, self.group)
-
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -174,13 +158,13 @@ class Wire:
         """The arrival times of messages that have an exchange each, in order."""
         none = sent[:0]
         issued = []
-        for number, row in enumerate(received):
+        for row in received:
             inputs, outputs = [none] * self.ranks, [none] * self.ranks
             inputs[self._opposite(1)], outputs[self._opposite(-1)] = sent, row
-            place = place_in(self.groups[number % len(self.groups)])
+            place = place_in(self.flows)
             place.expect(0, outputs)
             issued.append((place, inputs, outputs))
-        self.shared(0.0)  # all ranks have asked for their messages, and begin
+        self.shared(0.0)  # all ranks have said so, and begin
         found: list[float] = []
         begun = time.perf_counter()
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.operations import Call
 
-#: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
+#: The operation of :func:`torch_commhook.collectives.exchange.exchange`, whose messages nobody has
+#: to request.
 EXCHANGE = "exchange"
-#: An exchange whose messages the ranks have requested in advance.
-EXPECTED = "expected exchange"
+#: Parts of the transport's collectives among many ranks: each rank passes what it gets to the next
+#: one, or sends to the rank at each doubled distance. Nobody requests these messages either.
+RING, DOUBLING = "ring", "doubling"
 #: The largest message of Gloo's all-reduce and reduce.
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -97,7 +99,7 @@ def messages_of(traffic: Traffic) -> list[Messages]:
     parts = _PARTS.get(traffic.operation)
     if traffic.ranks < 2 or parts is None:
         return []
-    shares = traffic.ranks == 2 and traffic.operation not in (EXCHANGE, EXPECTED)
+    shares = traffic.ranks == 2 and traffic.operation != EXCHANGE
     return [replace(each, shares_connection=shares) for each in parts(traffic)]
 
 
@@ -106,7 +108,10 @@ def has_a_thread(traffic: Traffic) -> bool:
     return traffic.operation not in _WITHOUT_THREAD
 
 
-_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE, EXPECTED)
+_WITHOUT_THREAD = (
+    *("send", "recv", "recv_anysource", "monitored_barrier"),
+    *(EXCHANGE, RING, DOUBLING),
+)
 
 
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
@@ -162,6 +167,15 @@ def _to_each_other_at_once(traffic: Traffic) -> list[Messages]:
     return [replace(each, is_requested=False) for each in _to_each_other(traffic)]
 
 
+def _to_the_next(traffic: Traffic) -> list[Messages]:
+    return [Messages(traffic.ranks - 1, traffic.nbytes / traffic.ranks, is_requested=False)]
+
+
+def _to_doubled_distances(traffic: Traffic) -> list[Messages]:
+    count = math.ceil(math.log2(traffic.ranks))
+    return [Messages(count, traffic.carried / count, is_requested=False)]
+
+
 def _broadcast(traffic: Traffic) -> list[Messages]:
     # A tree, in which all ranks but the root have requested the message before it arrives.
     depth = math.ceil(math.log2(traffic.ranks))
@@ -204,11 +218,12 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "alltoall": _to_each_other,
     "barrier": _barrier,
     "broadcast": _broadcast,
-    EXCHANGE: _to_each_other,
-    EXPECTED: _to_each_other_at_once,
+    DOUBLING: _to_doubled_distances,
+    EXCHANGE: _to_each_other_at_once,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,
+    RING: _to_the_next,
     "recv": _one,
     "recv_anysource": _one,
     "reduce": _reduce,

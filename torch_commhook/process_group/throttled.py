@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import Place
 from torch_commhook.collectives.gloo_groups import (
-    group_threads,
     is_gloo,
+    is_gloo_or_own,
     provide_second_group,
     second_group,
 )
@@ -25,7 +25,6 @@ from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
-    EXPECTED,
     Traffic,
     has_a_thread,
     messages_of,
@@ -164,9 +163,9 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             raise ValueError(
                 f"{type(self).__name__}: bandwidth, latency and burst must fit into a float"
             ) from None
-        self.threads = group_threads(parent) if threads is None else threads
+        self.threads = _threads_of(parent) if threads is None else threads
         self._use(_ClockedLink(self.bandwidth, self.latency, self.burst))
-        if is_gloo(parent):
+        if is_gloo_or_own(parent):
             # As for the parent itself; see StepGroup.
             self._commhook_agrees = self._commhook_shares_used = True
             self._commhook_has_places = True
@@ -200,22 +199,17 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             return work
         return throttled
 
-    def _commhook_place(self) -> Place:
+    def _commhook_place(self, order: int) -> Place:
         """See :func:`torch_commhook.collectives.exchange.place_in`."""
-        return _ThrottledPlace(self)
+        return _ThrottledPlace(self, order)
 
 
 class _ThrottledPlace(Place):
     """A place in the order of the parent's exchanges, which also take time on the link."""
 
-    def __init__(self, group: ThrottledProcessGroup) -> None:
-        super().__init__(group.parent)
+    def __init__(self, group: ThrottledProcessGroup, order: int) -> None:
+        super().__init__(group.parent, order)
         self._link, self._model = group._link, group._model
-        self._expected: set[int] = set()  # stages
-
-    def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        super().expect(stage, outputs)
-        self._expected.add(stage)
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
@@ -224,12 +218,23 @@ class _ThrottledPlace(Place):
         sent = nbytes - tensor_bytes(inputs[self._rank])
         received = sum(tensor_bytes(tensor) for tensor in outputs)
         received -= tensor_bytes(outputs[self._rank])
-        operation = EXPECTED if stage in self._expected else EXCHANGE
-        traffic = Traffic(operation, len(inputs), nbytes, max(sent, received))
+        traffic = Traffic(EXCHANGE, len(inputs), nbytes, max(sent, received))
         throttled = _ThrottledWork(self._link, self._model, traffic)
         work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
         throttled.follow(work, [result])
         return throttled.get_future()
+
+
+#: The library's own groups run any number of collectives at once.
+_MANY = 1 << 20
+
+
+def _threads_of(group: dist.ProcessGroup) -> int:
+    """The number of collectives that a group runs at once; 2 if it is unknown."""
+    if not is_gloo(group):
+        return _MANY if is_gloo_or_own(group) else 2
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return int(getattr(options, "_threads", _MANY))
 
 
 def _second_of(

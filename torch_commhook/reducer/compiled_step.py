@@ -28,7 +28,6 @@ from torch_commhook.reducer.tracing import (
     count_step,
     leave_out,
     parameters_changed,
-    prepare_tracing,
     start_traced,
     write_missing,
 )
@@ -87,7 +86,6 @@ class CompiledStep(EagerStep):
         if parameters_changed(self._traced.key):
             _leave_trace()
         elif self.agreement.size > 1:
-            prepare_tracing(self._group.name)
             begin_step(self._traced.token, self._group.name)
             self.has_begun = True
 

@@ -250,10 +250,3 @@ def _write_missing_fake(
     token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
 ) -> None:
     return None
-
-
-@torch.compiler.assume_constant_result
-def prepare_tracing(name: str) -> bool:
-    """Run :meth:`StepGroup.prepare_tracing` of the named group, when a step is traced."""
-    groups_by_name[name].prepare_tracing()
-    return True

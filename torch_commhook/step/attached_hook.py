@@ -18,7 +18,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import driven
-from torch_commhook.collectives.gloo_groups import group_name, second_group
+from torch_commhook.collectives.gloo_groups import group_name, group_of_stages
 from torch_commhook.collectives.group_place import check_not_managed
 from torch_commhook.collectives.pipeline import SecondStages, issuing_later
 from torch_commhook.collectives.streams import UsedTensors, is_capturing, keeping
@@ -146,7 +146,7 @@ class Attached:
             group.prepare_second_stage()
         for own in self.hook.own_groups():
             if self.hook.has_stages_among(own.size()):
-                second_group(stand_ins[group_name(own)])
+                group_of_stages(stand_ins[group_name(own)])
 
     def gathering(self) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails."""

@@ -1,47 +1,61 @@
-"""The library's own process groups, which can reconnect after a failed step."""
+"""The library's own process groups, which can begin anew after a failed step."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import (
-    close_connections,
-    connect_group,
+    backend_of,
     destroy_group,
-    finish_exchanges,
+    exchanges,
     group_timeout,
-    make_backend,
     make_group,
-    move_backend,
 )
-from torch_commhook.collectives.lost_hosts import SECONDS, cut, notice_lost_hosts
+from torch_commhook.collectives.wire import LOST_AFTER, endpoint
 from torch_commhook.step.rendezvous import hashed
 
-_CPU = torch.device("cpu")
+#: The length of every greeting.
+_GREETING_BYTES = 32
+
+
+class Failure(NamedTuple):
+    """Why the messages of a group fail.
+
+    Attributes:
+        kind: what has happened.
+        rank: the rank at fault in the default group.
+        text: what errors say.
+    """
+
+    kind: _C.WireFailure
+    rank: int
+    text: str
 
 
 class ConnectedGroup:
-    """A Gloo group of the library's own that can reconnect.
+    """A group of the library's own that can begin anew.
 
-    Its ranks connect when it is made; with many ranks, only neighbours do.
+    Up to 16 ranks connect when it is made.
 
     Args:
         store: a store in which nobody else uses ``name``.
         name: the same on its ranks, and different from other groups' names.
         like: a group over the same ranks, with the timeout to use.
         description: its purpose, for PyTorch's flight recorder.
-        threads: the number of collectives that run at once.
-        connect_within: how long ranks wait for each other to connect, and a connection for an
-            answer of its host. None: as long as collectives may take to connect, and
-            ``lost_hosts.SECONDS`` for an answer.
-        greeting: as for ``gloo_backend.connect``.
+        connect_within: how long ranks wait for each other to connect, and for a sign of their
+            hosts. None: as long as collectives take at most, and ``wire.LOST_AFTER``.
+        greeting: a digest of at most 32 bytes, which the ranks compare; see :meth:`is_alike`.
+
+    Raises:
+        RuntimeError: a rank does not come within the time, or its process has ended.
     """
 
     def __init__(
@@ -50,132 +64,121 @@ class ConnectedGroup:
         name: str,
         like: dist.ProcessGroup,
         description: str,
-        threads: int = MOST_UNDER_WAY,
         connect_within: timedelta | None = None,
         greeting: bytes = b"",
     ) -> None:
         self.name = name
-        self.threads = threads
-        self.description = description
         self.rank: int = like.rank()
         self.ranks = dist.get_process_group_ranks(like)
-        self.timeout: timedelta = group_timeout(like)
-        own_store = dist.PrefixStore(f"{self.place}/1", store)
-        self._connect_within = connect_within
-        self._lost_after: float = SECONDS
+        self._within: timedelta = group_timeout(like) if connect_within is None else connect_within
+        self._lost_after = LOST_AFTER
+        self._rails = 1
+        self._changes = 0  # of their number
         if connect_within is not None:
-            self._lost_after = min(SECONDS, connect_within.total_seconds())
-
-        def make() -> dist.ProcessGroup:
-            group = make_group(
-                own_store,
-                self.rank,
-                self.ranks,
-                name,
-                self.timeout,
-                description=description,
-                threads=threads,
-            )
-            try:
-                self._connect(group, greeting)
-            except BaseException:
-                destroy_group(group)
-                raise
-            return group
-
-        self.group = make() if connect_within is None else make_within(connect_within, make)
+            self._lost_after = max(1.0, min(LOST_AFTER, connect_within.total_seconds()))
+        self._greeting: tuple[bytes, bool] | None = None
+        own_store = dist.PrefixStore(f"{self.place}/1", store)
+        self.group = make_group(
+            own_store,
+            self.rank,
+            self.ranks,
+            name,
+            group_timeout(like),
+            description=description,
+            within=self._within,
+            lost_after=self._lost_after,
+            is_held=True,
+        )
+        self.backend = backend_of(self.group)
+        try:
+            self._greet(own_store, greeting)
+        except BaseException:
+            destroy_group(self.group)
+            raise
 
     @property
     def place(self) -> str:
         """The place in a store where the ranks meet; one name may belong to several groups."""
         return hashed(self.name, self.ranks)
 
-    def _connect(self, group: dist.ProcessGroup, greeting: bytes = b"") -> None:
-        connected = connect_group(group, greeting, self._connect_within)
-        self._connections = connected.addresses
-        notice_lost_hosts(self._connections, self._lost_after)
+    def _greet(self, store: dist.Store, greeting: bytes = b"") -> None:
+        """Hear from all ranks, if they are few. Then no rank needs this one's address any more."""
+        if not exchanges(self.group):
+            return
+        told = torch.frombuffer(
+            bytearray(greeting.ljust(_GREETING_BYTES, b"\0")), dtype=torch.uint8
+        )
+        every = told.new_empty((len(self.ranks), _GREETING_BYTES))
+        every[self.rank] = told
+        found = self.backend.exchanges()
+        inputs, place = [told] * len(self.ranks), found.reserve()
+        found.start(inputs, list(every), every, place, 0, self._within).wait()
+        self._greeting = greeting, bool((every == told).all())
+        # All have read this rank's address. When the group ends, the store may have ended, too.
+        removal = threading.Thread(
+            target=remove_address, args=(store, self.rank), name="commhook-address"
+        )
+        removal.start()
 
-    def backend(self, store: dist.Store) -> dist.ProcessGroup:
-        """Make new connections, in a group that is not registered anywhere.
+    def is_alike(self, greeting: bytes) -> bool | None:
+        """Whether all ranks have made the group with this greeting; None if this one has not.
+
+        The next call returns None.
+        """
+        found, self._greeting = self._greeting, None
+        return found[1] if found is not None and found[0] == greeting else None
+
+    def renew(self, store: dist.Store) -> None:
+        """Begin anew after a failure. All ranks call this.
+
+        Args:
+            store: a store for this attempt only.
 
         Raises:
-            RuntimeError: a rank does not connect within the group's timeout, or its process has
-                ended.
+            RuntimeError: a rank does not come within the time, or its process has ended.
         """
         own_store = dist.PrefixStore(self.place, store)
-        fresh = make_backend(own_store, self.rank, len(self.ranks), self.timeout, self.threads)
-        try:
-            self._connect(fresh)
-        except BaseException:
-            close_connections(fresh)
-            raise
-        return fresh
+        where = endpoint(self._lost_after, self._rails)
+        self.backend.join(where, own_store, self.name, self._within, self.ranks, is_held=True)
+        self._greet(own_store)
 
-    def cut(self) -> None:
-        """Close the connections, so that running collectives that wait for a silent rank fail."""
-        cut(self._connections)
+    def use_rails(self, count: int, store: dist.Store) -> None:
+        """Use so many connections to each rank. All ranks call this, with nothing under way."""
+        if count != self._rails:
+            self._rails = count
+            self._changes += 1
+            self.renew(dist.PrefixStore(str(self._changes), store))
 
-    def take(self, fresh: dist.ProcessGroup) -> None:
-        """Communicate through the connections of :meth:`backend` from now on."""
-        close_connections(self.group)
-        move_backend(fresh, self.group)
-        self._set_name()
+    def close(self, why: str) -> None:
+        """Leave the group: ranks that wait for messages of this one fail with this reason."""
+        self.backend.close(why)
 
-    def take_fake(self) -> None:
-        """Use a backend that does not communicate."""
-        close_connections(self.group)
-        fake = FakeProcessGroup._create_internal(self.rank, len(self.ranks))
-        # The default one, which torch 2.14 and newer ask for the size.
-        self.group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, fake)
-        self._set_name()
+    def drain(self, until: float) -> bool:
+        """After :meth:`close`: wait until no callback of messages runs. Returns whether one did.
 
-    def _set_name(self) -> None:
-        self.group._set_group_name(self.name)  # type: ignore[arg-type]
-        self.group._set_group_desc(self.description)
+        Args:
+            until: a time of ``time.monotonic()``.
 
+        Raises:
+            RuntimeError: one still runs then.
+        """
+        found = self.backend.drain(timedelta(seconds=max(0.0, until - time.monotonic())))
+        if found is None:
+            raise RuntimeError(
+                f"torch_commhook: a callback of group {self.name!r} still runs in a failed step"
+            )
+        return found
 
-def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Make a group within a time. If it takes longer, the group is destroyed once it is made.
-
-    Gloo waits for missing ranks as long as for a collective.
-
-    Raises:
-        RuntimeError: the time is over.
-    """
-    lock = threading.Lock()
-    made: list[dist.ProcessGroup | BaseException] = []
-    is_late = False
-
-    def run() -> None:
-        try:
-            found: dist.ProcessGroup | BaseException = make()
-        except BaseException as error:
-            found = error
-        with lock:
-            made.append(found)
-        if is_late and isinstance(found, dist.ProcessGroup):
-            destroy_group(found)
-
-    thread = threading.Thread(target=run, name="commhook-connect", daemon=True)
-    thread.start()
-    thread.join(most.total_seconds())
-    with lock:
-        is_late = not made
-    if is_late:
-        raise RuntimeError(f"ranks did not connect within {most.total_seconds():g} s")
-    if isinstance(made[0], BaseException):
-        raise made[0]
-    return made[0]
+    def failure(self) -> Failure | None:
+        """Why messages fail, if they do."""
+        found = self.backend.failure()
+        if found is None:
+            return None
+        kind, rank, text = found
+        return Failure(kind, self.ranks[rank] if rank >= 0 else -1, text)
 
 
-def destroy_all(groups: Sequence[ConnectedGroup], *, in_background: bool = False) -> None:
-    """Destroy groups.
-
-    Args:
-        groups: the groups.
-        in_background: as for ``gloo_groups.close_connections``.
-    """
-    for each in groups:  # all before the first is destroyed: the next would take its connections
-        finish_exchanges(each.group)
-    for each in groups:
-        destroy_group(each.group, in_background=in_background)
+def remove_address(store: dist.Store, rank: int) -> None:
+    """Remove a rank's address in a group from the group's store."""
+    with suppress(RuntimeError):
+        store.delete_key(f"wire/{rank}")

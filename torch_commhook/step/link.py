@@ -37,7 +37,7 @@ class Link(NamedTuple):
     """The measured link of a group's ranks; the same on all ranks.
 
     Attributes:
-        round_trip: the slowest pair's round trip, in seconds; 0 between ranks of one machine.
+        round_trip: between the first rank and the farthest one, in seconds; 0 on one machine.
         rate: the rate of one connection, in bits per second; None if not measured.
         rate_of_many: the rate of :data:`MANY` connections; None if not measured.
     """
@@ -80,7 +80,7 @@ def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Lin
     connect()
     many = _least_seconds(group, nbytes)
     carried = 8.0 * nbytes * others
-    # The first byte arrives after a round trip.
+    # The first byte arrives after half a round trip, or a whole one: ranks begin apart.
     one, several = (carried / max(each - round_trip, each * 1e-3) for each in (seconds, many))
     return Link(round_trip, one, several)
 
@@ -96,16 +96,31 @@ def _is_local(group: dist.ProcessGroup) -> bool:
 
 def _round_trip(group: dist.ProcessGroup) -> float:
     """In seconds. Repeats only as needed to detect a short one, which a busy machine prolongs."""
-    least = _slowest(group, _seconds_of(group, 1))
+    least = _echo(group)
     for _ in range(_TRIES):
         if least < _FAR_SECONDS:
             break
-        another = _slowest(group, _seconds_of(group, 1))
+        another = _echo(group)
         is_steady = abs(another - least) < _STEADY * least
         least = min(least, another)
         if is_steady:
             break
     return least
+
+
+def _echo(group: dist.ProcessGroup) -> float:
+    """The duration of a byte's way from rank 0 to each other rank, and back, on all ranks."""
+    byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    is_first, size = group.rank() == 0, group.size()
+    begun = time.perf_counter()
+    for answers in (False, True):
+        inputs, outputs = [byte[:0]] * size, [byte[:0]] * size
+        if is_first:
+            (outputs if answers else inputs)[1:] = list(byte.new_empty((size - 1, 1)))
+        else:
+            (inputs if answers else outputs)[0] = byte
+        exchange(inputs, outputs, byte, group).wait()
+    return _slowest(group, time.perf_counter() - begun if is_first else 0.0)
 
 
 def _seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:

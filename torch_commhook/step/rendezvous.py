@@ -32,7 +32,7 @@ class Reason(NamedTuple):
 
 
 class Rendezvous:
-    """A place where ranks report why a step failed, and that they are ready to reconnect.
+    """A place where ranks report why a step failed, and that they are ready to begin anew.
 
     Args:
         store: a store that all ranks reach.
@@ -43,7 +43,7 @@ class Rendezvous:
 
     Attributes:
         store: the part of the given store that nobody else uses.
-        epoch: the number of the present connections; each failure ends an epoch.
+        epoch: the number of the present channels; each failure ends an epoch.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class Rendezvous:
         return None
 
     def meet(self) -> dist.Store:
-        """Wait until all ranks want to reconnect, whatever number of attempts each has made.
+        """Wait until all ranks want to begin anew, whatever number of attempts each has made.
 
         Each rank writes the number of its attempt to the store. Rank 0 writes the list of all
         attempts. A rank continues if the list contains its latest attempt, so that no two ranks
-        connect in different attempts.
+        join in different attempts.
 
         Returns:
             A store for this attempt only.

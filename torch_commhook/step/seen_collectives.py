@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_commhook.collectives.gloo_groups import wire_backend
 from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.process_group.operations import COLLECTIVES, Call, HookOpName
 
@@ -142,7 +143,9 @@ def _unseen(baselines: Sequence[_Baseline]) -> int:
 
 def _issued(group: Any) -> int:
     """The number of collectives that a group has issued, by its own count."""
-    count: int = group._get_sequence_number_for_group()
+    # PyTorch's groups ask only PyTorch's backends.
+    source: Any = wire_backend(group) or group
+    count: int = source._get_sequence_number_for_group()
     return count
 
 

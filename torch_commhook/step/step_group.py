@@ -1,11 +1,11 @@
 """The process group through which the hooks of one model communicate, step by step.
 
 If a hook fails on one rank, the others' collectives can never complete. So on Gloo a model's hooks
-have a group of their own. The failed rank closes it, which ends the others' collectives at once,
-and writes the reason to the store. A step counts only if every rank has confirmed its part through
-the same group. So all ranks raise in the same step, and all make a new group at the beginning of
-the next. Groups that a user gives to hooks belong to the user: for each there is one of the
-library's own over the same ranks, which is handled in the same way.
+have a group of their own. The failed rank writes the reason to the store and leaves the group,
+which ends the others' collectives at once. A step counts only if every rank has confirmed its part
+through the same group. So all ranks raise in the same step, and all begin the group anew at the
+beginning of the next. Groups that a user gives to hooks belong to the user: for each there is one
+of the library's own over the same ranks, which is handled in the same way.
 
 Other backends do not allow this. Tensors on a device with another backend, such as NCCL, are sent
 through the model's group; the ranks still agree over Gloo. So all ranks raise in the failed step.
@@ -17,6 +17,7 @@ backend for the CPU too, ranks do not agree: the group's own timeout detects fai
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -27,45 +28,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook import _C
+from torch_commhook._C import WireFailure
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.exchange import exchanges
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+from torch_commhook.collectives.exchange import COMPARISON, Place, exchanges, place_in
 from torch_commhook.collectives.gloo_groups import (
-    addresses_of,
-    close_connections,
     destroy_group,
     group_description,
     group_name,
+    group_of_stages,
     group_store,
     group_timeout,
-    is_gloo,
+    is_gloo_or_own,
     lacks_cpu,
     provide_second_group,
-    second_group,
     second_stages,
-    take_greeting,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
-from torch_commhook.step.comparison import Comparison, all_alike_by_maximum
-from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
+from torch_commhook.step.connected_group import ConnectedGroup, Failure
 from torch_commhook.step.connections import MoreConnections
-from torch_commhook.step.peer_error import (
-    PeerError,
-    is_late,
-    is_lost,
-    may_be_cut,
-    peer_error,
-    reason_of,
-    reason_of_loss,
-)
+from torch_commhook.step.peer_error import PeerError, peer_error, reason_of, reason_of_loss
 from torch_commhook.step.rendezvous import Reason, Rendezvous
-from torch_commhook.step.step_end import StepEnd, agree_on_used, begin_maximum
+from torch_commhook.step.step_end import StepEnd, agree_on_used, all_alike, begin_maximum
 
 _log = logging.getLogger(__name__)
+#: Another rank is at fault, and will send nothing more.
+_GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD)
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _siblings: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[StepGroup]] = (
     weakref.WeakKeyDictionary()
@@ -90,7 +80,7 @@ class StepGroup:
             then takes less time.
 
     Attributes:
-        group: the group through which hooks communicate. A failed step replaces its connections.
+        group: the group through which hooks communicate. A failed step replaces its channel.
         timeout: the longest time of a collective.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
         in_background: whether the open step runs beside steps of other groups. Then only the code
@@ -116,7 +106,7 @@ class StepGroup:
         self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         self._step_end: StepEnd | None = None  # of the open step, if ranks agree
-        self._comparison: Comparison | None = None  # the next one, if it was started
+        self._comparison: Place | None = None  # of the next one, if it was announced
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: The key by which compiled code finds the object; it never changes.
@@ -124,7 +114,7 @@ class StepGroup:
         #: The ranks' group that can reconnect, or None.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
-        if self.size > 1 and (is_gloo(self.parent) or lacks_cpu(self.parent)):
+        if self.size > 1 and (is_gloo_or_own(self.parent) or lacks_cpu(self.parent)):
             store = group_store(self.parent)
             if store is not None:
                 self._ranks = dist.get_process_group_ranks(self.parent)
@@ -143,8 +133,7 @@ class StepGroup:
         )
         # Groups of the hook beside its own, which cannot reconnect.
         self._outside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        # Gloo's threads must end before the interpreter does.
-        self._end = weakref.finalize(self, destroy_all, self._own)
+        self._end = weakref.finalize(self, _destroy_all, self._own)
         if self.recovers:
             description = _described(self.parent)
             self.group = self._make(self.name, self.parent, description, greeting=greeting)
@@ -187,7 +176,7 @@ class StepGroup:
     def stand_in(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         """The group through which hooks communicate instead of a group that the user gave.
 
-        It has connections of its own, which reconnect together with :attr:`group`. All ranks call
+        It has a channel of its own, which begins anew together with :attr:`group`. All ranks call
         this for the same groups in the same order.
 
         Args:
@@ -198,7 +187,9 @@ class StepGroup:
             The group itself if it cannot reconnect: one of another backend, or with ranks that do
             not take part here.
         """
-        if not (self.recovers and device.type == "cpu" and is_gloo(group) and self._has(group)):
+        if not (
+            self.recovers and device.type == "cpu" and is_gloo_or_own(group) and self._has(group)
+        ):
             self._note_outside(group)
             return group
         found = self._stand_ins.get(group)
@@ -233,17 +224,10 @@ class StepGroup:
         return self.recovers and any(map(exchanges, groups))
 
     def _connect_more(self, group: dist.ProcessGroup) -> None:
-        def make(name: str) -> dist.ProcessGroup:
-            description = f"{group_description(group)}, {name}"
-            return self._make(f"{group_name(group)}/{name}", group, description, threads=1)
-
-        self.connections.connect(group, make, self._drop)
-
-    def _drop(self, groups: Collection[dist.ProcessGroup]) -> None:
-        """Destroy groups that :meth:`_make` has made and that nobody uses."""
-        for own in [own for own in self._own if own.group in groups]:
-            self._own.remove(own)
-            destroy_group(own.group)
+        own = next(own for own in self._own if own.group is group)
+        assert self._rendezvous is not None
+        self.connections.connect(own, self._rendezvous.store)
+        self._step_end = self._comparison = None  # their places may be of before
 
     def _has(self, group: dist.ProcessGroup) -> bool:
         return set(dist.get_process_group_ranks(group)) <= set(
@@ -276,7 +260,7 @@ class StepGroup:
         self._open = self.size > 1
         # An exchange in the background agrees by itself; its step end then serves this step.
         if self._open and self._agrees and self._step_end is None:
-            with suppress(RuntimeError):  # a lost connection, which the end of the step finds
+            with suppress(RuntimeError):  # a rank has left, which the end of the step finds
                 self._step_end = StepEnd(self.group)
 
     def connect(self) -> None:
@@ -287,17 +271,23 @@ class StepGroup:
         """
         if not self._broken:
             return
-        self._forget_messages()
+        self._step_end = self._comparison = None
         if not self._meets_again:
             raise self.explain("the step has failed already")
         assert self._rendezvous is not None
-        backends: list[dist.ProcessGroup] = []
         try:
+            # Callbacks of the failed step would take part in the next one. One may cause another.
+            until = time.monotonic() + self.timeout.total_seconds()
+            while any([own.drain(until) for own in self._own]):
+                pass
             store = self._rendezvous.meet()
+            for own in self._own:  # first: late stages of the failed step must take no new place
+                renew_turns(own.group)
             for own in self._own:
-                backends.append(own.backend(store))
+                own.renew(store)
         except BaseException as error:
-            close_connections(*backends)
+            for own in self._own:
+                own.close("it could not begin anew")
             if not isinstance(error, RuntimeError):
                 raise
             if self._rendezvous.catch_up():  # another rank has failed again quickly
@@ -307,20 +297,7 @@ class StepGroup:
                 "after the last step failed; every rank must run another backward()"
             ) from error
         self._rendezvous.epoch += 1
-        for own, backend in zip(self._own, backends, strict=True):
-            own.take(backend)
-            renew_turns(own.group)
         self._broken = False
-
-    def prepare_tracing(self) -> None:
-        """Make the group visible to a compiler; a failed step may have dropped its connections.
-
-        The compiler asks for the group's name, and a group without a backend has none.
-        :meth:`begin` connects, since the others may be at another model's step.
-        """
-        if self._broken:
-            for own in self._own:
-                own.take_fake()
 
     def end(self) -> None:
         """End a step that succeeded on this rank; wait for the others if that detects failures."""
@@ -346,15 +323,6 @@ class StepGroup:
             used.copy_(begin_maximum(self.group, used)())
         self._open = False
 
-    def _forget_messages(self) -> None:
-        """Abandon the messages that this rank has requested from others."""
-        if self._step_end is not None:
-            self._step_end.forget()
-            self._step_end = None
-        if self._comparison is not None:
-            self._comparison.forget()
-            self._comparison = None
-
     def _end_of_step(self) -> StepEnd:
         step_end, self._step_end = self._step_end, None
         if step_end is None and self._broken:
@@ -377,7 +345,9 @@ class StepGroup:
             if not self.recovers:
                 raise
             # Elastic ranks agree on who continues after a PeerError.
-            if is_lost(error) or (is_late(error) and self._meets_again):
+            failure = self._failure(error)
+            is_late = failure is not None and failure.kind == WireFailure.TIMEOUT
+            if failure is not None and (failure.kind in _GONE or (is_late and self._meets_again)):
                 raise self.fail_with(error) from error
             explained = self.explain(error)
             self.fail(explained)
@@ -400,7 +370,7 @@ class StepGroup:
 
         This includes other models' groups over the same ranks. Several models may take part in one
         backward, and this rank may have left it before it reached them. All ranks do the same, and
-        begin the next step with new connections of all.
+        begin the next step with new channels.
 
         Args:
             reason: the error or a text. A :class:`PeerError` passes on the reason of the rank at
@@ -431,47 +401,51 @@ class StepGroup:
             for outside in list(self._outside):
                 give_up(outside)
         self._open = False
-        if not lost:
-            # Otherwise the step's thread forgets it. A connection does not report its end while it
-            # holds a message that nobody requests any more, and that thread may be waiting.
-            self._forget_messages()
+        if not lost:  # otherwise the step's thread uses it
+            self._step_end = self._comparison = None
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
         self._rendezvous.tell(reason)
-        # Nothing else ends a wait for a rank that may be alive. Nor does closing in background.
-        if not reason.has_ended or not self._meets_again:
-            for own in self._own:
-                own.cut()
-        groups = [own.group for own in self._own]
-        close_connections(*groups, in_background=not self._meets_again)
+        for own in self._own:
+            own.close(reason.text)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """Fail the step because of an error; as :meth:`fail`.
 
         Returns:
             The error to raise: the error itself, or a :class:`PeerError` if another rank is at
-            fault. A TimeoutError in place of Gloo's error for a rank that is late.
+            fault. A TimeoutError for a rank that is late.
         """
-        if is_late(error):
+        failure = self._failure(error)
+        if failure is not None and failure.kind in _GONE:
+            return self._fail_with_lost(failure, error)
+        if failure is not None and failure.kind == WireFailure.TIMEOUT:
             late = TimeoutError(f"torch_commhook: another rank did not come in time: {error}")
             late.__cause__ = error
             error = late
-        if self.recovers and isinstance(error, RuntimeError) and reason_of(error) is None:
-            if is_lost(error):
-                return self._fail_with_lost(error)
-            if may_be_cut(error) and self._reason() is not None:
-                explained = self.explain(error)
-                self.fail(explained)
-                explained.__cause__ = error
-                return explained
+        elif failure is not None and self._reason() is not None:  # another thread has failed it
+            explained = self.explain(error)
+            self.fail(explained)
+            explained.__cause__ = error
+            return explained
         self.fail(error)
         return error
 
-    def _fail_with_lost(self, error: RuntimeError) -> PeerError:
-        """Fail the step because of a lost connection; returns the error to raise."""
-        others = [rank for rank in self._ranks if rank != self._global_rank]
-        reason = reason_of_loss(error, self._global_rank, others)
+    def _failure(self, error: BaseException) -> Failure | None:
+        """Why the messages of one of this step's groups fail, if an error comes from that."""
+        if not isinstance(error, RuntimeError) or reason_of(error) is not None:
+            return None
+        for own in self._own:
+            failure = own.failure()
+            # Callbacks may have put the text into another error.
+            if failure is not None and failure.text in str(error):
+                return failure
+        return None
+
+    def _fail_with_lost(self, failure: Failure, error: BaseException) -> PeerError:
+        """Fail the step because a rank has gone; returns the error to raise."""
+        reason = reason_of_loss(failure, error, self._global_rank)
         self._fail_all(reason)  # the first reported reason stays
         explained = peer_error(self._reason() or reason)
         explained.__cause__ = error
@@ -488,26 +462,16 @@ class StepGroup:
         )
         return peer_error(Reason(text, None))
 
-    def addresses(self) -> list[_C.AddressStore]:
-        """The stores with this rank's addresses, which it removes once no rank needs them."""
-        return [addresses_of(own.group) for own in self._own]
-
     def forget_reason(self) -> None:
         """Remove why the step has failed from the store, once all ranks have left the group."""
         if self._rendezvous is not None:
             self._rendezvous.forget_reason()
 
     def close(self) -> None:
-        """Close the group. Runs automatically when the object or the interpreter ends.
-
-        If the ranks do not meet again, connections are closed in the background.
-        """
+        """Close the group. Runs automatically when the object or the interpreter ends."""
         self._broken = True
-        self._forget_messages()
-        if self._meets_again:
-            self._end()
-        elif self._end.detach() is not None:
-            destroy_all(self._own, in_background=True)
+        self._step_end = self._comparison = None
+        self._end()
 
     def _reason(self) -> Reason | None:
         return None if self._rendezvous is None else self._rendezvous.reason()
@@ -522,31 +486,29 @@ class StepGroup:
         if self.recovers:
             return self._all_alike
         is_plain = type(self.parent) is dist.ProcessGroup or self.shares_used
-        return partial(all_alike_by_maximum, self.parent) if is_plain else None
+        return partial(all_alike, self.parent) if is_plain else None
 
     def _all_alike(self, own: bytes) -> bool:
         self.connect()
-        comparison, self._comparison = self._comparison, None
-        if comparison is None:
-            comparison = Comparison(self.group, len(own), take_greeting(self.group, own))
-        return comparison.all_alike(own)
+        place, self._comparison = self._comparison, None
+        found = self._own[0].is_alike(own) if place is None else None
+        return all_alike(self.group, own, place) if found is None else found
 
     def expect_comparison(self) -> None:
-        """Let the next :attr:`all_alike`, of a digest of 32 bytes, take half a round trip less."""
-        if self.recovers and not self._broken and self._comparison is None:
-            self._comparison = Comparison(self.group, 32)
+        """Reserve the place of the next :attr:`all_alike`, which other threads' may come before."""
+        if self.recovers and not self._broken and exchanges(self.group):
+            self._comparison = self._comparison or place_in(self.group, COMPARISON)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another. All ranks call this."""
         if self.recovers:
-            second_group(self.group)
+            group_of_stages(self.group)
 
     def _make(
         self,
         name: str,
         like: dist.ProcessGroup,
         description: str,
-        threads: int = MOST_UNDER_WAY,
         greeting: bytes = b"",
     ) -> dist.ProcessGroup:
         """Make a group over the ranks of ``like``, and one for second stages if they are needed.
@@ -564,13 +526,11 @@ class StepGroup:
             name,
             like,
             description,
-            threads,
             connect_within=self._connect_within,
             greeting=greeting,
         )
         self._own.append(own)
         itself = weakref.ref(self)
-        # The group itself has no backend after a failed step.
         model = weakref.ref(like)
 
         def second() -> dist.ProcessGroup | None:
@@ -581,6 +541,11 @@ class StepGroup:
 
         provide_second_group(own.group, second)
         return own.group
+
+
+def _destroy_all(groups: Collection[ConnectedGroup]) -> None:
+    for each in groups:
+        destroy_group(each.group)
 
 
 def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:

@@ -110,7 +110,7 @@ class COMMHOOK_EXPORT GradBucket {
 
   size_t getBucketCount() const { return count_; }
 
-  // The ranks to average over, with Gloo connections of their own. Not null.
+  // The ranks to average over; in place of a group of Gloo, one of the library. Not null.
   const ProcessGroupPtr& getProcessGroup() const { return group_; }
 
   // Properties of the buffer; these do not gather it. DDP stores complex gradients as pairs of real

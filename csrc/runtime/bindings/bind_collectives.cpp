@@ -1,4 +1,4 @@
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -8,7 +8,6 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/collectives/broadcast_buckets.h"
 #include "runtime/collectives/broadcast_coalesced.h"
-#include "runtime/collectives/exchanges.h"
 
 namespace py = pybind11;
 
@@ -44,38 +43,6 @@ void bind_collectives(py::module_& m) {
         return indices;
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
-  m.def(
-      "ask_early",
-      [](const Exchanges::Group& group, const at::Tensor& output, int rank, int tag) {
-        return ask_early(group, output, rank, tag);
-      },
-      py::arg("group"), py::arg("output"), py::arg("rank"), py::arg("tag"),
-      py::call_guard<py::gil_scoped_release>());
-  py::class_<Exchanges, std::shared_ptr<Exchanges>>(m, "Exchanges")
-      .def(py::init<const Exchanges::Group&, const Exchanges::Group&, bool, std::vector<int64_t>>(),
-           py::arg("up"), py::arg("down"), py::arg("is_second"),
-           py::arg("names") = std::vector<int64_t>())
-      .def(
-          "start",
-          [](Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-             at::Tensor result, std::optional<int64_t> place, int64_t stage) {
-            return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.start(std::move(inputs), std::move(outputs), std::move(result),
-                           place ? *place : self.reserve(), stage));
-          },
-          py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place") = py::none(),
-          py::arg("stage") = 0, py::call_guard<py::gil_scoped_release>())
-      .def("expect", &Exchanges::expect, py::arg("outputs"), py::arg("place"), py::arg("stage") = 0,
-           py::call_guard<py::gil_scoped_release>())
-      .def("reserve", &Exchanges::reserve, py::call_guard<py::gil_scoped_release>())
-      .def("use_down", &Exchanges::use_down, py::arg("down"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("use_more", &Exchanges::use_more, py::arg("ups"), py::arg("downs"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("finish_messages", &Exchanges::finish_messages, py::arg("ranks"), py::arg("works"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("finish", &Exchanges::finish, py::call_guard<py::gil_scoped_release>())
-      .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace commhook

@@ -8,9 +8,7 @@
 #include <vector>
 
 #include "runtime/bindings/bindings.h"
-#include "runtime/membership/address_store.h"
 #include "runtime/membership/signs_of_life.h"
-#include "runtime/process_group/gloo_loops.h"
 
 namespace py = pybind11;
 
@@ -18,26 +16,6 @@ namespace commhook {
 
 void bind_membership(py::module_& m) {
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
-  py::class_<AddressStore, c10d::Store, c10::intrusive_ptr<AddressStore>>(m, "AddressStore")
-      .def(py::init([](const StorePtr& store, std::vector<int64_t> ranks) {
-             return c10::make_intrusive<AddressStore>(store, std::move(ranks));
-           }),
-           py::arg("store"), py::arg("ranks"))
-      .def("read", &AddressStore::read, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("remove_own", &AddressStore::remove_own, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "sockets",
-          [](const AddressStore& self) {
-            std::vector<std::pair<int, uint64_t>> found;
-            for (const auto& each : GlooLoops(self.own()).sockets()) {
-              found.emplace_back(each.fd, each.inode);
-            }
-            return found;
-          },
-          py::call_guard<py::gil_scoped_release>(),
-          "The TCP connections of the backend that has written its address here: the descriptor of "
-          "each, and its inode.");
   py::class_<SignsOfLife, std::shared_ptr<SignsOfLife>>(m, "SignsOfLife")
       .def(py::init<StorePtr, std::string, double>(), py::arg("store"), py::arg("own"),
            py::arg("interval"), py::call_guard<py::gil_scoped_release>())

@@ -5,7 +5,6 @@
 
 #include "commhook/hook_result.h"
 #include "runtime/bindings/bindings.h"
-#include "runtime/membership/address_store.h"
 #include "runtime/process_group/backends.h"
 #include "runtime/process_group/override_method.h"
 #include "runtime/process_group/py_process_group.h"
@@ -195,16 +194,6 @@ void bind_overrides(py::module_& m) {
 
 // For any group.
 void bind_backends(py::module_& m) {
-  py::class_<TakenBackends>(m, "TakenBackends", "The backends that a group had.")
-      .def(py::init([](c10d::ProcessGroup& group, const AddressStore* addresses,
-                       c10::intrusive_ptr<c10d::Work> last) {
-             return std::make_unique<TakenBackends>(
-                 group,
-                 addresses == nullptr ? std::vector<std::vector<uint8_t>>() : addresses->own(),
-                 std::move(last));
-           }),
-           py::arg("group"), py::arg("addresses"), py::arg("last"))
-      .def("close", &TakenBackends::close, py::call_guard<py::gil_scoped_release>());
   m.def(
       "has_compiled_backend",
       [](c10d::ProcessGroup& group, const at::Device& device) {

@@ -1,12 +1,17 @@
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "runtime/bindings/bindings.h"
 #include "runtime/wire/backend.h"
@@ -60,6 +65,15 @@ class PyEndpoint {
 }  // namespace
 
 void bind_wire(py::module_& m) {
+  using wire::Failure;
+  py::enum_<Failure::Kind>(m, "WireFailure")
+      .value("ENDED", Failure::Kind::kEnded)
+      .value("LOST", Failure::Kind::kLost)
+      .value("TIMEOUT", Failure::Kind::kTimeout)
+      .value("MISFIT", Failure::Kind::kMisfit)
+      .value("TOLD", Failure::Kind::kTold)
+      .value("LEFT", Failure::Kind::kLeft)
+      .value("CLOSED", Failure::Kind::kClosed);
   // Not for constructors: pybind11 enters a new instance into its table while the guard lasts.
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEndpoint>(m, "WireEndpoint")
@@ -77,19 +91,73 @@ void bind_wire(py::module_& m) {
                              [](const PyEndpoint& self) { return self.get()->address(); })
       .def("counts", &PyEndpoint::counts, without_gil())
       .def(
+          "has_lost", [](const PyEndpoint& self) { return self.get()->has_lost(); }, without_gil())
+      .def(
+          "has_groups", [](const PyEndpoint& self) { return self.get()->has_groups(); },
+          without_gil())
+      .def(
           "cut", [](const PyEndpoint& self) { self.get()->cut(); }, without_gil())
+      .def(
+          "stop", [](const PyEndpoint& self) { self.get()->stop(); }, without_gil())
       .def("close", &PyEndpoint::close, without_gil());
+  py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
+      .def("reserve", &wire::Exchanges::reserve, py::arg("order") = 0, without_gil())
+      .def("expect", &wire::Exchanges::expect, py::arg("outputs"), py::arg("place"),
+           py::arg("stage"), py::arg("timeout"), without_gil())
+      .def(
+          "start",
+          [](wire::Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+             at::Tensor result, int64_t place, int64_t stage, std::chrono::milliseconds timeout) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.start(
+                std::move(inputs), std::move(outputs), std::move(result), place, stage, timeout));
+          },
+          py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place"),
+          py::arg("stage"), py::arg("timeout"), without_gil());
+  const auto join = [](const PyEndpoint& endpoint, const Store& store, const std::string& name,
+                       int rank, int size, std::chrono::milliseconds within,
+                       std::vector<int64_t> names, bool is_held) {
+    return wire::Channel::join(endpoint.get(), store, name, rank, size, within, std::move(names),
+                               is_held);
+  };
   py::class_<WireBackend, c10d::Backend, c10::intrusive_ptr<WireBackend>>(m, "WireBackend")
-      .def(py::init([](const PyEndpoint& endpoint, const Store& store, const std::string& name,
-                       int rank, int size, std::chrono::milliseconds timeout) {
+      .def(py::init([join](const PyEndpoint& endpoint, const Store& store, const std::string& name,
+                           int rank, int size, std::chrono::milliseconds timeout,
+                           std::optional<std::chrono::milliseconds> within,
+                           std::vector<int64_t> names, bool is_held) {
              const py::gil_scoped_release no_gil;
-             return WireBackend::make(
-                 wire::Channel::join(endpoint.get(), store, name, rank, size, timeout), timeout);
+             return WireBackend::make(join(endpoint, store, name, rank, size,
+                                           within.value_or(timeout), std::move(names), is_held),
+                                      timeout);
            }),
            py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout"))
+           py::arg("timeout"), py::arg("within") = py::none(),
+           py::arg("names") = std::vector<int64_t>(), py::arg("is_held") = false)
+      .def(
+          "join",
+          [join](WireBackend& self, const PyEndpoint& endpoint, const Store& store,
+                 const std::string& name, std::chrono::milliseconds within,
+                 std::vector<int64_t> names, bool is_held) {
+            self.use(join(endpoint, store, name, self.getRank(), self.getSize(), within,
+                          std::move(names), is_held));
+          },
+          py::arg("endpoint"), py::arg("store"), py::arg("name"), py::arg("within"),
+          py::arg("names") = std::vector<int64_t>(), py::arg("is_held") = false, without_gil())
       .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
-      .def("fail", &WireBackend::fail, py::arg("why"), without_gil());
+      .def("exchanges", &WireBackend::exchanges, without_gil())
+      .def("fail", &WireBackend::fail, py::arg("why"), without_gil())
+      .def("close", &WireBackend::close, py::arg("why") = "", without_gil())
+      .def("drain", &WireBackend::drain, py::arg("longest"), without_gil())
+      .def(
+          "failure",
+          [](WireBackend& self) {
+            std::optional<std::tuple<Failure::Kind, int, std::string>> found;
+            if (const auto failure = self.failure()) {
+              found.emplace(failure->kind, failure->rank, failure->text);
+            }
+            return found;
+          },
+          without_gil());
+  WireBackend::bind_made(m);
 }
 
 }  // namespace commhook

@@ -13,23 +13,4 @@ namespace commhook {
 // them.
 bool has_compiled_backend(c10d::ProcessGroup& group, c10::DeviceType device);
 
-// The former backends of a group.
-class TakenBackends {
- public:
-  // Removes a group's backends. The group stays, and can be given others.
-  // addresses: what a Gloo backend has written to its store.
-  // last: a complete Work of a Gloo backend, which keeps its connections; or null.
-  TakenBackends(c10d::ProcessGroup& group, std::vector<std::vector<uint8_t>> addresses,
-                c10::intrusive_ptr<c10d::Work> last);
-
-  // Releases the backends. A backend without other owners ends with its connections and threads.
-  // None of these threads may call this. Called without the GIL, since they may wait for it.
-  void close();
-
- private:
-  std::vector<c10::intrusive_ptr<c10d::Backend>> backends_;
-  std::vector<std::vector<uint8_t>> addresses_;
-  c10::intrusive_ptr<c10d::Work> last_;
-};
-
 }  // namespace commhook

@@ -1,6 +1,7 @@
 #include "runtime/wire/backend.h"
 
 #include <ATen/core/functional.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <map>
@@ -95,34 +96,47 @@ class ChannelBackend final : public WireBackend {
  public:
   ChannelBackend(std::shared_ptr<Channel> channel, milliseconds timeout)
       : WireBackend(channel->rank(), channel->size()),
-        channel_(std::move(channel)),
-        options_(c10::make_intrusive<Options>("commhook", timeout)) {}
+        options_(c10::make_intrusive<Options>("commhook", timeout)),
+        session_(std::make_shared<Session>(std::move(channel), 0)) {}
 
-  void fail(const std::string& why) override { channel_->fail(why); }
+  void fail(const std::string& why) override { session()->channel->fail(why); }
+  void close(const std::string& why) override { session()->channel->close(why); }
+  std::optional<Failure> failure() override { return session()->channel->failure(); }
+  std::optional<bool> drain(milliseconds longest) override {
+    return session()->channel->drain(longest);
+  }
+  void use(std::shared_ptr<Channel> channel) override {
+    const auto before = session();
+    before->channel->close();
+    const auto next = std::make_shared<Session>(std::move(channel), before->generation + 1);
+    const std::lock_guard lock(mutex_);
+    session_ = next;
+  }
+  std::shared_ptr<Exchanges> exchanges() override {
+    const auto found = session();
+    return {found, &found->exchanges};
+  }
   const std::string getBackendName() const override { return "commhook"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}  // it begins with 0 on all ranks
-  uint64_t getSequenceNumberForGroup() override { return number_; }
+  uint64_t getSequenceNumberForGroup() override { return session()->number; }
   void abort() override { fail(c10::str("rank ", rank_, " has aborted the group")); }
-  void shutdown() override { channel_->close(); }
+  void shutdown() override { close(""); }
 
   c10d::ErrorType getError() override {
-    try {
-      if (const auto error = channel_->failure()) {
-        std::rethrow_exception(error);
-      }
+    const auto failure = this->failure();
+    if (!failure) {
       return c10d::ErrorType::SUCCESS;
-    } catch (const PeerError& error) {
-      switch (error.failure.kind) {
-        case Failure::Kind::kTimeout:
-          return c10d::ErrorType::TIMEOUT;
-        case Failure::Kind::kMisfit:
-        case Failure::Kind::kTold:
-          return c10d::ErrorType::REMOTE_ERROR;
-        default:
-          return c10d::ErrorType::COMM_ERROR;
-      }
+    }
+    switch (failure->kind) {
+      case Failure::Kind::kTimeout:
+        return c10d::ErrorType::TIMEOUT;
+      case Failure::Kind::kMisfit:
+      case Failure::Kind::kTold:
+        return c10d::ErrorType::REMOTE_ERROR;
+      default:
+        return c10d::ErrorType::COMM_ERROR;
     }
   }
 
@@ -140,6 +154,9 @@ class ChannelBackend final : public WireBackend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Request request{OpType::ALLREDUCE, "all_reduce"};
     c10d::assertSingleElement(Invalid(request), tensors);
+    if (tensors[0].is_sparse() && tensors[0].is_cpu()) {
+      return sum_sparse(std::move(request), tensors[0], options);
+    }
     return all_reduce(std::move(request), tensors, options);
   }
 
@@ -313,13 +330,13 @@ class ChannelBackend final : public WireBackend {
   // Names the ranks that rank 0 has not heard of, all of them in any case.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) override {
     Request request{OpType::BARRIER, "monitored_barrier"};
-    request.number = number_++;
     const auto timeout = timeout_of(options.timeout);
     request.timeout = 2 * timeout;  // so that rank 0 is the first to give up
     const auto last = begin();
+    request.number = last->session->number++;
     last->stage(1);
     if (rank_ != 0) {
-      const auto first = begin();
+      const auto first = std::make_shared<Begun>(last->session);
       first->send(0, {});
       first->begin(request);
       last->receive(0, {});
@@ -329,7 +346,7 @@ class ChannelBackend final : public WireBackend {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     std::map<int, c10::intrusive_ptr<WireWork>> works;
     for (int rank = 1; rank < size_; ++rank) {
-      const auto first = begin();
+      const auto first = std::make_shared<Begun>(last->session);
       first->receive(rank, {});
       works[rank] = first->begin(request);
       last->send(rank, {});
@@ -365,16 +382,37 @@ class ChannelBackend final : public WireBackend {
   }
 
  private:
-  [[nodiscard]] std::shared_ptr<Operation> begin() const {
-    return std::make_shared<Operation>(channel_);
+  // A channel, and what was begun there.
+  struct Session {
+    Session(std::shared_ptr<Channel> with, int64_t of)
+        : channel(std::move(with)), generation(of), exchanges(channel, generation) {}
+
+    const std::shared_ptr<Channel> channel;
+    const int64_t generation;
+    std::atomic<uint64_t> number{0};  // of collectives
+    Exchanges exchanges;
+    std::map<std::tuple<int, int, bool>, uint64_t> messages;  // their numbers; under mutex_
+  };
+
+  [[nodiscard]] std::shared_ptr<Session> session() const {
+    const std::lock_guard lock(mutex_);
+    return session_;
   }
+
+  // An operation of a session, which gives it its number.
+  struct Begun : Operation {
+    explicit Begun(std::shared_ptr<Session> of) : Operation(of->channel), session(std::move(of)) {}
+    const std::shared_ptr<Session> session;
+  };
+
+  [[nodiscard]] std::shared_ptr<Begun> begin() const { return std::make_shared<Begun>(session()); }
 
   [[nodiscard]] milliseconds timeout_of(milliseconds asked) const {
     return asked > kNoTimeout ? asked : options_->timeout;
   }
 
-  WorkPtr end(Operation& operation, Request request, milliseconds timeout) {
-    request.number = number_++;
+  WorkPtr end(Begun& operation, Request request, milliseconds timeout) {
+    request.number = operation.session->number++;
     request.timeout = timeout_of(timeout);
     return operation.begin(std::move(request));
   }
@@ -406,8 +444,84 @@ class ChannelBackend final : public WireBackend {
     return end(*operation, std::move(request), options.timeout);
   }
 
+  // A sum of sparse tensors, which all ranks gather. It takes a thread, since how long they are is
+  // known only when all ranks have said it.
+  WorkPtr sum_sparse(Request request, at::Tensor tensor, const c10d::AllreduceOptions& options) {
+    const auto op = options.reduceOp;
+    const bool has_means = !at::isIntegralType(tensor.scalar_type(), true);
+    TORCH_CHECK(op == c10d::ReduceOp::SUM || (op == c10d::ReduceOp::AVG && has_means),
+                "commhook all_reduce: of sparse tensors only sums and means are supported");
+    const auto found = session();
+    request.number = found->number++;
+    request.timeout = timeout_of(options.timeout);
+    request.of =
+        c10::str(tensor.numel(), " sparse ", c10::getDtypeNames(tensor.scalar_type()).first);
+    request.outputs = {{tensor}};
+    auto work = c10::make_intrusive<WireWork>(found->channel, request);
+    auto parts = request;
+    parts.number = found->number++;
+    found->channel->run(
+        [this, self = c10::intrusive_ptr<ChannelBackend>::reclaim_copy(this), found, work, request,
+         parts, tensor, op] {
+          std::exception_ptr error;
+          try {
+            const at::AutoDispatchBelowADInplaceOrView guard;
+            const auto sums = gather_sparse(*found, request, parts, tensor);
+            tensor.copy_(op == c10d::ReduceOp::AVG ? sums / size_ : sums);
+          } catch (...) {
+            error = std::current_exception();
+            found->channel->fail(request.text() +
+                                 " has failed");  // others wait; else it has failed
+          }
+          work->complete(error);
+        },
+        true);
+    return work;
+  }
+
+  at::Tensor gather_sparse(Session& session, Request request, Request parts,
+                           const at::Tensor& tensor) {
+    const auto own = tensor.detach().coalesce();
+    const auto counts = at::zeros({size_}, at::kLong);
+    counts[rank_].fill_(own._nnz());
+    auto operation = std::make_shared<Operation>(session.channel);
+    request.outputs.clear();
+    add_all_gather(*operation, shards_of(counts, size_));
+    operation->begin(std::move(request))->wait(kNoTimeout);
+    const auto sizes = [&](const at::Tensor& dense, int64_t dim, int64_t length) {
+      auto found = dense.sizes().vec();
+      found.at(dim) = length;
+      return at::empty(found, dense.options());
+    };
+    Tensors indices;
+    Tensors values;
+    const auto own_indices = own._indices().contiguous();
+    const auto own_values = own._values().contiguous();
+    operation = std::make_shared<Operation>(session.channel);
+    parts.outputs.clear();
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto length = counts[rank].item<int64_t>();
+      indices.push_back(rank == rank_ ? own_indices : sizes(own_indices, 1, length));
+      values.push_back(rank == rank_ ? own_values : sizes(own_values, 0, length));
+    }
+    for (const auto* tensors : {&indices, &values}) {
+      const auto flat = c10::fmap(*tensors, [](const at::Tensor& each) { return each.view(-1); });
+      operation->base(tensors == &indices ? 0 : static_cast<uint32_t>(2 * size_ + 64));
+      add_all_to_all(*operation, Tensors(size_, flat[rank_]), flat);
+    }
+    operation->begin(std::move(parts))->wait(kNoTimeout);
+    // In the order of ranks, so that all have the same bits.
+    at::Tensor sum;
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto each =
+          at::sparse_coo_tensor(indices[rank], values[rank], tensor.sizes(), tensor.options());
+      sum = sum.defined() ? sum + each : each;
+    }
+    return sum.coalesce();
+  }
+
   // parts: of each input, of each rank.
-  WorkPtr all_gather(const std::shared_ptr<Operation>& operation, Request request,
+  WorkPtr all_gather(const std::shared_ptr<Begun>& operation, Request request,
                      const Tensors& inputs, const TensorLists& parts,
                      const c10d::AllgatherOptions& options) {
     for (size_t index = 0; index < inputs.size(); ++index) {
@@ -462,7 +576,7 @@ class ChannelBackend final : public WireBackend {
     return reduce_scatter(std::move(request), outputs, shards_of(all.view(-1), size_), options);
   }
 
-  WorkPtr all_to_all(Operation& operation, Request request, const Tensors& received,
+  WorkPtr all_to_all(Begun& operation, Request request, const Tensors& received,
                      const Tensors& sent, const c10d::AllToAllOptions& options) {
     TORCH_CHECK(received[rank_].numel() == sent[rank_].numel(), "commhook ", request.name,
                 ": requires as many elements from this rank as to it, got ",
@@ -495,16 +609,14 @@ class ChannelBackend final : public WireBackend {
     request.timeout = options_->timeout;
     {
       const std::lock_guard lock(mutex_);
-      request.number = messages_[{peer, tag, is_send}]++;
+      request.number = operation->session->messages[{peer, tag, is_send}]++;
     }
     return operation->begin(std::move(request));
   }
 
-  const std::shared_ptr<Channel> channel_;
   const c10::intrusive_ptr<Options> options_;
-  std::atomic<uint64_t> number_{0};  // of collectives
-  std::mutex mutex_;
-  std::map<std::tuple<int, int, bool>, uint64_t> messages_;  // their numbers
+  mutable std::mutex mutex_;
+  std::shared_ptr<Session> session_;
 };
 
 }  // namespace
@@ -512,6 +624,11 @@ class ChannelBackend final : public WireBackend {
 c10::intrusive_ptr<WireBackend> WireBackend::make(std::shared_ptr<Channel> channel,
                                                   milliseconds timeout) {
   return c10::make_intrusive<ChannelBackend>(std::move(channel), timeout);
+}
+
+void WireBackend::bind_made(pybind11::module_& m) {
+  pybind11::class_<ChannelBackend, WireBackend, c10::intrusive_ptr<ChannelBackend>>(m,
+                                                                                    "_WireBackend");
 }
 
 }  // namespace commhook::wire

@@ -1,7 +1,11 @@
 #include "runtime/wire/channel.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -29,6 +33,15 @@ std::string shape_text(const Shape& shape, const Shape& other) {
                                     : c10::str(shape.total, " bytes (here ", other.total, ")");
 }
 
+std::string name_of(const Group& group, int rank) {
+  return c10::str("rank ", group.names.empty() ? rank : group.names.at(rank));
+}
+
+// What this rank tells the others of its failure.
+const std::string& why_of(const Failure& failure) {
+  return failure.why.empty() ? failure.text : failure.why;
+}
+
 int rank_of(const Group& group, uint64_t id) {
   const auto found = std::find(group.members.begin(), group.members.end(), id);
   return static_cast<int>(found - group.members.begin());
@@ -40,8 +53,27 @@ PeerError::PeerError(Failure why)
     : DistBackendError({__func__, __FILE__, __LINE__}, why.text), failure(std::move(why)) {}
 
 struct Channel::Inner {
+  // What was begun and is not over: exchanges with their callbacks, and functions of run().
+  struct Busy {
+    std::mutex mutex;
+    std::condition_variable changed;
+    size_t count = 0;
+
+    void add() {
+      const std::lock_guard lock(mutex);
+      ++count;
+    }
+    void remove() {
+      const std::lock_guard lock(mutex);
+      if (--count == 0) {
+        changed.notify_all();
+      }
+    }
+  };
+
   std::shared_ptr<State> state;
   std::shared_ptr<Group> group;
+  std::shared_ptr<Busy> busy = std::make_shared<Busy>();
 };
 
 Channel::Channel(std::shared_ptr<Inner> inner) : inner_(std::move(inner)) {}
@@ -49,7 +81,10 @@ Channel::Channel(std::shared_ptr<Inner> inner) : inner_(std::move(inner)) {}
 std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint,
                                        const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
-                                       std::chrono::milliseconds timeout) {
+                                       std::chrono::milliseconds timeout,
+                                       std::vector<int64_t> names, bool is_held) {
+  TORCH_CHECK_VALUE(names.empty() || names.size() == static_cast<size_t>(std::max(size, 0)),
+                    "there must be a name for each of ", size, " ranks, got ", names.size());
   TORCH_CHECK_VALUE(store, "a group needs a store");
   TORCH_CHECK_VALUE(size > 0 && rank >= 0 && rank < size, "no rank ", rank, " of ", size);
   const auto& state = endpoint->state_;
@@ -60,7 +95,20 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
   for (int each = 0; each < size; ++each) {
     keys.push_back(key_of(each));
   }
-  store->wait(keys, timeout);
+  try {
+    store->wait(keys, timeout);
+  } catch (const c10::Error&) {
+    std::vector<int64_t> missing;
+    for (int each = 0; each < size; ++each) {
+      if (!store->check({key_of(each)})) {
+        missing.push_back(names.empty() ? each : names.at(each));
+      }
+    }
+    TORCH_CHECK_WITH(DistStoreError, missing.empty(), "rank ", c10::Join(", ", missing),
+                     " did not come to group '", name, "' within ",
+                     static_cast<double>(timeout.count()) / 1000, " s");
+    throw;
+  }
   std::vector<std::vector<uint8_t>> found;
   if (store->hasExtendedApi()) {
     found = store->multiGet(keys);
@@ -70,6 +118,8 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
   }
   auto group = std::make_shared<Group>();
   group->rank = rank;
+  group->names = std::move(names);
+  group->is_held = is_held;
   std::string all = name;
   std::vector<Address> addresses;
   for (const auto& each : found) {
@@ -85,7 +135,7 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
     group->members.push_back(addresses.back().id);
   }
   group->digest = digest_of(all);
-  const std::lock_guard lock(state->mutex);
+  std::unique_lock lock(state->mutex);
   TORCH_CHECK_WITH(DistNetworkError, state->stop_at == 0 && !state->is_forked,
                    "the process's endpoint is closed, or a child of fork() uses it");
   for (const Address& each : addresses) {
@@ -94,6 +144,17 @@ std::shared_ptr<Channel> Channel::join(const std::shared_ptr<Endpoint>& endpoint
     }
   }
   state->groups[group->digest] = group;
+  Calls calls;
+  const auto said = state->unclaimed.find(group->digest);
+  if (said != state->unclaimed.end()) {
+    const auto notices = std::move(said->second);
+    state->unclaimed.erase(said);
+    for (const auto& [id, notice] : notices) {
+      state->take(notice, state->peers.at(id), calls);
+    }
+  }
+  lock.unlock();
+  make(calls);
   auto inner = std::make_shared<Inner>();
   inner->state = state;
   inner->group = std::move(group);
@@ -106,19 +167,43 @@ int Channel::rank() const { return inner_->group->rank; }
 
 int Channel::size() const { return static_cast<int>(inner_->group->members.size()); }
 
-void Channel::run(std::function<void()> function) {
-  inner_->state->workers.run(std::move(function));
+void Channel::run(std::function<void()> function, bool has_waits) {
+  inner_->busy->add();
+  inner_->state->workers.run(
+      [busy = inner_->busy, function = std::move(function)]() mutable {
+        function();
+        function = nullptr;
+        busy->remove();
+      },
+      has_waits);
 }
 
-std::exception_ptr Channel::failure() const {
+std::optional<bool> Channel::drain(std::chrono::milliseconds longest) const {
+  if (Workers::is_one()) {
+    return false;  // it would wait for itself
+  }
+  auto& busy = *inner_->busy;
+  std::unique_lock lock(busy.mutex);
+  const bool has_waited = busy.count > 0;
+  if (!busy.changed.wait_for(lock, longest, [&] { return busy.count == 0; })) {
+    return std::nullopt;
+  }
+  return has_waited;
+}
+
+std::optional<Failure> Channel::failure() const {
   const std::lock_guard lock(inner_->state->mutex);
-  const auto& failure = inner_->group->failure;
-  return failure ? error_of(*failure) : nullptr;
+  return inner_->group->failure;
 }
 
 void Channel::begin(Exchange exchange, Done done) {
   State& state = *inner_->state;
   const auto& group = inner_->group;
+  inner_->busy->add();
+  done = [busy = inner_->busy, done = std::move(done)](std::exception_ptr error) {
+    done(std::move(error));
+    busy->remove();
+  };
   Calls calls;
   {
     const std::lock_guard lock(state.mutex);
@@ -182,30 +267,18 @@ void Channel::fail(const std::string& why) {
   make(calls);
 }
 
-void Channel::close() {
+void Channel::close(const std::string& why) {
   State& state = *inner_->state;
   const auto& group = inner_->group;
   Calls calls;
   {
     const std::lock_guard lock(state.mutex);
-    const bool is_used = std::any_of(state.pending.begin(), state.pending.end(),
-                                     [&](const auto& each) { return each.second.group == group; });
-    const Failure failure{Failure::Kind::kClosed, group->rank,
-                          c10::str("rank ", group->rank, " has closed its group")};
-    if (is_used) {
-      state.fail(*group, failure, calls);
-    } else if (!group->failure) {
-      group->failure = failure;
-      // With several rails, this could pass messages that are still due.
-      for (const uint64_t member :
-           state.options.rails == 1 ? group->members : std::vector<uint64_t>()) {
-        const auto found = state.peers.find(member);
-        if (found != state.peers.end() && !state.is_forked) {
-          found->second.link->leave(group->digest);
-          state.flush(found->second, State::now());
-        }
-      }
-    }
+    state.fail(
+        *group,
+        {Failure::Kind::kClosed, group->rank,
+         why.empty() ? c10::str(name_of(*group, group->rank), " has closed its group") : why, why},
+        calls);
+    state.leave(*group, why);
     state.groups.erase(group->digest);
   }
   make(calls);
@@ -259,7 +332,7 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
   }
   Group& group = *waiting.group;
   Failure failure{Failure::Kind::kMisfit, rank_of(group, peer.address.id), ""};
-  const std::string who = c10::str("rank ", failure.rank);
+  const std::string who = name_of(group, failure.rank);
   if (completion.result == Link::Result::kEnded) {
     switch (peer.link->ended()) {
       case Rail::End::kStopped:
@@ -272,6 +345,11 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
             c10::str(who, ": no sign of its host for ", options.lost_after / kSecond, " s");
         break;
       case Rail::End::kRefused:
+        if (peer.link->end_text() == kLostText) {
+          failure.kind = Failure::Kind::kLost;
+          failure.text = who + ": it counts this process as lost";
+          break;
+        }
         failure.text = who + " and this process do not fit: " + peer.link->end_text();
         break;
       default:
@@ -287,11 +365,14 @@ void State::take(const Link::Completion& completion, Peer& peer, Calls& calls) {
 void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
   const auto found = groups.find(notice.key.channel);
   if (found == groups.end()) {
+    if (unclaimed.size() < kMostRemembered) {
+      unclaimed[notice.key.channel].emplace_back(peer.address.id, notice);
+    }
     return;
   }
   const auto group = found->second;
   if (notice.kind == Kind::kLeft) {
-    group->left.insert(peer.address.id);
+    group->left[peer.address.id] = notice.text;
     find_left(*group, calls);
     return;
   }
@@ -308,8 +389,9 @@ void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
         what = waiting.exchange.what;
       }
     }
-    failure.text = c10::str(what, ": rank ", failure.rank, notice.is_sent ? " expects " : " sends ",
-                            shape_text(notice.other, notice.own));
+    failure.text =
+        c10::str(what, ": ", name_of(*group, failure.rank),
+                 notice.is_sent ? " expects " : " sends ", shape_text(notice.other, notice.own));
   }
   fail(*group, std::move(failure), calls);
 }
@@ -319,13 +401,19 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
     return;
   }
   group.failure = failure;
-  const Time time = now();
+  const auto kind = failure.kind;
   for (const uint64_t member : group.members) {
     const auto found = peers.find(member);
-    if (found != peers.end()) {
-      found->second.link->begin_epoch(group.digest, 1, failure.text);
-      flush(found->second, time);
+    if (found != peers.end() && !is_forked) {
+      if (kind == Failure::Kind::kMisfit || kind == Failure::Kind::kTold) {
+        found->second.link->begin_epoch(group.digest, 1, failure.text);
+      }
+      found->second.link->abandon(group.digest);
+      flush(found->second, now());
     }
+  }
+  if (!group.is_held && kind != Failure::Kind::kClosed) {
+    leave(group, why_of(failure));
   }
   for (auto each = pending.begin(); each != pending.end();) {
     Pending& waiting = each->second;
@@ -339,6 +427,19 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
   }
 }
 
+void State::leave(Group& group, const std::string& why) {
+  if (std::exchange(group.has_left, true) || is_forked) {
+    return;
+  }
+  for (const uint64_t member : group.members) {
+    const auto found = peers.find(member);
+    if (found != peers.end()) {
+      found->second.link->leave(group.digest, why);
+      flush(found->second, now());
+    }
+  }
+}
+
 // Fails a group if a message to or from a rank that has left is awaited.
 void State::find_left(Group& group, Calls& calls) {
   if (group.left.empty() || group.failure) {
@@ -349,10 +450,14 @@ void State::find_left(Group& group, Calls& calls) {
       const size_t sends = waiting.exchange.sends.size();
       const int rank =
           (i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends]).peer;
-      if (waiting.is_open[i] && group.left.count(group.members.at(rank)) > 0) {
+      const auto left = group.left.find(group.members.at(rank));
+      if (waiting.is_open[i] && left != group.left.end()) {
+        const std::string why = left->second;
         fail(group,
-             {Failure::Kind::kEnded, rank,
-              c10::str("rank ", rank, " has left the group (in ", waiting.exchange.what, ")")},
+             {Failure::Kind::kLeft, rank,
+              c10::str(name_of(group, rank), " has left the group (in ", waiting.exchange.what, ")",
+                       why.empty() ? "" : ": ", why),
+              why},
              calls);
         return;
       }
@@ -367,19 +472,23 @@ void State::find_late(Time time, Calls& calls) {
       continue;
     }
     Failure failure{Failure::Kind::kTimeout, -1, ""};
-    std::string ranks;
+    std::set<int> peers;
     for (size_t i = 0; i < waiting.is_open.size(); ++i) {
       const size_t sends = waiting.exchange.sends.size();
       if (waiting.is_open[i]) {
         const auto& message =
             i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends];
         failure.rank = failure.rank < 0 ? message.peer : failure.rank;
-        ranks += c10::str(ranks.empty() ? "" : ", ", message.peer);
+        peers.insert(message.peer);
       }
     }
+    std::string ranks;
+    for (const int peer : peers) {
+      ranks += c10::str(ranks.empty() ? "" : ", ", name_of(*waiting.group, peer));
+    }
     const double seconds = static_cast<double>(waiting.exchange.timeout.count()) / 1000;
-    failure.text = c10::str("rank ", waiting.group->rank, ": timeout after ", seconds, " s in ",
-                            waiting.exchange.what, ", which waits for rank ", ranks);
+    failure.text = c10::str(name_of(*waiting.group, waiting.group->rank), ": timeout after ",
+                            seconds, " s in ", waiting.exchange.what, ", which waits for ", ranks);
     late.emplace_back(waiting.group, std::move(failure));
   }
   for (auto& [group, failure] : late) {

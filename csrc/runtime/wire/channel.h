@@ -2,8 +2,10 @@
 //
 // States, and what holds in each:
 //   open     Messages are sent and received. Each is told apart by its peer, slot and stage.
-//   failed   For good: a member has ended, was lost, has waited too long or has said fail(). All
-//            members that this process reaches are told why. Each message ends with the reason.
+//   failed   For good. Each message that is not complete ends with the reason, and so do those that
+//            begin later. If a message does not fit or a member says fail(), the messages of all
+//            members end at once. Otherwise this member leaves: what it has sent still arrives, and
+//            only members that wait for more of it fail, with the same reason.
 #pragma once
 
 #include <chrono>
@@ -11,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -33,11 +36,13 @@ struct Failure {
     kTimeout,  // this rank, or the one named, has waited too long; nobody needs to have ended
     kMisfit,   // the rank's message is not the one that was expected
     kTold,     // the rank has called fail()
-    kClosed,   // this process has closed the channel
+    kLeft,     // the rank has left the group
+    kClosed,   // this process has left it
   };
   Kind kind = Kind::kClosed;
   int rank = -1;  // in the group
   std::string text;
+  std::string why = "";  // what the others are told in place of the text
 };
 
 // DistBackendError in Python.
@@ -77,12 +82,14 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Joins a group. All members call this; it waits for all their addresses.
   //
   // store: the group's, of which this uses a key for each rank. name: the same on all members, and
-  // no other group's.
+  // no other group's. names: what texts call the ranks; empty: their numbers. is_held: after a
+  // failure this member leaves with close(), and not by itself.
   // Errors: c10::DistStoreError if an address does not come in time.
   static std::shared_ptr<Channel> join(const std::shared_ptr<Endpoint>& endpoint,
                                        const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
-                                       std::chrono::milliseconds timeout);
+                                       std::chrono::milliseconds timeout,
+                                       std::vector<int64_t> names = {}, bool is_held = false);
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
   ~Channel();
@@ -93,14 +100,18 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void begin(Exchange exchange, Done done);
   // Ends all messages on all members; their errors give this text as the reason.
   void fail(const std::string& why);
-  // Ends all messages on this rank alone, without telling anybody.
-  void close();
-  // Why the channel has failed; null if it has not.
-  [[nodiscard]] std::exception_ptr failure() const;
+  // Leaves the group. Members that wait for more of this one fail with this reason.
+  void close(const std::string& why = "");
+  // Why the channel has failed, if it has.
+  [[nodiscard]] std::optional<Failure> failure() const;
 
-  // Runs a function on one of the process's threads for work that takes time or waits, also after
-  // close().
-  void run(std::function<void()> function);
+  // Runs a function on one of the process's threads for work that takes time, also after close().
+  // has_waits: it waits for other such functions.
+  void run(std::function<void()> function, bool has_waits = false);
+  // After close(): waits until no callback of an exchange and no such function runs. Returns
+  // whether there was one; nothing if one still runs then. Returns false at once on a thread of
+  // run().
+  [[nodiscard]] std::optional<bool> drain(std::chrono::milliseconds longest) const;
 
  private:
   struct Inner;

@@ -37,6 +37,7 @@ constexpr Time kShareToConnect = 3;
 constexpr Time kLongestUnknown = 60 * kSecond;
 constexpr size_t kMostUnknown = 1024;
 constexpr size_t kMostRails = 64;
+constexpr size_t kMostWorkers = 32;
 constexpr Time kLongestLost = 24 * 3600 * kSecond;
 constexpr Time kLongestStop = 5 * kSecond;
 // What is handed to a socket at once, and how often in a row for one peer.
@@ -126,34 +127,69 @@ std::optional<Greeting> parse_greeting(const std::string& text) {
 
 // ---- threads ------------------------------------------------------------------------------------
 
-void Workers::run(std::function<void()> function) {
-  const std::lock_guard lock(shared_->mutex);
+static thread_local bool is_worker = false;
+
+bool Workers::is_one() { return is_worker; }
+
+void Workers::run(std::function<void()> function, bool has_waits) {
+  std::unique_lock lock(shared_->mutex);
+  if (has_waits) {
+    ++shared_->waiting;
+    function = [shared = shared_, inner = std::move(function)] {
+      inner();
+      const std::lock_guard lock(shared->mutex);
+      --shared->waiting;
+    };
+  }
   shared_->functions.push_back(std::move(function));
   ++shared_->open;
   if (shared_->functions.size() <= shared_->idle) {
     shared_->changed.notify_all();
     return;
   }
-  std::thread([shared = shared_] {
-    std::unique_lock inner(shared->mutex);
-    do {
-      while (!shared->functions.empty()) {
-        auto next = std::move(shared->functions.front());
-        shared->functions.pop_front();
-        inner.unlock();
-        next();
-        next = nullptr;  // what it owns may take time, too
-        inner.lock();
-        if (--shared->open == 0) {
-          shared->changed.notify_all();
-        }
+  if (shared_->threads >= kMostWorkers + shared_->waiting) {
+    return;
+  }
+  ++shared_->threads;
+  try {
+    std::thread([shared = shared_] { serve(shared, true); }).detach();
+  } catch (const std::system_error&) {  // the process may have no more threads
+    if (--shared_->threads == 0) {
+      lock.unlock();
+      serve(shared_, false);
+    }
+  }
+}
+
+// stays: until nothing has come for five seconds.
+void Workers::serve(const std::shared_ptr<Shared>& shared, bool stays) {
+  std::unique_lock lock(shared->mutex);
+  const bool was_one = std::exchange(is_worker, true);
+  for (;;) {
+    while (!shared->functions.empty()) {
+      auto next = std::move(shared->functions.front());
+      shared->functions.pop_front();
+      lock.unlock();
+      next();
+      next = nullptr;  // what it owns may take time, too
+      lock.lock();
+      if (--shared->open == 0) {
+        shared->changed.notify_all();
       }
-      ++shared->idle;
-      shared->changed.wait_for(inner, std::chrono::seconds(5),
-                               [&] { return !shared->functions.empty(); });
-      --shared->idle;
-    } while (!shared->functions.empty());
-  }).detach();
+    }
+    if (!stays) {
+      break;
+    }
+    ++shared->idle;
+    shared->changed.wait_for(lock, std::chrono::seconds(5),
+                             [&] { return !shared->functions.empty(); });
+    --shared->idle;
+    if (shared->functions.empty()) {
+      --shared->threads;
+      break;
+    }
+  }
+  is_worker = was_one;
 }
 
 void Workers::finish(std::chrono::seconds longest) {
@@ -173,14 +209,21 @@ Endpoint::Endpoint(Options options) : state_(std::make_shared<State>(std::move(o
   state_->thread = std::thread([state = state_] { state->loop(); });
 }
 
+void Endpoint::stop() {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->stop_at == 0) {
+    state_->stop_at = State::now() + kLongestStop;
+    const uint64_t one = 1;
+    (void)!::write(state_->wake, &one, sizeof(one));
+  }
+}
+
 Endpoint::~Endpoint() {
+  stop();
   bool is_forked = false;
   {
     const std::lock_guard lock(state_->mutex);
     is_forked = state_->is_forked;
-    state_->stop_at = State::now() + kLongestStop;
-    const uint64_t one = 1;
-    (void)!::write(state_->wake, &one, sizeof(one));
   }
   if (is_forked || state_->thread.get_id() == std::this_thread::get_id()) {
     state_->thread.detach();
@@ -197,6 +240,19 @@ std::string Endpoint::address() const { return state_->address; }
 Endpoint::Counts Endpoint::counts() const {
   const std::lock_guard lock(state_->mutex);
   return state_->counts;
+}
+
+bool Endpoint::has_lost() const {
+  const std::lock_guard lock(state_->mutex);
+  return std::any_of(state_->peers.begin(), state_->peers.end(), [](const auto& each) {
+    const auto end = each.second.link->ended();
+    return end != Rail::End::kNone && end != Rail::End::kStopped;
+  });
+}
+
+bool Endpoint::has_groups() const {
+  const std::lock_guard lock(state_->mutex);
+  return !state_->groups.empty();
 }
 
 void Endpoint::cut() {
@@ -615,6 +671,15 @@ bool State::take_head(Connection& connection, Time time) {
   }
   Peer& peer = found->second;
   if (peer.link->ended() != Rail::End::kNone) {
+    // It would connect again and again. Nothing that it has sent is unread, so this arrives.
+    const Frame frame = text_frame(Kind::kRefusal, kLostText);
+    std::vector<uint8_t> bytes(kHeaderBytes);
+    Header refusal = frame.header;
+    refusal.length = static_cast<uint32_t>(frame.payload.size);
+    refusal.checksum = crc32c(frame.payload.data, frame.payload.size);
+    write_header(refusal, bytes.data());
+    bytes.insert(bytes.end(), frame.payload.data, frame.payload.data + frame.payload.size);
+    (void)send(connection.fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     return false;
   }
   Connection* const before = peer.connections[greeting->rail];

@@ -1,13 +1,11 @@
 // The connections of this process to all others, and the thread that serves them.
 //
 // What holds:
-//   - One mutex guards all links and channels. Nothing waits while it is held, and nothing of a
-//   user
-//     is called. Only the thread reads from sockets; whoever sends also writes.
-//   - Each process connects to those of which it expects a message or for which it has one, and
-//   does
-//     so again when a connection breaks. Of two connections that both begin at the same time, that
-//     of the process with the smaller identity stays.
+//   - One mutex guards all links and channels. Nothing waits while it is held, and no function of a
+//     user is called. Only the thread reads from sockets; whoever sends also writes.
+//   - Each process connects to those of which it expects a message or for which it has one, again
+//     when a connection breaks. Of two connections that both begin at the same time, that of the
+//     process with the smaller identity stays.
 //   - A connection is of nobody until a greeting has come that names a member of a channel here.
 //   - A child of fork() has no connections: they are closed there at once.
 #pragma once
@@ -48,12 +46,18 @@ class Endpoint {
   explicit Endpoint(Options options);
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
+  // Begins what the destructor waits for.
+  void stop();
   // Sends what is left to send, for at most five seconds; then ends the connections and the thread.
   ~Endpoint();
 
   // What other processes need to reach this one.
   [[nodiscard]] std::string address() const;
   [[nodiscard]] Counts counts() const;
+  // Whether another process was lost, which is for good, though it may run.
+  [[nodiscard]] bool has_lost() const;
+  // Whether a group has joined with it and not left.
+  [[nodiscard]] bool has_groups() const;
   // Closes all connections, as if their cables were cut; they are made again. For tests.
   void cut();
 

@@ -168,7 +168,13 @@ bool Bytes::copy() {
 }
 
 Frame text_frame(Kind kind, std::string text) {
-  text.resize(std::min<size_t>(text.size(), kLongestText));
+  if (text.size() > kLongestText) {
+    size_t size = kLongestText;
+    while (size > 0 && (static_cast<uint8_t>(text[size]) & 0xC0) == 0x80) {
+      --size;  // not in the middle of a character of UTF-8
+    }
+    text.resize(size);
+  }
   Frame frame;
   frame.header.kind = kind;
   const auto owner = std::make_shared<const std::string>(std::move(text));

@@ -12,6 +12,17 @@ uint64_t chunks_of(uint64_t total) { return std::max<uint64_t>(1, (total + kChun
 
 Key first_of(uint64_t channel, uint32_t epoch) { return {channel, epoch, 0, 0}; }
 
+// The messages of a channel.
+template <typename Messages>
+auto first_in(Messages& messages, uint64_t channel) {
+  return messages.lower_bound(first_of(channel, 0));
+}
+
+template <typename Messages>
+auto end_in(Messages& messages, uint64_t channel) {
+  return messages.upper_bound({channel, UINT32_MAX, UINT32_MAX, UINT32_MAX});
+}
+
 }  // namespace
 
 Link::Link(size_t rails, Greeting greeting, Check check, size_t credit)
@@ -43,7 +54,7 @@ std::vector<Link::Notice> Link::take_notices() { return std::exchange(notices_, 
 // ---- sending ------------------------------------------------------------------------------------
 
 void Link::send(uint64_t id, const Key& key, const uint8_t* data, Shape shape) {
-  if (end_ != Rail::End::kNone || is_over(key)) {
+  if (end_ != Rail::End::kNone || is_over(key) || others_left_.count(key.channel) > 0) {
     complete(id, end_ != Rail::End::kNone ? Result::kEnded : Result::kEpochOver);
     return;
   }
@@ -63,7 +74,7 @@ bool Link::may_send(const Outgoing& outgoing) const {
 }
 
 bool Link::is_acknowledged() const {
-  return control_.empty() && queue_.empty() && unhurried_.empty() &&
+  return control_.empty() && queue_.empty() && leaving_.empty() && unhurried_.empty() &&
          std::all_of(rails_.begin(), rails_.end(),
                      [](const auto& each) { return each->is_acknowledged(); });
 }
@@ -116,6 +127,7 @@ bool Link::next(Frame& frame, bool has_others) {
 }
 
 void Link::acknowledged(const Header& header) {
+  say_left();
   if (header.kind == Kind::kEpoch) {
     const auto owed = owed_.find({header.key.channel, header.key.epoch});
     if (owed != owed_.end()) {
@@ -128,7 +140,7 @@ void Link::acknowledged(const Header& header) {
 bool Link::take_ready(const Key& key, Shape shape) {
   const auto found = sending_.find(key);
   if (found == sending_.end()) {
-    if (!is_over(key)) {
+    if (!is_over(key) && left_.count(key.channel) == 0) {
       ready_[key] = shape;
     }
     return ready_.size() <= kMostRemembered;
@@ -275,13 +287,17 @@ bool Link::take(const Header& header, const std::string& text) {
     case Kind::kVoid:
       return true;
     case Kind::kLeft:
-      take_left(header.key.channel);
-      break;
-    case Kind::kEpoch:
-      if (!take_epoch(header.key.channel, header.key.epoch)) {
+    case Kind::kEpoch: {
+      const bool is_known = left_.count(header.key.channel) == 0;  // else this side has left before
+      if (header.kind == Kind::kLeft ? !take_left(header.key.channel)
+                                     : !take_epoch(header.key.channel, header.key.epoch)) {
         return false;
       }
+      if (!is_known) {
+        return true;
+      }
       break;
+    }
     default:
       break;
   }
@@ -382,37 +398,105 @@ size_t Link::end_epochs(uint64_t channel, uint32_t epoch) {
     each = sending_.erase(each);
   }
   ready_.erase(ready_.lower_bound(first), ready_.lower_bound(last));
-  const auto ends = [this](const Key& key) { return is_over(key); };
-  queue_.erase(std::remove_if(queue_.begin(), queue_.end(), ends), queue_.end());
-  for (auto& each : rails_) {
-    each->withdraw(ends);
-  }
+  withdraw([this](const Key& key) { return is_over(key); });
   return credit;
 }
 
-void Link::leave(uint64_t channel) {
-  control(Kind::kLeft, first_of(channel, 0), {});
-  left_.insert(channel);
-  const auto first = incoming_.lower_bound(first_of(channel, 0));
-  const auto last = incoming_.upper_bound({channel, UINT32_MAX, UINT32_MAX, UINT32_MAX});
-  for (auto each = first; each != last; ++each) {
-    drop(each->second, Result::kEpochOver);
+void Link::abandon(uint64_t channel) {
+  // What was said of its messages would come after the other side has forgotten the channel.
+  for (auto* frames : {&control_, &unhurried_}) {
+    frames->erase(std::remove_if(frames->begin(), frames->end(),
+                                 [channel](const Frame& frame) {
+                                   return frame.header.kind == Kind::kReady &&
+                                          frame.header.key.channel == channel;
+                                 }),
+                  frames->end());
   }
-  incoming_.erase(first, last);
+  size_t credit = 0;
+  std::set<Key> gone;
+  for (auto each = first_in(sending_, channel); each != end_in(sending_, channel);) {
+    credit += each->second.credit;
+    if (!each->second.is_given) {
+      complete(each->second.id, Result::kEpochOver);
+      gone.insert(each->first);
+    }
+    each = sending_.erase(each);
+  }
+  withdraw([&](const Key& key) { return gone.count(key) > 0; });
+  ready_.erase(first_in(ready_, channel), end_in(ready_, channel));
+  for (auto each = first_in(incoming_, channel); each != end_in(incoming_, channel);) {
+    drop(each->second, Result::kEpochOver);
+    each = incoming_.erase(each);
+  }
+  if (end_ != Rail::End::kNone || others_left_.erase(channel) > 0) {
+    credit_used_ -= credit;
+    epochs_.erase(channel);
+  } else {
+    left_[channel] = credit;
+  }
 }
 
-// Nobody waits for what was sent there.
-void Link::take_left(uint64_t channel) {
-  const auto first = sending_.lower_bound(first_of(channel, 0));
-  const auto last = sending_.upper_bound({channel, UINT32_MAX, UINT32_MAX, UINT32_MAX});
-  for (auto each = first; each != last; ++each) {
+void Link::leave(uint64_t channel, std::string why) {
+  if (end_ == Rail::End::kNone) {
+    leaving_.push_back({channel, std::move(why), {}});
+    say_left();
+  }
+}
+
+// With one rail, frames arrive in order. With several, all that the channel has said must have
+// come.
+void Link::say_left() {
+  const auto has_all = [this](Leaving& leaving) {
+    if (rails_.size() == 1) {
+      return true;
+    }
+    if (leaving.numbers.empty()) {
+      if (std::any_of(control_.begin(), control_.end(), [&](const Frame& frame) {
+            return frame.header.key.channel == leaving.channel;
+          })) {
+        return false;
+      }
+      for (const auto& each : rails_) {
+        leaving.numbers.push_back(each->last_number());
+      }
+    }
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      if (rails_[i]->acknowledged() < leaving.numbers[i]) {
+        return false;
+      }
+    }
+    return true;
+  };
+  while (!leaving_.empty() && has_all(leaving_.front())) {
+    Leaving& leaving = leaving_.front();
+    control(Kind::kLeft, first_of(leaving.channel, 0), {}, std::move(leaving.why));
+    leaving_.pop_front();
+  }
+}
+
+// Nobody waits for what was sent there, and nothing more comes.
+bool Link::take_left(uint64_t channel) {
+  for (auto each = first_in(sending_, channel); each != end_in(sending_, channel);) {
     credit_used_ -= each->second.credit;
     if (!each->second.is_given) {
       complete(each->second.id, Result::kEpochOver);
     }
+    each = sending_.erase(each);
   }
-  sending_.erase(first, last);
-  const auto goes = [channel](const Key& key) { return key.channel == channel; };
+  withdraw([channel](const Key& key) { return key.channel == channel; });
+  ready_.erase(first_in(ready_, channel), end_in(ready_, channel));
+  const auto left = left_.find(channel);
+  if (left == left_.end()) {
+    others_left_.insert(channel);
+    return others_left_.size() <= kMostRemembered;
+  }
+  credit_used_ -= left->second;
+  left_.erase(left);
+  epochs_.erase(channel);
+  return true;
+}
+
+void Link::withdraw(const std::function<bool(const Key&)>& goes) {
   queue_.erase(std::remove_if(queue_.begin(), queue_.end(), goes), queue_.end());
   for (auto& each : rails_) {
     each->withdraw(goes);
@@ -449,10 +533,12 @@ void Link::end(Rail::End why, const std::string& text) {
   queue_.clear();
   control_.clear();
   unhurried_.clear();
+  leaving_.clear();
   ready_.clear();
 }
 
 void Link::tick(Time now, Time lost_after) {
+  say_left();
   std::move(unhurried_.begin(), unhurried_.end(), std::back_inserter(control_));
   unhurried_.clear();
   bool is_lost = true;

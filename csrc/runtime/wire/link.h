@@ -77,9 +77,10 @@ class Link : private Rail::Owner {
   void receive(uint64_t id, const Key& key, uint8_t* memory, Shape shape);
   // Ends the messages of a channel's older epochs on both sides.
   void begin_epoch(uint64_t channel, uint32_t epoch, std::string why);
-  // Says that this process has left a channel, and drops what comes for it. All messages of the
-  // channel that this process has begun are complete.
-  void leave(uint64_t channel);
+  // Ends the messages of a channel that are not complete, for good. What is complete still arrives.
+  void abandon(uint64_t channel);
+  // Says why, once, after what is complete. The messages for which the other side waits then end.
+  void leave(uint64_t channel, std::string why);
   // Sends what has waited for other frames. Ends the link if a rail has ended, or if no rail has
   // had a sign for so long.
   void tick(Time now, Time lost_after);
@@ -106,6 +107,12 @@ class Link : private Rail::Owner {
     bool is_given = false;  // all chunks to rails: it is complete
     bool is_ready = false;
     size_t credit = 0;  // that it uses
+  };
+  // That this side has left a channel, to send when the other one has what was sent before.
+  struct Leaving {
+    uint64_t channel;
+    std::string why;
+    std::vector<uint64_t> numbers;  // of the last frame, by rail
   };
   struct Early {
     std::vector<uint8_t> bytes;
@@ -139,7 +146,9 @@ class Link : private Rail::Owner {
   bool take_ready(const Key& key, Shape shape);
   bool take_epoch(uint64_t channel, uint32_t epoch);
   size_t end_epochs(uint64_t channel, uint32_t epoch);
-  void take_left(uint64_t channel);
+  bool take_left(uint64_t channel);
+  void say_left();
+  void withdraw(const std::function<bool(const Key&)>& goes);
   void misfit(const Key& key, Incoming& incoming, Shape other);
   void forget(const uint8_t* memory, size_t size);
   void drop_early(Incoming& incoming);
@@ -157,7 +166,10 @@ class Link : private Rail::Owner {
   std::deque<Frame> unhurried_;
   std::map<Key, Shape> ready_;  // of messages that may come and were not sent yet
   std::map<Key, Incoming> incoming_;
-  std::set<uint64_t> left_;              // channels
+  // Channels that this side has left and the other one has not, with the credit used there.
+  std::map<uint64_t, size_t> left_;
+  std::set<uint64_t> others_left_;  // the reverse
+  std::deque<Leaving> leaving_;
   std::map<uint64_t, uint32_t> epochs_;  // the oldest epoch of a channel that is not over
   std::vector<Completion> completions_;
   std::vector<Notice> notices_;

@@ -114,6 +114,9 @@ class Rail {
   [[nodiscard]] bool owes_acknowledgement() const { return told_ < received_; }
   // Whether the other side has all that was sent.
   [[nodiscard]] bool is_acknowledged() const { return unacknowledged_.empty(); }
+  // The number of the last frame, and of the last one that the other side has.
+  [[nodiscard]] uint64_t last_number() const { return last_number_; }
+  [[nodiscard]] uint64_t acknowledged() const { return acknowledged_; }
 
  private:
   // A frame that is being written.

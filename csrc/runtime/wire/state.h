@@ -20,23 +20,32 @@
 
 namespace commhook::wire {
 
-// Threads for what takes time or waits, as many as run at the same time.
+// The refusal of a process that counts another one as lost.
+inline constexpr const char* kLostText = "it counts this process as lost";
+
+// Threads for what takes time or waits: as many as run at the same time, with a limit.
 class Workers {
  public:
-  void run(std::function<void()> function);
+  // has_waits: the function waits for others. Threads for these are not among the most.
+  void run(std::function<void()> function, bool has_waits = false);
   // Waits until no function is left.
   void finish(std::chrono::seconds longest);
   // In a child of fork(), which has none of the threads.
   void forget() { shared_ = std::make_shared<Shared>(); }
+  // Whether this thread is one of them.
+  static bool is_one();
 
  private:
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::function<void()>> functions;
+    size_t threads = 0;
     size_t idle = 0;
-    size_t open = 0;  // functions that wait or run
+    size_t open = 0;     // functions that wait or run
+    size_t waiting = 0;  // those of them that have waits
   };
+  static void serve(const std::shared_ptr<Shared>& shared, bool stays);
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
@@ -65,9 +74,12 @@ struct Peer {
 struct Group {
   uint64_t digest = 0;
   int rank = 0;
-  std::vector<uint64_t> members;  // identities, by rank
-  std::set<uint64_t> left;        // of these
+  std::vector<uint64_t> members;         // identities, by rank
+  std::vector<int64_t> names;            // of ranks in texts
+  std::map<uint64_t, std::string> left;  // of the members, with their reasons
   std::optional<Failure> failure;
+  bool is_held = false;
+  bool has_left = false;
 };
 
 // An exchange that is not over.
@@ -132,6 +144,7 @@ struct State {
   void take(const Link::Completion& completion, Peer& peer, Calls& calls);
   void take(const Link::Notice& notice, Peer& peer, Calls& calls);
   void fail(Group& group, Failure failure, Calls& calls);
+  void leave(Group& group, const std::string& why);
   void find_late(Time now, Calls& calls);
   void find_left(Group& group, Calls& calls);
 
@@ -153,6 +166,8 @@ struct State {
   std::map<uint64_t, Peer> peers;              // by identity
   std::vector<Peer*> news;                     // with completions or notices to take
   std::map<uint64_t, std::shared_ptr<Group>> groups;
+  // What others have said of groups that this process has not joined yet, with who has said it.
+  std::map<uint64_t, std::vector<std::pair<uint64_t, Link::Notice>>> unclaimed;
   std::map<uint64_t, Pending> pending;  // by the first of the numbers of its messages
   uint64_t next_message = 1;
   Time next_tick = 0;

@@ -39,6 +39,7 @@ TESTS = [
     "tests/hooks/test_cpp_hooks.py",
     "tests/autograd/test_cpp_autograd_hooks.py",
     "tests/collectives/test_wire_backend.py",
+    "tests/collectives/test_exchange.py",
 ]
 
 #: With AddressSanitizer too. These have no threads but OpenMP's.

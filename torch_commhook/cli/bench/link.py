@@ -43,7 +43,7 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
     left = seconds - float(wire.shared(time.perf_counter() - begun).max())
     messages, left_out = [], {}
     for number, size in enumerate(SIZES):
-        sent = size * wire.others
+        sent = size * (wire.ranks - 1)
         bits_per_second = min(figures.rates.values())
         wanted = figures.round_trip + sent * 8 / bits_per_second
         if sent > MOST_BYTES:

@@ -1,0 +1,65 @@
+// Exchanges among the ranks of a channel: a message to each other rank and one from each, any
+// number of them at once, in any order.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "runtime/wire/channel.h"
+
+namespace commhook::wire {
+
+class Exchanges {
+ public:
+  static constexpr int64_t kOrders = 8;
+
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  using Tensors = std::vector<at::Tensor>;
+
+  // generation: of the channel, so that places of an earlier one are refused.
+  Exchanges(std::shared_ptr<Channel> channel, int64_t generation)
+      : channel_(std::move(channel)), generation_(generation) {}
+  Exchanges(const Exchanges&) = delete;
+  Exchanges& operator=(const Exchanges&) = delete;
+  ~Exchanges() { channel_->close(); }  // it may have memory of messages that nobody has started
+
+  // Reserves a place in an order of exchanges, for one that starts later. All ranks reserve in the
+  // same order; they may start in any order, on any thread. order: which one, below kOrders.
+  int64_t reserve(int64_t order);
+
+  // Gives memory to messages of an exchange before it starts: a large one then comes at once, and
+  // none is copied. Nothing is thrown but for wrong arguments: start() reports failures.
+  void expect(Tensors outputs, int64_t place, int64_t stage, std::chrono::milliseconds timeout);
+
+  // Sends `inputs[r]` to each rank r, and receives `outputs[r]` from it: flat bytes on the CPU. The
+  // caller copies its own part. The Future has `result`, or the error; its callbacks run on a
+  // thread of the channel. Each place has two stages, 0 and 1; each is started once.
+  FuturePtr start(Tensors inputs, Tensors outputs, at::Tensor result, int64_t place, int64_t stage,
+                  std::chrono::milliseconds timeout);
+
+ private:
+  struct Part;
+  using Stage = std::pair<int64_t, int64_t>;  // the place, and which of its stages
+
+  void check(const Tensors& messages, const Stage& stage, const char* name) const;
+  void begin(const Tensors* inputs, const Tensors* outputs, const Stage& stage,
+             std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const;
+
+  const std::shared_ptr<Channel> channel_;
+  const int64_t generation_;
+  std::array<std::atomic<int64_t>, kOrders> reserved_{};
+  std::mutex mutex_;
+  std::map<Stage, std::pair<Tensors, std::shared_ptr<Part>>> expected_;
+};
+
+}  // namespace commhook::wire
