@@ -59,11 +59,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model-size", "100k", "--world", "1000", "--nodes", "125"]
+    arguments = ["plan", "--model-size", "10M", "--world", "1000", "--nodes", "125"]
     arguments += ["--compute-ms", "0", "--hooks", "allreduce()", "hierarchical(blockwise())"]
     assert main([*arguments, "--json"]) == 0
     flat, nested = json.loads(capsys.readouterr().out)["hooks"]
-    assert flat["bytes_sent"] == pytest.approx(2 * 400_000 * 0.999, rel=1e-3)
+    assert flat["bytes_sent"] == pytest.approx(2 * 40_000_000 * 0.999, rel=1e-3)
     assert flat["node_bytes"] == pytest.approx(flat["bytes_sent"])
     assert flat["connections"] == 20 and nested["connections"] == 124
     assert nested["node_bytes"] < flat["node_bytes"] / 2
@@ -71,7 +71,7 @@ def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert nested["messages"] < flat["messages"]
     assert main(arguments) == 0
     lines = table_of(capsys.readouterr().out)
-    assert lines[0].startswith("100 k parameters, 1000 ranks on 125 nodes, 1 Gbit/s each way")
+    assert lines[0].startswith("10 M parameters, 1000 ranks on 125 nodes, 1 Gbit/s each way")
     for name in ("out of a node", "messages", "connections", "round trips"):
         assert name in lines[1]
 

@@ -715,6 +715,24 @@ def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world.each(run)
 
 
+def test_a_rank_that_leaves_because_of_another(fresh: Callable[..., WireRanks]) -> None:
+    world, ended = fresh(3), _C.WireFailure.ENDED
+
+    def run(rank: int) -> None:
+        if rank == 2:
+            with pytest.raises(ValueError, match="no rank 3 of 3"):
+                world.backends[2].close("why", ended, 3)
+            world.backends[2].close("since the store has ended", ended, 0)
+            return
+        with pytest.raises(dist.DistBackendError, match="has left.*: since the store has"):
+            world.groups[rank].allreduce([torch.ones(4)]).wait()
+        kind, blamed, _, why = world.backends[rank].failure() or pytest.fail("none")
+        if rank == 0 or kind == ended:  # rank 1 may see before that rank 0 has left for it
+            assert (kind, blamed, why) == (ended, 0, "since the store has ended")
+
+    world.each(run)
+
+
 def test_a_loss_that_only_one_side_has_seen() -> None:
     """The other one learns it when it connects again, and fails too."""
     endpoints = [_C.WireEndpoint("127.0.0.1", "test", lost) for lost in (3.0, 60.0)]

@@ -102,7 +102,7 @@ class History {
       read(0, 0, 1 + pick(kChunk));
     }
     sides_[0].link->abandon(2);
-    sides_[0].link->leave(2, "enough");
+    sides_[0].link->leave({2, 0, 3, 4}, "enough");
     finish();
     require(sides_[0].link->kept_bytes() == 0 && sides_[1].link->kept_bytes() == 0,
             "bytes of messages are kept that have ended");
@@ -273,7 +273,7 @@ class History {
         epoch = std::max(epoch, each.key.epoch);
         require(each.text == "because", "another reason");
       } else if (each.kind == Kind::kLeft) {
-        require(each.key.channel == 2, "another channel was left");
+        require(each.key == Key{2, 0, 3, 4} && each.text == "enough", "another channel was left");
       } else if (each.kind == Kind::kMisfit) {
         require(each.own != each.other, "a message fitted");
         misfits_[number].insert(each.key);

@@ -20,7 +20,7 @@ from torch_commhook.collectives.gloo_groups import (
     make_group,
 )
 from torch_commhook.collectives.wire import LOST_AFTER, endpoint
-from torch_commhook.step.rendezvous import hashed
+from torch_commhook.step.rendezvous import Reason, hashed
 
 #: The length of every greeting.
 _GREETING_BYTES = 32
@@ -31,13 +31,15 @@ class Failure(NamedTuple):
 
     Attributes:
         kind: what has happened.
-        rank: the rank at fault in the default group.
+        rank: the rank at fault in the default group; -1 if unknown.
         text: what errors say.
+        why: what a rank has told that has left the group because of that; empty if nothing.
     """
 
     kind: _C.WireFailure
     rank: int
     text: str
+    why: str = ""
 
 
 class ConnectedGroup:
@@ -149,9 +151,11 @@ class ConnectedGroup:
             self._changes += 1
             self.renew(dist.PrefixStore(str(self._changes), store))
 
-    def close(self, why: str) -> None:
+    def close(self, reason: Reason) -> None:
         """Leave the group: ranks that wait for messages of this one fail with this reason."""
-        self.backend.close(why)
+        kind = _C.WireFailure.ENDED if reason.has_ended else _C.WireFailure.LOST
+        rank = self.ranks.index(reason.rank) if reason.rank in self.ranks else -1
+        self.backend.close(reason.text, kind, rank)
 
     def drain(self, until: float) -> bool:
         """After :meth:`close`: wait until no callback of messages runs. Returns whether one did.
@@ -174,8 +178,8 @@ class ConnectedGroup:
         found = self.backend.failure()
         if found is None:
             return None
-        kind, rank, text = found
-        return Failure(kind, self.ranks[rank] if rank >= 0 else -1, text)
+        kind, rank, text, why = found
+        return Failure(kind, self.ranks[rank] if rank >= 0 else -1, text, why)
 
 
 def remove_address(store: dist.Store, rank: int) -> None:

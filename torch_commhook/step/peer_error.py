@@ -39,14 +39,18 @@ def reason_of(error: BaseException | str) -> Reason | None:
 def reason_of_loss(failure: Failure, error: BaseException, seen_by: int) -> Reason:
     """The reason to send to the other ranks for a rank that has gone.
 
-    A rank reports a reason before it leaves. Without a report its process has ended, unless its
-    host does not answer.
+    A rank that leaves says which reason it has, as it reports it in the store, which may have ended
+    with the process of the rank at fault. Without a reason a process has ended, unless its host
+    does not answer.
 
     Args:
         failure: of the group, by which a rank has gone.
         error: the error on this rank.
         seen_by: this rank.
     """
+    if failure.why:
+        rank = failure.rank if failure.rank >= 0 else None
+        return Reason(failure.why, rank, failure.kind != WireFailure.LOST)
     if failure.kind == WireFailure.TOLD:
         return Reason(f"on rank {failure.rank}: {failure.text}", failure.rank)
     has_ended = failure.kind != WireFailure.LOST

@@ -287,7 +287,7 @@ class StepGroup:
                 own.renew(store)
         except BaseException as error:
             for own in self._own:
-                own.close("it could not begin anew")
+                own.close(Reason(f"since rank {self._global_rank} could not begin anew", None))
             if not isinstance(error, RuntimeError):
                 raise
             if self._rendezvous.catch_up():  # another rank has failed again quickly
@@ -408,7 +408,7 @@ class StepGroup:
         self._broken = True
         self._rendezvous.tell(reason)
         for own in self._own:
-            own.close(reason.text)
+            own.close(reason)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """Fail the step because of an error; as :meth:`fail`.

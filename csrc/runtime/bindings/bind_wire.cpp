@@ -145,14 +145,15 @@ void bind_wire(py::module_& m) {
       .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
       .def("exchanges", &WireBackend::exchanges, without_gil())
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil())
-      .def("close", &WireBackend::close, py::arg("why") = "", without_gil())
+      .def("close", &WireBackend::close, py::arg("why") = "", py::arg("kind") = Failure::Kind::kLeft,
+           py::arg("rank") = py::none(), without_gil())
       .def("drain", &WireBackend::drain, py::arg("longest"), without_gil())
       .def(
           "failure",
           [](WireBackend& self) {
-            std::optional<std::tuple<Failure::Kind, int, std::string>> found;
+            std::optional<std::tuple<Failure::Kind, int, std::string, std::string>> found;
             if (const auto failure = self.failure()) {
-              found.emplace(failure->kind, failure->rank, failure->text);
+              found.emplace(failure->kind, failure->rank, failure->text, failure->why);
             }
             return found;
           },

@@ -100,7 +100,9 @@ class ChannelBackend final : public WireBackend {
         session_(std::make_shared<Session>(std::move(channel), 0)) {}
 
   void fail(const std::string& why) override { session()->channel->fail(why); }
-  void close(const std::string& why) override { session()->channel->close(why); }
+  void close(const std::string& why, Failure::Kind kind, std::optional<int> rank) override {
+    session()->channel->close(why, kind, rank);
+  }
   std::optional<Failure> failure() override { return session()->channel->failure(); }
   std::optional<bool> drain(milliseconds longest) override {
     return session()->channel->drain(longest);
@@ -122,7 +124,7 @@ class ChannelBackend final : public WireBackend {
   void setSequenceNumberForGroup() override {}  // it begins with 0 on all ranks
   uint64_t getSequenceNumberForGroup() override { return session()->number; }
   void abort() override { fail(c10::str("rank ", rank_, " has aborted the group")); }
-  void shutdown() override { close(""); }
+  void shutdown() override { session()->channel->close(); }
 
   c10d::ErrorType getError() override {
     const auto failure = this->failure();

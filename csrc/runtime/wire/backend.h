@@ -29,8 +29,8 @@ class WireBackend : public c10d::Backend {
 
   // Ends the operations of all ranks with this reason.
   virtual void fail(const std::string& why) = 0;
-  // Leaves the group: the operations of ranks that wait for this one end with this reason.
-  virtual void close(const std::string& why) = 0;
+  // As Channel::close().
+  virtual void close(const std::string& why, Failure::Kind kind, std::optional<int> rank) = 0;
   // Why operations fail, if they do.
   virtual std::optional<Failure> failure() = 0;
   // As Channel::drain().

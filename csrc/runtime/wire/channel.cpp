@@ -47,6 +47,14 @@ int rank_of(const Group& group, uint64_t id) {
   return static_cast<int>(found - group.members.begin());
 }
 
+// What leave() has said there.
+Failure what_left(const Group& group, const Link::Notice& notice, uint64_t id) {
+  const bool is_known = notice.key.slot <= group.members.size() &&
+                        notice.key.stage <= static_cast<uint32_t>(Failure::Kind::kClosed);
+  return {is_known ? static_cast<Failure::Kind>(notice.key.stage) : Failure::Kind::kLeft,
+          is_known ? static_cast<int>(notice.key.slot) - 1 : rank_of(group, id), "", notice.text};
+}
+
 }  // namespace
 
 PeerError::PeerError(Failure why)
@@ -267,9 +275,11 @@ void Channel::fail(const std::string& why) {
   make(calls);
 }
 
-void Channel::close(const std::string& why) {
+void Channel::close(const std::string& why, Failure::Kind kind, std::optional<int> blamed) {
   State& state = *inner_->state;
   const auto& group = inner_->group;
+  const int at_fault = blamed.value_or(group->rank);
+  TORCH_CHECK_VALUE(at_fault >= -1 && at_fault < size(), "no rank ", at_fault, " of ", size());
   Calls calls;
   {
     const std::lock_guard lock(state.mutex);
@@ -278,7 +288,7 @@ void Channel::close(const std::string& why) {
         {Failure::Kind::kClosed, group->rank,
          why.empty() ? c10::str(name_of(*group, group->rank), " has closed its group") : why, why},
         calls);
-    state.leave(*group, why);
+    state.leave(*group, {kind, at_fault, "", why});
     state.groups.erase(group->digest);
   }
   make(calls);
@@ -372,7 +382,7 @@ void State::take(const Link::Notice& notice, Peer& peer, Calls& calls) {
   }
   const auto group = found->second;
   if (notice.kind == Kind::kLeft) {
-    group->left[peer.address.id] = notice.text;
+    group->left[peer.address.id] = what_left(*group, notice, peer.address.id);
     find_left(*group, calls);
     return;
   }
@@ -413,7 +423,7 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
     }
   }
   if (!group.is_held && kind != Failure::Kind::kClosed) {
-    leave(group, why_of(failure));
+    leave(group, {Failure::Kind::kLeft, group.rank, "", why_of(failure)});
   }
   for (auto each = pending.begin(); each != pending.end();) {
     Pending& waiting = each->second;
@@ -427,14 +437,16 @@ void State::fail(Group& group, Failure failure, Calls& calls) {
   }
 }
 
-void State::leave(Group& group, const std::string& why) {
+void State::leave(Group& group, const Failure& failure) {
   if (std::exchange(group.has_left, true) || is_forked) {
     return;
   }
+  const Key key{group.digest, 0, static_cast<uint32_t>(failure.rank + 1),
+                static_cast<uint32_t>(failure.kind)};
   for (const uint64_t member : group.members) {
     const auto found = peers.find(member);
     if (found != peers.end()) {
-      found->second.link->leave(group.digest, why);
+      found->second.link->leave(key, failure.why);
       flush(found->second, now());
     }
   }
@@ -452,13 +464,11 @@ void State::find_left(Group& group, Calls& calls) {
           (i < sends ? waiting.exchange.sends[i] : waiting.exchange.receives[i - sends]).peer;
       const auto left = group.left.find(group.members.at(rank));
       if (waiting.is_open[i] && left != group.left.end()) {
-        const std::string why = left->second;
-        fail(group,
-             {Failure::Kind::kLeft, rank,
-              c10::str(name_of(group, rank), " has left the group (in ", waiting.exchange.what, ")",
-                       why.empty() ? "" : ": ", why),
-              why},
-             calls);
+        Failure failure = left->second;
+        failure.text = c10::str(name_of(group, rank), " has left the group (in ",
+                                waiting.exchange.what, ")", failure.why.empty() ? "" : ": ",
+                                failure.why);
+        fail(group, std::move(failure), calls);
         return;
       }
     }

@@ -40,9 +40,10 @@ struct Failure {
     kClosed,   // this process has left it
   };
   Kind kind = Kind::kClosed;
-  int rank = -1;  // in the group
+  int rank = -1;  // in the group; of a rank that has left, which one it has blamed; -1: unknown
   std::string text;
-  std::string why = "";  // what the others are told in place of the text
+  // What the others are told in place of the text, or what a rank has said that has left.
+  std::string why = "";
 };
 
 // DistBackendError in Python.
@@ -101,7 +102,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Ends all messages on all members; their errors give this text as the reason.
   void fail(const std::string& why);
   // Leaves the group. Members that wait for more of this one fail with this reason.
-  void close(const std::string& why = "");
+  // kind, rank: the failure that they have then; rank: nothing: this one, -1: unknown.
+  void close(const std::string& why = "", Failure::Kind kind = Failure::Kind::kLeft,
+             std::optional<int> rank = std::nullopt);
   // Why the channel has failed, if it has.
   [[nodiscard]] std::optional<Failure> failure() const;
 

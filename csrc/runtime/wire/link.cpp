@@ -436,9 +436,9 @@ void Link::abandon(uint64_t channel) {
   }
 }
 
-void Link::leave(uint64_t channel, std::string why) {
+void Link::leave(const Key& key, std::string why) {
   if (end_ == Rail::End::kNone) {
-    leaving_.push_back({channel, std::move(why), {}});
+    leaving_.push_back({key, std::move(why), {}});
     say_left();
   }
 }
@@ -452,7 +452,7 @@ void Link::say_left() {
     }
     if (leaving.numbers.empty()) {
       if (std::any_of(control_.begin(), control_.end(), [&](const Frame& frame) {
-            return frame.header.key.channel == leaving.channel;
+            return frame.header.key.channel == leaving.key.channel;
           })) {
         return false;
       }
@@ -469,7 +469,7 @@ void Link::say_left() {
   };
   while (!leaving_.empty() && has_all(leaving_.front())) {
     Leaving& leaving = leaving_.front();
-    control(Kind::kLeft, first_of(leaving.channel, 0), {}, std::move(leaving.why));
+    control(Kind::kLeft, leaving.key, {}, std::move(leaving.why));
     leaving_.pop_front();
   }
 }

@@ -80,7 +80,8 @@ class Link : private Rail::Owner {
   // Ends the messages of a channel that are not complete, for good. What is complete still arrives.
   void abandon(uint64_t channel);
   // Says why, once, after what is complete. The messages for which the other side waits then end.
-  void leave(uint64_t channel, std::string why);
+  // The other side's notice has this key, whose slot and stage say what the caller likes.
+  void leave(const Key& key, std::string why);
   // Sends what has waited for other frames. Ends the link if a rail has ended, or if no rail has
   // had a sign for so long.
   void tick(Time now, Time lost_after);
@@ -110,7 +111,7 @@ class Link : private Rail::Owner {
   };
   // That this side has left a channel, to send when the other one has what was sent before.
   struct Leaving {
-    uint64_t channel;
+    Key key;
     std::string why;
     std::vector<uint64_t> numbers;  // of the last frame, by rail
   };

@@ -76,7 +76,7 @@ struct Group {
   int rank = 0;
   std::vector<uint64_t> members;         // identities, by rank
   std::vector<int64_t> names;            // of ranks in texts
-  std::map<uint64_t, std::string> left;  // of the members, with their reasons
+  std::map<uint64_t, Failure> left;  // of the members, with what they have said of it
   std::optional<Failure> failure;
   bool is_held = false;
   bool has_left = false;
@@ -144,7 +144,7 @@ struct State {
   void take(const Link::Completion& completion, Peer& peer, Calls& calls);
   void take(const Link::Notice& notice, Peer& peer, Calls& calls);
   void fail(Group& group, Failure failure, Calls& calls);
-  void leave(Group& group, const std::string& why);
+  void leave(Group& group, const Failure& failure);
   void find_late(Time now, Calls& calls);
   void find_left(Group& group, Calls& calls);
 
