@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import HookHandle, PeerError, attach, hooks
-from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives import gloo_groups, wire
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.step import link as links
 from torch_commhook.step.link import MANY, measure_link
@@ -96,6 +97,33 @@ def test_each_attachment_has_its_own(rank: int) -> None:
         _step(model, rank)
         assert _rails(handle) == made
         handle.remove()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@on_processes
+def test_connections_that_break_fail_no_step(rank: int, count: int) -> None:
+    """They are made again, and what was on its way is sent again."""
+    wanted, _ = _run(rank, "error_feedback(blockwise(bits=8))", 1, "module")
+    every = [wire.endpoint(rails=rails) for rails in {1, count}]
+    is_over = threading.Event()
+
+    def cut() -> None:
+        while not is_over.wait(0.02):
+            for each in every:
+                each.cut()
+
+    thread = threading.Thread(target=cut)
+    if rank == 0:
+        thread.start()
+    try:
+        for _ in range(3):
+            found, _ = _run(rank, "error_feedback(blockwise(bits=8))", count, "module")
+            assert all(map(torch.equal, found, wanted))
+    finally:
+        is_over.set()
+    if rank == 0:
+        thread.join()
+    assert sum(each.counts()["broken"] for each in every) > 0
 
 
 @on_processes

@@ -47,6 +47,10 @@ class RoundTrips:
 
     Args:
         stages: of each bucket. What is sent after those of all buckets is held back no more.
+
+    Attributes:
+        count: the round trips.
+        surprises: the exchanges for whose messages there was no memory before.
     """
 
     def __init__(self, stages: int) -> None:
@@ -55,6 +59,7 @@ class RoundTrips:
         self._arrived: list[tuple[torch.futures.Future[Any], torch.futures.Future[Any]]] = []
         self._waves = 0
         self.count = 0.0
+        self.surprises = 0
 
     def follow(self, sent: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
         """A Future that is complete when the messages of ``sent`` are let through."""
@@ -79,12 +84,18 @@ class RoundTrips:
 def counted(stages: int) -> Iterator[RoundTrips]:
     """Count the round trips of a step on this rank."""
     trips = RoundTrips(stages)
-    issued = exchange.Place.exchange
+    issued, expected, known = exchange.Place.exchange, exchange.Place.expect, set[Any]()
 
-    def follow(place: exchange.Place, *arguments: Any) -> torch.futures.Future[Any]:
-        return trips.follow(issued(place, *arguments))
+    def expect(place: exchange.Place, stage: int, *arguments: Any) -> None:
+        known.add((place, stage))
+        expected(place, stage, *arguments)
+
+    def follow(place: exchange.Place, stage: int, *arguments: Any) -> torch.futures.Future[Any]:
+        trips.surprises += (place, stage) not in known
+        return trips.follow(issued(place, stage, *arguments))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.Place, "expect", expect)
         patch.setattr(exchange.Place, "exchange", follow)
         yield trips
 
@@ -126,6 +137,9 @@ def _step(rank: int, text: str, stages: int, kind: str) -> float:
         model(inputs).sum().backward()
     assert len(handle.stats().buckets) == BUCKETS
     handle.remove()
+    if text != "hierarchical":
+        # The first stages, and what ends the step.
+        assert trips.surprises == BUCKETS + 1 + (kind == "unused")
     return trips.count
 
 

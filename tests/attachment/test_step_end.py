@@ -11,8 +11,11 @@ import torch.distributed as dist
 from on_ranks import on_processes
 from rank_pool import RankPool
 
+from torch_commhook._C import WireFailure
 from torch_commhook.collectives import gloo_groups
 from torch_commhook.step import step_end
+from torch_commhook.step.connected_group import Failure
+from torch_commhook.step.peer_error import reason_of_loss
 from torch_commhook.step.step_end import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
 
@@ -81,3 +84,34 @@ def test_a_rank_that_is_given_up_meanwhile_still_ends_the_step(rank: int) -> Non
     if thread is not None:
         thread.join()
     group.close()
+
+
+@pytest.mark.parametrize("of_rank_1", [b"a", b"b"])
+@on_processes
+def test_a_greeting_compares(rank: int, of_rank_1: bytes) -> None:
+    group = StepGroup(dist.group.WORLD, greeting=of_rank_1 if rank else b"a")
+    own = group._own[0]
+    assert own.is_alike(b"another") is None
+    dist.barrier()
+    group.close()
+    group = StepGroup(dist.group.WORLD, greeting=of_rank_1 if rank else b"a")
+    own = group._own[0]
+    assert own.is_alike(of_rank_1 if rank else b"a") is (of_rank_1 == b"a")
+    assert own.is_alike(b"a") is None  # it is told once
+    dist.barrier()
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "has_ended"),
+    [
+        ("ENDED", "since the process of rank 5 ended, or left the others", True),
+        ("LEFT", "since the process of rank 5 ended, or left the others", True),
+        ("LOST", "since the host of rank 5 did not answer", False),
+        ("TOLD", "on rank 5: t", True),
+    ],
+)
+def test_the_reason_of_a_loss(kind: str, text: str, has_ended: bool) -> None:
+    failure = Failure(getattr(WireFailure, kind), 5, "t")
+    reason = reason_of_loss(failure, RuntimeError("t"), 0)
+    assert reason.text.startswith(text) and reason.rank == 5 and reason.has_ended == has_ended

@@ -694,6 +694,72 @@ def test_a_message_of_a_rank_that_has_ended(fresh: Callable[..., WireRanks]) -> 
         world.groups[0].recv([received], 1, 3).wait()
 
 
+def test_a_rank_that_has_ended_since_it_joined(fresh: Callable[..., WireRanks]) -> None:
+    world = fresh(2)
+    world.endpoints[1].close()
+    with pytest.raises(dist.DistBackendError, match="rank 1: its process has ended"):
+        world.groups[0].allreduce([torch.ones(4)]).wait()
+
+
+def test_many_ranks_connect_to_few(fresh: Callable[..., WireRanks]) -> None:
+    """To those at doubled distances, and to neighbours in a ring."""
+    world = fresh(20)
+    for numel in (4, 500_000):
+        world.each(
+            lambda rank, numel=numel: world.groups[rank].allreduce([torch.ones(numel)]).wait()
+        )
+    assert sum(each.counts()["connections"] for each in world.endpoints) < 20 * 6
+
+
+def test_no_file_stays_open() -> None:
+    def use() -> int:
+        world = WireRanks(2)
+        for _ in range(3):
+            world.each(lambda rank: world.groups[rank].barrier().wait())
+            world.renew()
+        world.close()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert use() == use()
+
+
+@pytest.mark.parametrize("size", [2, 5, 20])
+def test_what_joining_asks_of_the_store(size: int) -> None:
+    """As much of each rank, however many there are."""
+    store, calls = dist.HashStore(), [list[str]() for _ in range(size)]
+
+    class Counted(dist.Store):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+        def set(self, key: str, value: Any) -> None:
+            calls[self.rank].append("set")
+            store.set(key, value.decode())
+
+        def wait(self, keys: Any, timeout: Any = None) -> None:
+            calls[self.rank].append("wait")
+            store.wait(list(keys), timedelta(seconds=20))
+
+        def multi_get(self, keys: Any) -> Any:
+            calls[self.rank].append("multi_get")
+            return store.multi_get(list(keys))
+
+        def has_extended_api(self) -> bool:
+            return True
+
+    endpoints = [_C.WireEndpoint("127.0.0.1") for _ in range(size)]
+
+    def join(rank: int) -> None:
+        limit = timedelta(seconds=20)
+        _C.WireBackend(endpoints[rank], Counted(rank), "counted", rank, size, limit)
+
+    assert in_threads([functools.partial(join, rank) for rank in range(size)]) == []
+    for each in endpoints:
+        each.close()
+    assert calls == [["set", "wait", "multi_get"]] * size
+
+
 def test_a_rank_that_leaves_its_group(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(3)
     sent = torch.arange(300_000.0)
