@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def test_a_missing_interface(
     assert found["advice"].startswith("Set GLOO_SOCKET_IFNAME to an interface that other hosts")
     with pytest.raises(RuntimeError, match="none0"):  # Gloo agrees
         dist.ProcessGroupGloo.create_device(interface="none0")
+
+
+def test_encryption(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMMHOOK_TOKEN_FILE", raising=False)
+    found = finding(report(capsys, "network"), "encryption")
+    assert found["value"] == "none, since COMMHOOK_TOKEN_FILE is not set"
+    path = tmp_path / "token"
+    monkeypatch.setenv("COMMHOOK_TOKEN_FILE", str(path))
+    path.write_text("short")
+    found = finding(report(capsys, "network", code=1), "encryption")
+    assert found["level"] == "error" and "16 or more bytes" in found["value"]
+    path.write_text("0123456789abcdef")
+    found = finding(report(capsys, "network"), "encryption")
+    assert found["value"].startswith("TLS 1.3 with the token in COMMHOOK_TOKEN_FILE, by OpenSSL 3")
 
 
 def test_two_processes_and_a_missing_interface(

@@ -7,7 +7,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +54,8 @@ class Way:
         self._delay = delay
         self._to, self._is_open, self._is_held = port, True, False
         self._ends: list[socket.socket] = []
+        #: All that has come, each with the port from which.
+        self.seen: list[tuple[int, bytes]] = []
         self._change = threading.Condition()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
         self.port = self._listener.getsockname()[1]
@@ -76,6 +78,7 @@ class Way:
     def _copy(self, source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.seen.append((source.getpeername()[1], data))
                 time.sleep(self._delay)
                 to.sendall(data)
             to.shutdown(socket.SHUT_RDWR)
@@ -122,10 +125,12 @@ class WireRanks:
         rails: int = 1,
         is_held: bool = False,
         delay: float = 0.0,
+        keys: Sequence[bytes] = (),
     ) -> None:
         self.size, self._delay, self._ways = size, delay, list[Way]()
         self.endpoints = [
-            _C.WireEndpoint("127.0.0.1", "test", lost_after, rails) for _ in range(size)
+            _C.WireEndpoint("127.0.0.1", "test", lost_after, rails, keys[rank] if keys else b"")
+            for rank in range(size)
         ]
         self._timeout = timedelta(seconds=seconds)
         self._is_held = is_held

@@ -7,8 +7,10 @@ process that it exchanges messages with.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from torch_commhook.collectives.forks import keep_for_good
 LOST_AFTER = 15.0
 _NAME = "commhook"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+#: The variable with the name of a file: all connections then prove that both sides know its text.
+TOKEN_FILE = "COMMHOOK_TOKEN_FILE"
+_LEAST_TOKEN_BYTES = 16
 
 
 class _Endpoints:
@@ -28,12 +33,13 @@ class _Endpoints:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._present: dict[tuple[float, int], _C.WireEndpoint] = {}
+        self._present: dict[tuple[float, int, bytes], _C.WireEndpoint] = {}
         self._replaced: list[_C.WireEndpoint] = []
 
     def get(self, lost_after: float, rails: int) -> _C.WireEndpoint:
+        key = token_key()
         with self._lock:
-            found = self._present.get((lost_after, rails))
+            found = self._present.get((lost_after, rails, key))
             if found is not None and found.has_lost():  # the hosts may have come back
                 self._replaced.append(found)
                 found = None
@@ -42,8 +48,8 @@ class _Endpoints:
                 each.close()
             if found is None:
                 host = os.environ.get(_INTERFACES, "").split(",")[0]
-                found = _C.WireEndpoint(host, torch_commhook.__version__, lost_after, rails)
-                self._present[lost_after, rails] = found
+                found = _C.WireEndpoint(host, torch_commhook.__version__, lost_after, rails, key)
+                self._present[lost_after, rails, key] = found
             return found
 
     def close(self) -> None:
@@ -83,11 +89,34 @@ def endpoint(lost_after: float = LOST_AFTER, rails: int = 1) -> _C.WireEndpoint:
         rails: the number of connections to each other process.
 
     Raises:
+        RuntimeError: as :func:`token_key`.
         torch.distributed.DistNetworkError: the process cannot listen at the first interface of
-            ``GLOO_SOCKET_IFNAME``, or without one at the host's own address.
+            ``GLOO_SOCKET_IFNAME``, or without one at the host's own address; or there is a token,
+            and no OpenSSL 3.
     """
     found: _Endpoints = getattr(_thread, "endpoints", _process)
     return found.get(lost_after, rails)
+
+
+def token_key() -> bytes:
+    """The key of the token that ``COMMHOOK_TOKEN_FILE`` names, 32 bytes; empty without one.
+
+    Raises:
+        RuntimeError: the file cannot be read, or has fewer than 16 bytes beside spaces.
+    """
+    path = os.environ.get(TOKEN_FILE)
+    if not path:
+        return b""
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise RuntimeError(f"torch_commhook: {TOKEN_FILE}: {error}") from error
+    if len(token) < _LEAST_TOKEN_BYTES:
+        raise RuntimeError(
+            f"torch_commhook: the token in {TOKEN_FILE} must have {_LEAST_TOKEN_BYTES} or more "
+            f"bytes, got {len(token)}: make one with `openssl rand -hex 32`"
+        )
+    return hashlib.sha256(b"torch_commhook transport 1\0" + token).digest()
 
 
 def _make_backend(options: Any, _: object) -> _C.WireBackend:

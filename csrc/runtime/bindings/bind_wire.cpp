@@ -17,6 +17,7 @@
 #include "runtime/wire/backend.h"
 #include "runtime/wire/channel.h"
 #include "runtime/wire/endpoint.h"
+#include "runtime/wire/tls.h"
 
 namespace py = pybind11;
 
@@ -65,6 +66,7 @@ class PyEndpoint {
 }  // namespace
 
 void bind_wire(py::module_& m) {
+  m.def("tls_version", &wire::Tls::version);
   using wire::Failure;
   py::enum_<Failure::Kind>(m, "WireFailure")
       .value("ENDED", Failure::Kind::kEnded)
@@ -77,16 +79,18 @@ void bind_wire(py::module_& m) {
   // Not for constructors: pybind11 enters a new instance into its table while the guard lasts.
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEndpoint>(m, "WireEndpoint")
-      .def(py::init([](std::string host, std::string version, double lost_after, size_t rails) {
+      .def(py::init([](std::string host, std::string version, double lost_after, size_t rails,
+                       const py::bytes& key) {
              // What no number of nanoseconds can be is refused below.
              const bool fits = lost_after >= 0 && lost_after < 1e9;
              const auto time = static_cast<wire::Time>(fits ? lost_after * wire::kSecond : 0);
+             Endpoint::Options options{std::move(host), std::move(version), time, rails,
+                                       std::string(key)};
              const py::gil_scoped_release no_gil;
-             return std::make_unique<PyEndpoint>(
-                 Endpoint::Options{std::move(host), std::move(version), time, rails});
+             return std::make_unique<PyEndpoint>(std::move(options));
            }),
            py::arg("host") = "", py::arg("version") = "", py::arg("lost_after") = 15.0,
-           py::arg("rails") = 1)
+           py::arg("rails") = 1, py::arg("key") = py::bytes())
       .def_property_readonly("address",
                              [](const PyEndpoint& self) { return self.get()->address(); })
       .def("counts", &PyEndpoint::counts, without_gil())

@@ -46,6 +46,7 @@ constexpr int kTurns = 4;
 constexpr size_t kMostSpans = 64;
 // What is behind a payload is read with it, so that small frames take one call.
 constexpr size_t kStagingBytes = 4096;
+constexpr size_t kTlsBytes = 64 * 1024;
 // The kernel keeps this much that it has not sent, so that frames that must not wait pass the rest.
 constexpr int kUnsentBytes = 512 * 1024;
 
@@ -268,7 +269,10 @@ Time State::now() {
       .count();
 }
 
-State::State(Endpoint::Options given) : options(std::move(given)), id(random_id()) {
+State::State(Endpoint::Options given)
+    : options(std::move(given)),
+      tls(options.key.empty() ? nullptr : std::make_unique<Tls>(options.key)),
+      id(random_id()) {
   TORCH_CHECK_VALUE(options.rails >= 1 && options.rails <= kMostRails, "rails must be 1 to ",
                     kMostRails, ", got ", options.rails);
   TORCH_CHECK_VALUE(options.lost_after >= kSecond && options.lost_after <= kLongestLost,
@@ -518,6 +522,7 @@ void State::not_connected(Connection& connection, int error, Time time) {
 void State::connected(Connection& connection, Time time) {
   Peer& peer = peers.at(connection.peer);
   connection.is_connecting = false;
+  connection.tls = tls ? tls->session(true) : nullptr;
   ++counts.connections;
   watch(connection, false);
   peer.link->rail(connection.rail).connected(time);
@@ -549,6 +554,7 @@ void State::accept_all(Time time) {
     connection.fd = fd;
     connection.number = last_number;
     connection.since = time;
+    connection.tls = tls ? tls->session(false) : nullptr;
     (void)watch(EPOLL_CTL_ADD, fd, connection.number, EPOLLIN);
   }
 }
@@ -630,14 +636,115 @@ void State::handle(uint64_t number, uint32_t events, Time time) {
 
 // ---- reading and writing ------------------------------------------------------------------------
 
+ssize_t State::receive(Connection& connection, const iovec* spans, size_t count, bool may_read) {
+  if (connection.tls == nullptr) {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(spans);
+    message.msg_iovlen = count;
+    return recvmsg(connection.fd, &message, 0);
+  }
+  for (;;) {
+    ssize_t all = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const auto found =
+          connection.tls->read(static_cast<uint8_t*>(spans[i].iov_base), spans[i].iov_len);
+      if (found < 0) {
+        errno = EPROTO;
+        return -1;
+      }
+      all += found;
+      if (static_cast<size_t>(found) < spans[i].iov_len) {
+        break;
+      }
+    }
+    if (all > 0) {
+      return all;
+    }
+    if (!may_read) {
+      errno = EAGAIN;
+      return -1;
+    }
+    uint8_t bytes[kTlsBytes];
+    const ssize_t came = recv(connection.fd, bytes, sizeof(bytes), 0);
+    if (came <= 0) {
+      return came;
+    }
+    if (!connection.tls->take(bytes, static_cast<size_t>(came))) {
+      errno = EPROTO;
+      return -1;
+    }
+    if (!send_tls(connection)) {
+      return -1;
+    }
+  }
+}
+
+ssize_t State::transmit(Connection& connection, const iovec* spans, size_t count) {
+  if (connection.tls == nullptr) {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(spans);
+    message.msg_iovlen = count;
+    return sendmsg(connection.fd, &message, MSG_NOSIGNAL);
+  }
+  if (!send_tls(connection)) {
+    return -1;
+  }
+  if (!connection.tls->is_agreed() || connection.tls->to_send_size() > 0) {
+    errno = EAGAIN;
+    return -1;
+  }
+  ssize_t all = 0;
+  for (size_t i = 0; i < count; ++i) {
+    connection.tls->write(static_cast<const uint8_t*>(spans[i].iov_base), spans[i].iov_len);
+    all += static_cast<ssize_t>(spans[i].iov_len);
+  }
+  return send_tls(connection) ? all : -1;
+}
+
+// Sends what TLS has for the socket, as much as that takes.
+bool State::send_tls(Connection& connection) const {
+  TlsSession& session = *connection.tls;
+  while (session.to_send_size() > 0) {
+    const ssize_t count =
+        send(connection.fd, session.to_send(), session.to_send_size(), MSG_NOSIGNAL);
+    if (count < 0) {
+      return errno == EAGAIN || errno == EINTR;
+    }
+    session.sent(static_cast<size_t>(count));
+  }
+  return true;
+}
+
+// Says why a connection whose process is not known is closed. Nothing that has come is unread, so
+// this arrives.
+void State::refuse(Connection& connection, const char* text) {
+  const Frame frame = text_frame(Kind::kRefusal, text);
+  std::vector<uint8_t> bytes(kHeaderBytes);
+  Header refusal = frame.header;
+  refusal.length = static_cast<uint32_t>(frame.payload.size);
+  refusal.checksum = crc32c(frame.payload.data, frame.payload.size);
+  write_header(refusal, bytes.data());
+  bytes.insert(bytes.end(), frame.payload.data, frame.payload.data + frame.payload.size);
+  if (connection.tls != nullptr && connection.tls->is_agreed()) {
+    const iovec span{bytes.data(), bytes.size()};
+    (void)transmit(connection, &span, 1);
+  } else {
+    (void)send(connection.fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  }
+}
+
 void State::read_head(Connection& connection, Time time) {
   uint8_t bytes[kHeaderBytes + kLongestText];
   const size_t most = sizeof(bytes) - std::min(sizeof(bytes), connection.head.size());
-  const ssize_t count = recv(connection.fd, bytes, most, 0);
+  const iovec span{bytes, most};
+  const ssize_t count = receive(connection, &span, 1, true);
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
   if (count <= 0) {
+    if (count < 0 && errno == EPROTO) {
+      refuse(connection, kTokenText);
+    }
     close(connection, time);
     return;
   }
@@ -654,6 +761,9 @@ bool State::take_head(Connection& connection, Time time) {
   }
   const auto header = read_header(connection.head.data());
   if (!header || header->kind != Kind::kGreeting || header->length > kLongestText) {
+    if (!header) {
+      refuse(connection, kTokenText);  // it may speak TLS
+    }
     return false;
   }
   if (connection.head.size() < kHeaderBytes + header->length) {
@@ -671,15 +781,8 @@ bool State::take_head(Connection& connection, Time time) {
   }
   Peer& peer = found->second;
   if (peer.link->ended() != Rail::End::kNone) {
-    // It would connect again and again. Nothing that it has sent is unread, so this arrives.
-    const Frame frame = text_frame(Kind::kRefusal, kLostText);
-    std::vector<uint8_t> bytes(kHeaderBytes);
-    Header refusal = frame.header;
-    refusal.length = static_cast<uint32_t>(frame.payload.size);
-    refusal.checksum = crc32c(frame.payload.data, frame.payload.size);
-    write_header(refusal, bytes.data());
-    bytes.insert(bytes.end(), frame.payload.data, frame.payload.data + frame.payload.size);
-    (void)send(connection.fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    // It would connect again and again.
+    refuse(connection, kLostText);
     return false;
   }
   Connection* const before = peer.connections[greeting->rail];
@@ -696,8 +799,13 @@ bool State::take_head(Connection& connection, Time time) {
   peer.link->rail(greeting->rail).connected(time);
   watch(connection, false);
   const std::vector<uint8_t> head = std::exchange(connection.head, {});
+  const uint64_t number = connection.number;
   if (feed(connection, head.data(), head.size(), time)) {
     flush(peer, time);
+    const auto still = connections.find(number);
+    if (tls != nullptr && still != connections.end()) {
+      read(still->second, time);
+    }
   }
   return true;
 }
@@ -724,18 +832,19 @@ bool State::feed(Connection& connection, const uint8_t* data, size_t size, Time 
 
 void State::read(Connection& connection, Time time) {
   Rail& rail = peers.at(connection.peer).link->rail(connection.rail);
-  for (int turn = 0; turn < 2 * kTurns; ++turn) {
+  // What TLS has read is read to its end: the socket says nothing of it again.
+  for (int turn = 0; turn < 2 * kTurns || connection.tls != nullptr; ++turn) {
     uint8_t staging[kStagingBytes];
     const Space space = rail.to_read();
     const iovec spans[2] = {{space.data, space.size}, {staging, sizeof(staging)}};
-    msghdr message{};
-    message.msg_iov = const_cast<iovec*>(spans);
-    message.msg_iovlen = 2;
-    const ssize_t count = recvmsg(connection.fd, &message, 0);
+    const ssize_t count = receive(connection, spans, 2, turn < 2 * kTurns);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
       return;
     }
     if (count <= 0) {
+      if (count < 0 && errno == EPROTO && !connection.tls->is_agreed()) {
+        peers.at(connection.peer).link->end(Rail::End::kRefused, kTokenText);
+      }
       close(connection, time);
       return;
     }
@@ -746,7 +855,7 @@ void State::read(Connection& connection, Time time) {
       return;
     }
     if (!feed(connection, staging, static_cast<size_t>(count) - direct, time) ||
-        static_cast<size_t>(count) < space.size + sizeof(staging)) {
+        (connection.tls == nullptr && static_cast<size_t>(count) < space.size + sizeof(staging))) {
       return;
     }
   }
@@ -769,10 +878,7 @@ void State::write(Connection& connection, Time time) {
       spans[i] = {const_cast<uint8_t*>(found[i].data), found[i].size};
       all += found[i].size;
     }
-    msghdr message{};
-    message.msg_iov = spans.data();
-    message.msg_iovlen = most;
-    const ssize_t count = sendmsg(connection.fd, &message, MSG_NOSIGNAL);
+    const ssize_t count = transmit(connection, spans.data(), most);
     if (count < 0 && errno != EAGAIN && errno != EINTR) {
       close(connection, time);
       return;
@@ -784,6 +890,10 @@ void State::write(Connection& connection, Time time) {
     if (count < static_cast<ssize_t>(all)) {
       break;
     }
+  }
+  if (connection.tls != nullptr) {
+    // The socket is writable while the other side has not answered.
+    has_more = connection.tls->to_send_size() > 0 || (connection.tls->is_agreed() && has_more);
   }
   if (has_more != connection.wants_write) {
     watch(connection, has_more);

@@ -31,6 +31,9 @@ class Endpoint {
     Time lost_after = 15 * kSecond;
     // The number of connections to each process.
     size_t rails = 1;
+    // With Tls::kKeyBytes bytes: all connections are encrypted, and only processes with the same
+    // key have one.
+    std::string key = "";
   };
   // Since the start.
   struct Counts {

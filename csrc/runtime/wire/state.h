@@ -1,6 +1,9 @@
 // What endpoint.cpp and channel.cpp share: the state of an endpoint.
 #pragma once
 
+#include <sys/types.h>
+#include <sys/uio.h>
+
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -17,11 +20,15 @@
 #include "runtime/wire/channel.h"
 #include "runtime/wire/endpoint.h"
 #include "runtime/wire/link.h"
+#include "runtime/wire/tls.h"
 
 namespace commhook::wire {
 
 // The refusal of a process that counts another one as lost.
 inline constexpr const char* kLostText = "it counts this process as lost";
+
+// The refusal of a process with another token, or with one where this process has none.
+inline constexpr const char* kTokenText = "they have different tokens, or only one has one";
 
 // Threads for what takes time or waits: as many as run at the same time, with a limit.
 class Workers {
@@ -59,6 +66,7 @@ struct Connection {
   bool wants_write = false;
   Time since = 0;
   std::vector<uint8_t> head;  // what has come before it is known whose it is
+  std::unique_ptr<TlsSession> tls;
 };
 
 struct Peer {
@@ -126,6 +134,11 @@ struct State {
   void connect(Peer& peer, size_t rail, Time now);
   void connected(Connection& connection, Time now);
   void not_connected(Connection& connection, int error, Time now);
+  // As recvmsg() and sendmsg(). Bytes that do not fit TLS are EPROTO.
+  ssize_t receive(Connection& connection, const iovec* spans, size_t count, bool may_read);
+  ssize_t transmit(Connection& connection, const iovec* spans, size_t count);
+  [[nodiscard]] bool send_tls(Connection& connection) const;
+  void refuse(Connection& connection, const char* text);
   void read(Connection& connection, Time now);
   void read_head(Connection& connection, Time now);
   bool take_head(Connection& connection, Time now);
@@ -149,7 +162,8 @@ struct State {
   void find_left(Group& group, Calls& calls);
 
   const Endpoint::Options options;
-  std::string address;  // as text
+  const std::unique_ptr<const Tls> tls;  // null without a token
+  std::string address;                   // as text
   uint64_t id = 0;
   Workers workers;
   std::thread thread;

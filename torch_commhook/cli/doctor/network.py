@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from torch_commhook.addresses import can_listen, interfaces, loopback
-from torch_commhook.cli.doctor.findings import Finding
+from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.doctor.settings import Settings
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -40,11 +40,12 @@ class NoAddressError(Exception):
 
 
 def check_network(settings: Settings) -> Iterator[Finding]:
-    """The interfaces with their addresses, Gloo's address, and the backends in torch."""
+    """The interfaces with their addresses, Gloo's address, encryption, and torch's backends."""
     found = interfaces()
     texts = [_described(name, addresses) for name, addresses in found.items()]
     yield Finding("network", "interfaces", "; ".join(texts) or "none")
     yield _taken(found, settings)
+    yield _encryption()
     yield from _available()
 
 
@@ -131,6 +132,23 @@ def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
         "error",
         f"Set {INTERFACES} to an interface that other hosts reach{choice}.",
     )
+
+
+def _encryption() -> Finding:
+    """Whether the library's connections are proven and encrypted, and with what."""
+    try:
+        from torch_commhook import _C
+        from torch_commhook.collectives import wire
+
+        if not wire.token_key():
+            return Finding("network", "encryption", f"none, since {wire.TOKEN_FILE} is not set")
+        text = f"TLS 1.3 with the token in {wire.TOKEN_FILE}, by {_C.tls_version()}"
+        return Finding("network", "encryption", text)
+    except ImportError:
+        return Finding("network", "encryption", "not known, since the native libraries do not load")
+    except RuntimeError as error:  # the token's, or OpenSSL's
+        advice = "give the variable the name of a file with the same token on all ranks"
+        return Finding("network", "encryption", first_line(error), "error", advice)
 
 
 def _reaches_others(addresses: list[str]) -> bool:
