@@ -39,6 +39,7 @@ struct OpenSsl {
   void (*SSL_set_bio)(void*, void*, void*);
   void (*SSL_set_connect_state)(void*);
   void (*SSL_set_accept_state)(void*);
+  int (*SSL_set_session_id_context)(void*, const unsigned char*, unsigned);
   int (*SSL_do_handshake)(void*);
   int (*SSL_get_error)(const void*, int);
   int (*SSL_session_reused)(const void*);
@@ -85,6 +86,7 @@ const OpenSsl& open_ssl() {
     COMMHOOK_FIND(SSL_set_bio);
     COMMHOOK_FIND(SSL_set_connect_state);
     COMMHOOK_FIND(SSL_set_accept_state);
+    COMMHOOK_FIND(SSL_set_session_id_context);
     COMMHOOK_FIND(SSL_do_handshake);
     COMMHOOK_FIND(SSL_get_error);
     COMMHOOK_FIND(SSL_session_reused);
@@ -193,6 +195,8 @@ TlsSession::TlsSession(const Tls& tls, bool is_client)
     (void)agree();  // its first message
   } else {
     api.SSL_set_accept_state(ssl_);
+    // A side that accepts and verifies takes no session without one; the other side has none.
+    api.SSL_set_session_id_context(ssl_, kIdentity, sizeof(kIdentity));
   }
 }
 
