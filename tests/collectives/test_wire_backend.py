@@ -790,7 +790,7 @@ def test_a_rank_that_leaves_because_of_another(fresh: Callable[..., WireRanks]) 
                 world.backends[2].close("why", ended, 3)
             world.backends[2].close("since the store has ended", ended, 0)
             return
-        with pytest.raises(dist.DistBackendError, match="has left.*: since the store has"):
+        with pytest.raises(dist.DistBackendError, match=r"has left.*: since the store has"):
             world.groups[rank].allreduce([torch.ones(4)]).wait()
         kind, blamed, _, why = world.backends[rank].failure() or pytest.fail("none")
         if rank == 0 or kind == ended:  # rank 1 may see before that rank 0 has left for it

@@ -149,8 +149,8 @@ void bind_wire(py::module_& m) {
       .def_property_readonly("options", [](WireBackend& self) { return self.getBackendOptions(); })
       .def("exchanges", &WireBackend::exchanges, without_gil())
       .def("fail", &WireBackend::fail, py::arg("why"), without_gil())
-      .def("close", &WireBackend::close, py::arg("why") = "", py::arg("kind") = Failure::Kind::kLeft,
-           py::arg("rank") = py::none(), without_gil())
+      .def("close", &WireBackend::close, py::arg("why") = "",
+           py::arg("kind") = Failure::Kind::kLeft, py::arg("rank") = py::none(), without_gil())
       .def("drain", &WireBackend::drain, py::arg("longest"), without_gil())
       .def(
           "failure",

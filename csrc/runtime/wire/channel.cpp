@@ -465,9 +465,9 @@ void State::find_left(Group& group, Calls& calls) {
       const auto left = group.left.find(group.members.at(rank));
       if (waiting.is_open[i] && left != group.left.end()) {
         Failure failure = left->second;
-        failure.text = c10::str(name_of(group, rank), " has left the group (in ",
-                                waiting.exchange.what, ")", failure.why.empty() ? "" : ": ",
-                                failure.why);
+        failure.text =
+            c10::str(name_of(group, rank), " has left the group (in ", waiting.exchange.what, ")",
+                     failure.why.empty() ? "" : ": ", failure.why);
         fail(group, std::move(failure), calls);
         return;
       }

@@ -82,8 +82,8 @@ struct Peer {
 struct Group {
   uint64_t digest = 0;
   int rank = 0;
-  std::vector<uint64_t> members;         // identities, by rank
-  std::vector<int64_t> names;            // of ranks in texts
+  std::vector<uint64_t> members;     // identities, by rank
+  std::vector<int64_t> names;        // of ranks in texts
   std::map<uint64_t, Failure> left;  // of the members, with what they have said of it
   std::optional<Failure> failure;
   bool is_held = false;
