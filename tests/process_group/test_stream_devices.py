@@ -35,7 +35,6 @@ from stream_groups import (
     parameters_of_steps,
 )
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -476,24 +475,3 @@ def _train_compiled(rank: int, path: str, name: str, backend: str | None) -> lis
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_backward(ranks: RankPool, paths: Paths, name: str) -> None:
     _compare(ranks, _train_compiled, paths[0], name, same_bits=name != "powersgd")
-
-
-# ---- groups --------------------------------------------------------------------------------------
-
-
-def _groups_of_second_stages(rank: int, path: str, backend: str | None) -> list[str]:
-    """Those that there are after a step."""
-    stream_groups.load(path)
-    group = _group([0, 1], backend)
-    model = nn.Linear(16, 8).to(_device(backend))
-    handle = attach(model, hooks.blockwise(8), process_group=group)
-    model(torch.ones(1, 16).to(_device(backend))).sum().backward()
-    found = [each.group_desc for each in distributed_c10d._world.pg_names]
-    handle.remove()
-    return [each for each in found if each.endswith("second stages")]
-
-
-def test_only_the_cpu_has_a_group_of_second_stages(ranks: RankPool, paths: Paths) -> None:
-    """On other devices both stages share one communicator."""
-    assert all(len(found) == 1 for found in ranks.run(_groups_of_second_stages, paths[0], None))
-    assert ranks.run(_groups_of_second_stages, paths[0], MIXED) == [[]] * 2
