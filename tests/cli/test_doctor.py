@@ -509,7 +509,10 @@ def test_a_group_that_torch_refuses(
 
 
 def test_the_default_group_has_the_accelerators_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    found = torch.device("cuda")
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: found)
+    # Newer torch asks whether it is there.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: found)
     assert by_device("undefined") == {"cuda": "nccl"}
 
 
