@@ -44,6 +44,7 @@ from torch_commhook.attachment import choosing
 from torch_commhook.attachment import new_ranks as new_ranks_module
 from torch_commhook.attachment import repeatable_exchange as exchange_module
 from torch_commhook.elastic import joining
+from torch_commhook.elastic.pace import Pace
 from torch_commhook.planning.choice import Choice
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
@@ -130,6 +131,14 @@ def _send_piece_or_die(mark: Path, send: Any, donor: joining.Donor) -> None:
         send(donor)
 
 
+def _say_seconds(seconds: float) -> None:
+    """Lets the rank say that each step takes so long, where it has measured one."""
+    seconds_of = Pace.seconds
+    Pace.seconds = lambda self, steps=1: (  # type: ignore[method-assign]
+        None if seconds_of(self, steps) is None else seconds
+    )
+
+
 def _happens(
     event: dict[str, Any], handle: commhook.HookHandle, model: nn.Module, folder: Path
 ) -> None:
@@ -141,7 +150,7 @@ def _happens(
     elif event["do"] == "kill in its exchange":
         exchange_module.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
     elif event["do"] == "slow":
-        model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
+        _say_seconds(0.25)
     elif event["do"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event["do"] == "raise":
@@ -185,6 +194,8 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     if "in_pieces" in case:
         joining.AT_ONCE, joining._FIRST_BYTES = 0, case["in_pieces"]
         joining._MOST_BYTES = 2 * case["in_pieces"]
+    if "straggler" in case:  # processors may be busy
+        _say_seconds(0.05)
     hook = case["hook"] if number < case["ranks"] else case.get("late_hook", case["hook"])
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
