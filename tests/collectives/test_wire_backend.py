@@ -614,7 +614,8 @@ def test_fail_ends_all_waits(fresh: Callable[..., WireRanks]) -> None:
 
 def test_callbacks_that_run_when_a_group_ends(fresh: Callable[..., WireRanks]) -> None:
     world = fresh(2)
-    has_begun, may_end, found = threading.Event(), threading.Event(), list[Any]()
+    has_callback, has_begun, may_end = (threading.Event() for _ in range(3))
+    found: list[Any] = []
     short, long = timedelta(milliseconds=1), timedelta(seconds=20)
 
     def callback(_: Any) -> None:
@@ -623,9 +624,12 @@ def test_callbacks_that_run_when_a_group_ends(fresh: Callable[..., WireRanks]) -
         may_end.wait(20)
 
     def run(rank: int) -> None:
+        if rank == 1:
+            has_callback.wait(20)  # a callback of a work that is done runs here and now
         work = world.groups[rank].allreduce([torch.ones(4)])
         if rank == 0:
             work.get_future().add_done_callback(callback)
+            has_callback.set()
         work.wait()
 
     world.each(run)
