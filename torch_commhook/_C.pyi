@@ -273,6 +273,12 @@ class WireExchanges:
         stage: int,
         timeout: timedelta,
     ) -> torch.futures.Future[Tensor]: ...
+    def gather(
+        self, parts: list[Tensor], result: Tensor, place: int, timeout: timedelta
+    ) -> torch.futures.Future[Tensor]: ...
+    def reduce(
+        self, tensor: Tensor, takes_maximum: bool, result: Tensor, place: int, timeout: timedelta
+    ) -> torch.futures.Future[Tensor]: ...
 
 class WireFailure(enum.Enum):
     ENDED = 0

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from launched_ranks import launched
 from mode_cases import Mode, OwnError, batch, equal, gradients, module, outcome
 from on_ranks import on_processes
-from staged_steps import point_to_point
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -131,9 +130,7 @@ def recorded(rank: int) -> tuple[set[tuple[str, str]], set[str]]:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
     dist.init_process_group("gloo")
     own = dist.new_group(group_desc="a group of mine")
-    # Of exchanges the recorder takes no note.
-    with point_to_point(False):
-        collectives.compressed_all_reduce(torch.ones(500), BLOCKWISE.codec, group=own).wait()
+    collectives.compressed_all_reduce(torch.ones(500), BLOCKWISE.codec, group=own).wait()
     fails = False
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -162,13 +159,8 @@ def recorded(rank: int) -> tuple[set[tuple[str, str]], set[str]]:
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="no flight recorder of Gloo's"
 )
 def test_groups_have_descriptions() -> None:
-    own = {
-        "commhook: gradients over default_pg",
-        "commhook: gradients over default_pg, second stages",
-        "commhook: collectives of a group of mine, second stages",
-    }
+    own = {"commhook: gradients over default_pg"}
     for groups, known in launched(recorded):
         assert {each for each in known if each.startswith("commhook")} == own
         described = {description for name, description in groups if "commhook" in name}
-        # The model's second stages send messages, of which the recorder takes no note.
-        assert described == own - {"commhook: gradients over default_pg, second stages"}
+        assert described == own

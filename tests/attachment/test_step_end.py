@@ -12,7 +12,6 @@ from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook._C import WireFailure
-from torch_commhook.collectives import gloo_groups
 from torch_commhook.step import step_end
 from torch_commhook.step.connected_group import Failure
 from torch_commhook.step.peer_error import reason_of_loss
@@ -20,17 +19,14 @@ from torch_commhook.step.step_end import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
 
 
-def _agree(rank: int, used: list[list[int]], most: int) -> list[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo_groups, "MOST_RANKS", most)
-        for _ in range(2):
-            own = torch.tensor(used[rank], dtype=torch.uint8)
-            agree_on_used(StepEnd(dist.group.WORLD), own)
-            assert StepEnd(dist.group.WORLD).any_rank()
+def _agree(rank: int, used: list[list[int]]) -> list[int]:
+    for _ in range(2):
+        own = torch.tensor(used[rank], dtype=torch.uint8)
+        agree_on_used(StepEnd(dist.group.WORLD), own)
+        assert StepEnd(dist.group.WORLD).any_rank()
     return own.tolist()
 
 
-@pytest.mark.parametrize("most", [16, 1])
 @pytest.mark.parametrize(
     ("used", "want"),
     [
@@ -40,10 +36,8 @@ def _agree(rank: int, used: list[list[int]], most: int) -> list[int]:
         ([[0, 0, 0]] * 3, [0, 0, 0]),
     ],
 )
-def test_the_maximum(
-    three_ranks: RankPool, used: list[list[int]], want: list[int], most: int
-) -> None:
-    assert three_ranks.run(_agree, used, most) == [want] * 3
+def test_the_maximum(three_ranks: RankPool, used: list[list[int]], want: list[int]) -> None:
+    assert three_ranks.run(_agree, used) == [want] * 3
 
 
 @pytest.mark.parametrize(("used", "count"), [([1, 1], 1), ([1, 0], 2)])
@@ -53,8 +47,10 @@ def test_maps_travel_only_where_each_rank_left_some_unused(
 ) -> None:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        exchanges, issue = [], step_end.exchange
-        patch.setattr(step_end, "exchange", lambda *args: exchanges.append(args) or issue(*args))
+        exchanges, begin = [], step_end.begin_maximum
+        patch.setattr(
+            step_end, "begin_maximum", lambda *args: exchanges.append(args) or begin(*args)
+        )
         agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -113,6 +114,72 @@ def test_stages_in_another_order_on_each_rank(ranks: Callable[..., WireRanks]) -
             waiting[seed] = future, outputs
         for seed, (future, outputs) in waiting.items():
             assert int(future.wait()) == seed and have_come(rank, outputs, seed)
+
+    world.each(run)
+
+
+@pytest.mark.parametrize("size", [2, 5, 17])
+def test_sums_and_gathers_in_any_order(ranks: Callable[..., WireRanks], size: int) -> None:
+    """Also of lengths that differ, and of few and many bytes; a maximum among them."""
+    world = ranks(size)
+    sums = [(torch.float32, 3), (torch.bfloat16, 1000), (torch.float64, 60_001)]
+    sums += [(torch.int32, 200_003), (torch.float16, 300_000)]
+    lengths = [[10 * factor * (1 + rank % 3) for rank in range(size)] for factor in (1, 4000)]
+    lengths += [[each] * size for each in (0, 7, 100_000)]
+
+    def drawn(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return (8 * torch.randn(numel, generator=generator)).to(dtype)
+
+    def run(rank: int) -> list[Tensor]:
+        found = world.backends[rank].exchanges()
+        places = [found.reserve() for _ in range(len(sums) + len(lengths) + 1)]
+        starts, kept = list[Callable[[int], Any]](), list[Tensor]()
+
+        def add(tensor: Tensor, takes_maximum: bool) -> None:
+            kept.append(tensor)
+            starts.append(lambda at: found.reduce(tensor, takes_maximum, tensor, at, SECONDS))
+
+        for dtype, numel in sums:
+            add(drawn(rank, dtype, numel), False)
+        add(message(rank, 0, 50), True)
+        for each in lengths:
+            kept.append(every := torch.zeros(sum(each), dtype=torch.uint8))
+            parts = list(every.split(each))
+            parts[rank].copy_(message(rank, 1, each[rank]))
+            starts.append(lambda at, p=parts, e=every: found.gather(p, e, at, SECONDS))
+        order = random.Random(rank).sample(range(len(places)), len(places))
+        waiting = {number: starts[number](places[number]) for number in order}
+        for number, tensor in enumerate(kept):
+            assert waiting[number].wait().data_ptr() == tensor.data_ptr()
+        return kept
+
+    every = world.each(run)
+    for got in every:
+        assert all(map(torch.equal, got, every[0]))
+    for got, (dtype, numel) in zip(every[0], sums, strict=False):
+        rows = torch.stack([drawn(rank, dtype, numel) for rank in range(size)])
+        want = rows.double().sum(0)
+        bound = 0 if dtype == torch.int32 else size * torch.finfo(dtype).eps
+        assert (got.double() - want).abs().le(bound * rows.double().abs().sum(0)).all(), dtype
+    assert torch.equal(
+        every[0][len(sums)], torch.stack([message(r, 0, 50) for r in range(size)]).amax(0)
+    )
+    for got, each in zip(every[0][len(sums) + 1 :], lengths, strict=True):
+        assert torch.equal(got, torch.cat([message(r, 1, each[r]) for r in range(size)]))
+
+
+def test_sums_that_do_not_fit(ranks: Callable[..., WireRanks]) -> None:
+    world = ranks(2)
+
+    def run(rank: int) -> None:
+        found = world.backends[rank].exchanges()
+        for wrong in (torch.ones(2, 2), torch.ones(4)[::2]):
+            with pytest.raises(ValueError, match="must be flat, and on the CPU"):
+                found.reduce(wrong, False, wrong, 0, SECONDS)
+        tensor = torch.ones(3 + rank)
+        with pytest.raises(dist.DistBackendError, match=r"sum 0 of order 0 of \d float32: rank"):
+            found.reduce(tensor, False, tensor, found.reserve(), SECONDS).wait()
 
     world.each(run)
 

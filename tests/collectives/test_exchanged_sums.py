@@ -6,6 +6,7 @@ The operator, the values, the bytes, hooks.cast among many ranks, and what waits
 from __future__ import annotations
 
 import math
+import random
 import re
 from typing import Any
 
@@ -20,7 +21,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, run_hook
-from torch_commhook.collectives.direct_sum import direct_bytes, is_gathered, sums_directly
+from torch_commhook.collectives.exchange import bytes_of_sum, is_gathered, sums_in_place
 from torch_commhook.collectives.wide_sum import sum_rows
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
@@ -211,13 +212,41 @@ def test_on_gloo_as_simulated() -> None:
         assert all(torch.equal(found[place], want) for found in every)
 
 
-# ---- the second group ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    ["allreduce()", "cast()", "blockwise()", "topk(0.1)", "randomk(0.1)", "powersgd(rank=1)"],
+)
+def test_many_ranks_start_later_stages_in_any_order(text: str) -> None:
+    ranks, shapes = 20, [(3,), (40, 25), (300, 200), (7, 9)]
+
+    def drawn(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def run(rank: int, group: Any) -> list[Tensor]:
+        register(group, f"{text} on thread {rank}")
+        hook, futures = parse_hook(text), []
+        hook.process_group = group
+        for gradient in drawn(rank):
+            bucket = GradBucket([torch.zeros_like(gradient)], [gradient])
+            futures.append(run_hook(hook, None, bucket))
+        order = random.Random(rank).sample(range(len(shapes)), len(shapes))
+        found = {number: futures[number].wait().clone() for number in order}
+        dist.destroy_process_group(group)
+        return [found[number] for number in range(len(shapes))]
+
+    every = gloo_ranks(run, ranks)
+    wanted = [
+        simulate(parse_hook(text), [[drawn(rank)[number]] for rank in range(ranks)]).result[0]
+        for number in range(len(shapes))
+    ]
+    for found in every:
+        assert all(map(torch.equal, found, every[0]))
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got.flatten(), want.flatten(), rtol=1e-4, atol=1e-4)
 
 
-def test_which_ranks_need_a_second_group() -> None:
-    for hook in (hooks.cast(), hooks.after(3, hooks.cast()), hooks.policy([], hooks.cast())):
-        assert not hook.has_stages and not hook.has_stages_among(7) and hook.has_stages_among(8)
-    assert hooks.blockwise().has_stages_among(2) and not hooks.allreduce().has_stages_among(1000)
+# ---- two stages ----------------------------------------------------------------------------------
 
 
 def _odd(rank: int, mode: Mode) -> list[Tensor]:
@@ -240,16 +269,16 @@ def test_padding_under_compiled_autograd(two_ranks: RankPool) -> None:
         assert all(map(torch.equal, got, want)) and all(map(torch.equal, got, eager[0]))
 
 
-def _fails_between(rank: int, hook: Any, module: str) -> tuple[Tensor, str, Tensor]:
+def _fails_between(rank: int) -> tuple[Tensor, str, Tensor]:
     """A rank cannot add up what it has got, and all ranks go on after that step."""
     model = nn.Linear(300, 300, bias=False)
-    attach(model, hook, bucket_cap_mb=25)
+    attach(model, CastInTwoStages(), bucket_cap_mb=25)
     found: list[Any] = []
     for step in range(3):
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and step == 1:
-                patch.setattr(f"torch_commhook.collectives.{module}.sum_rows", _raise)
+                patch.setattr("torch_commhook.collectives.wide_sum.sum_rows", _raise)
             try:
                 model(torch.full((2, 300), rank + 1.0)).sum().backward()
                 found.append(model.weight.grad)
@@ -263,14 +292,8 @@ def _raise(*arguments: Any) -> Tensor:
     raise ArithmeticError("no sum")
 
 
-@pytest.mark.parametrize(
-    ("hook", "module"), [(hooks.allreduce(), "direct_sum"), (CastInTwoStages(), "wide_sum")]
-)
-def test_a_rank_that_fails_between_two_exchanges_ends_the_step_of_all(
-    three_ranks: RankPool, hook: Any, module: str
-) -> None:
-    assert not is_gathered(4 * 300 * 300, 3)
-    replies = three_ranks.run(_fails_between, hook, module, timeout=60)
+def test_a_rank_that_fails_between_two_stages_ends_the_step_of_all(three_ranks: RankPool) -> None:
+    replies = three_ranks.run(_fails_between, timeout=60)
     for rank, (first, said, last) in enumerate(replies):
         pattern = "PeerError.* on rank 0: ArithmeticError" if rank else "ArithmeticError"
         assert re.match(pattern, said) and "no sum" in said, said
@@ -328,9 +351,11 @@ def test_shapes_and_inference_mode(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_bytes_are_those_of_a_ring_or_of_a_gather(rank: int) -> None:
-    assert direct_bytes(torch.empty(10), rank, 3) == (80, 80)
-    own = 4 * (33_334 if rank == 0 else 33_333)
-    assert direct_bytes(torch.empty(100_000), rank, 3) == (400_000 - own + 2 * own,) * 2
+    assert bytes_of_sum(torch.empty(10), rank, 3) == 80
+    own = 4 * (33_334 if rank == 2 else 33_333)
+    assert bytes_of_sum(torch.empty(100_000), rank, 3) == 400_000 - own + 2 * own
+    assert bytes_of_sum(torch.empty(100), rank, 20) == 5 * 400  # doubled distances
+    assert bytes_of_sum(torch.empty(1_000_000), rank, 20) == 2 * 4_000_000 * 19 // 20
 
 
 @on_processes
@@ -343,5 +368,5 @@ def test_which_tensors(rank: int) -> None:
         torch.ones(0),
         torch.ones((4 << 20) // 4 + 1),
     )
-    found = [sums_directly(tensor, group) for tensor in tensors]
+    found = [sums_in_place(tensor, group) for tensor in tensors]
     assert found == [True, False, False, False, False]

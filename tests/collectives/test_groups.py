@@ -1,4 +1,4 @@
-"""Nested groups of ranks, how ranks find out which share a host, and groups for second stages."""
+"""Nested groups of ranks, how ranks find out which share a host, and the groups of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import of_all_ranks, on_pool, on_processes, on_ranks
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, model, point_to_point
+from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, model
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach, hooks
@@ -21,12 +21,9 @@ from torch_commhook.codecs import Codec
 from torch_commhook.collectives import compressed_all_reduce, hosts
 from torch_commhook.collectives.gloo_groups import (
     group_name,
-    group_of_stages,
     group_store,
-    second_group,
 )
 from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
-from torch_commhook.collectives.turns import turns_of
 from torch_commhook.testing import run_ranks
 
 
@@ -210,40 +207,23 @@ def test_groups_over_some_ranks(four_ranks: RankPool) -> None:
         ]
 
 
-# ---- groups on which second stages travel --------------------------------------------------------
+# ---- the library's own groups --------------------------------------------------------------------
 
 
 @on_processes
-def test_second_groups(rank: int) -> None:
+def test_second_stages_need_no_group(rank: int) -> None:
     before = known_groups()
     group = dist.new_group([0, 1])
-    found: dict[str, Any] = {"own": known_groups() - before}
-    compressed_all_reduce(X, TOPK, group=group).wait()
-    found["of one stage"] = known_groups() - before
-    for _ in range(5):
-        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
-    found["of two stages"] = known_groups() - before
-    assert group_of_stages(group) is group  # exchanges need no other
-    with point_to_point(False):  # as with many ranks
-        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
-        found["of two stages of many"] = known_groups() - before
-        second = second_group(group)
-        found["same"] = second is second_group(group)
-    found["ranks"] = dist.get_process_group_ranks(second)
-    found["timeout"] = second._get_backend(torch.device("cpu")).options._timeout
-    turns = turns_of(second)
-    found["turns"] = len(turns._waiting)
+    for codec in (TOPK, BLOCKWISE, BLOCKWISE):
+        assert compressed_all_reduce(X, codec, group=group).wait().sum().item() == 1200.0
+    assert known_groups() == before + 1
     dist.destroy_process_group(group)
-    del group, second, turns
-    found["left"] = known_groups() - before
+    del group
+    assert known_groups() == before
     # And again, for another group over the same ranks.
     group = dist.new_group([0, 1])
-    found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
+    assert compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item() == 1200.0
     dist.destroy_process_group(group)
-    assert found.pop("timeout") == distributed_c10d.default_pg_timeout
-    expected = {"own": 1, "of one stage": 1, "of two stages": 1, "of two stages of many": 2}
-    expected |= {"same": True, "ranks": [0, 1]}
-    assert found == {**expected, "turns": 0, "left": 0, "again": 1200.0}
 
 
 @on_pool("three_ranks")
@@ -274,11 +254,6 @@ def test_groups_of_a_model(rank: int) -> None:
         del net, handle
         counts.append(known_groups() - counts[0])
     assert counts[1:] == [1, 1, 0] * 3
-
-
-@on_ranks(2)
-def test_other_groups_have_no_second(rank: int) -> None:
-    assert second_group(dist.group.WORLD) is None
 
 
 @on_processes

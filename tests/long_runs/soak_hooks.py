@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from long_run_results import store
 from rank_pool import RankPool
-from staged_steps import Around, point_to_point
+from staged_steps import Around
 from torch import nn
 
 from torch_commhook import PeerError, attach, hooks
@@ -174,8 +174,7 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     calls = plan.randrange(2 if name in ("policy", "after") else 3)
     hook, model = hooks_of(disturbed)[name](), module()
     digest, outcomes, expected = hashlib.sha256(), [], []
-    # Every other run goes by Gloo's collectives.
-    with disturb_low_rank(disturbed), point_to_point(seed % 2 == 0):
+    with disturb_low_rank(disturbed):
         handle = attach(model, hook, bucket_cap_mb=0.008)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * (seed % INPUTS) + 10 * step + rank)

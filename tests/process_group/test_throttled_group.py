@@ -5,13 +5,11 @@ Round trips of Gloo's messages are those that were measured over links of 100 ms
 
 from __future__ import annotations
 
-import gc
 import heapq
 import itertools
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook.collectives.exchange import exchange
-from torch_commhook.collectives.gloo_groups import group_of_stages, second_group
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, register, throttled
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
+    SUM,
     Messages,
     Traffic,
     has_a_thread,
@@ -261,12 +259,11 @@ def test_stages_are_on_one_link(rank: int, text: str, has_seconds: bool) -> None
         found.append(gradients)
         if process_group is group:
             issued = [traffic.operation for _, traffic in link.issued[begun:]]
-            assert group_of_stages(group) is group
             assert group._model.threads == 2  # as PyTorch's groups have
         handle.remove()
     assert equal(*found)
-    assert issued.pop() == EXCHANGE  # last the ranks agree
-    assert set(issued) == {EXCHANGE}
+    assert issued.pop() == SUM  # last the ranks agree
+    assert set(issued) == ({SUM} if text == "powersgd(rank=1)" else {EXCHANGE})
     buckets, left = divmod(len(issued), 2 if has_seconds else 1)
     assert buckets > 1 and not left
 
@@ -286,7 +283,7 @@ def test_large_messages_are_exchanged(rank: int) -> None:
         handle.remove()
     assert torch.equal(*gradients)
     operations = [traffic.operation for _, traffic in link.issued[-3:]]
-    assert operations == [EXCHANGE] * 3
+    assert operations == [EXCHANGE, EXCHANGE, SUM]
 
 
 @on_processes
@@ -301,19 +298,6 @@ def test_an_uneven_exchange_takes_its_longer_direction(rank: int) -> None:
     exchange(inputs, outputs, received, group).wait()
     ((_, traffic),) = link.issued
     assert (traffic.ranks, traffic.nbytes, traffic.carried) == (2, 5 + sizes[0], 1000)
-
-
-@on_processes
-def test_the_second_group_does_not_hold_the_first(rank: int) -> None:
-    gc.collect()
-    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
-    register(group, "dropped")
-    second_group(group)
-    gone = weakref.ref(group)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert gone() is None
 
 
 # ---- messages of Gloo's collectives, in simulated time -------------------------------------------
@@ -411,7 +395,7 @@ def test_every_collective_has_messages() -> None:
 def test_a_step_of_25_buckets(
     ranks: int, ddp: int, blockwise: int, topk: int, powersgd: int
 ) -> None:
-    """Two collectives at a time in a group, and a group for second stages."""
+    """Two collectives at a time in a group; those that follow have another one."""
     of_all, gathered = call("allreduce", ranks), call("all_gather_single", ranks)
     exchanged = call("all_to_all_single", ranks)
     assert elapsed([[of_all]] * 25) == ddp

@@ -67,9 +67,8 @@ def _end_groups() -> None:
     from torch_commhook.collectives.gloo_groups import destroy_group
 
     world = distributed_c10d._world
-    stay = dist.group.WORLD.group_name, f"{dist.group.WORLD.group_name}/commhook-second"
     for group, name in list(world.pg_names.items()):
-        if name in stay or name in KEPT_GROUPS:
+        if name == dist.group.WORLD.group_name or name in KEPT_GROUPS:
             continue
         if "/commhook" in name:  # it may have no backend after a failed step
             destroy_group(group)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from torch_commhook.codecs import CODECS, Codec, Shard
-from torch_commhook.collectives import gloo_groups
-from torch_commhook.collectives.gloo_groups import MOST_RANKS
 
 BLOCKWISE = CODECS["blockwise"]()
 TOPK = CODECS["topk"]()
@@ -39,19 +35,6 @@ def backward(net: nn.Module, rank: int) -> None:
 def known_groups() -> int:
     gc.collect()  # frees objects of earlier tests
     return len(distributed_c10d._world.pg_map)
-
-
-@contextmanager
-def point_to_point(is_wanted: bool) -> Iterator[None]:
-    """Makes ranks exchange messages, or use collectives, as many ranks do."""
-    with patch.object(gloo_groups, "MOST_RANKS", MOST_RANKS if is_wanted else 1):
-        yield
-
-
-def as_long(rank: int, is_wanted: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a rank's function under :func:`point_to_point`."""
-    with point_to_point(is_wanted):
-        return function(rank, *args)
 
 
 def _noted(method: str) -> Any:

@@ -106,11 +106,11 @@ def attach(
             On by default. As in DDP, those of ``_ddp_params_and_buffers_to_ignore`` stay each
             rank's own, here and in each forward.
         connections: the number of connections between two ranks that carry a large message, 1 to
-            16. It applies to at most 16 ranks over Gloo with tensors on the CPU; elsewhere, and
-            among simulated ranks, ``attach`` warns that it has no effect. Several connections fill
-            a link with long delays better than one. By default ``attach`` takes four if they are
-            faster, else one. To find out, ranks on several machines with a round trip of 5 ms or
-            more send each other a few MiB.
+            16. It applies to ranks over Gloo with tensors on the CPU; elsewhere, and among
+            simulated ranks, ``attach`` warns that it has no effect. Several connections fill a link
+            with long delays better than one. By default ``attach`` takes one among more than 16
+            ranks, else four if they are faster. To find out, ranks on several machines with a round
+            trip of 5 ms or more send each other a few MiB.
         elastic: for a module on the CPU: how training continues when ranks are lost, and how it
             admits new ranks. Uses connections of the library's own: see
             :class:`torch_commhook.Elastic`.

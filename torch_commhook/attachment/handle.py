@@ -22,7 +22,6 @@ from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
-from torch_commhook.collectives.exchange import MOST_RANKS
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
@@ -471,8 +470,8 @@ def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
     is_on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     if not (is_on_cpu and road.group.takes_connections):
         warn_user(
-            f"attach: connections={count} has no effect: it applies to at most {MOST_RANKS} ranks "
-            "over Gloo with tensors on the CPU, and not to simulated ranks"
+            f"attach: connections={count} has no effect: it applies to ranks over Gloo with tensors "
+            "on the CPU, and not to simulated ranks"
         )
 
 

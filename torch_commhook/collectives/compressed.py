@@ -18,7 +18,8 @@ from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.message_error import begin_measuring
-from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes, resolve_group
+from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.plain import all_reduce_bytes, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
@@ -29,6 +30,7 @@ from torch_commhook.collectives.sum_arguments import (
 )
 from torch_commhook.collectives.symmetric import symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
+from torch_commhook.collectives.traced_ops import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.tensor_checks import check_flat
 
@@ -64,8 +66,7 @@ def compressed_all_reduce(
     All ranks get the same bits. If ranks give different sizes, up to 16 of them get an error on the
     CPU; otherwise the backend decides what happens.
 
-    On the CPU over Gloo no stage waits for another bucket. Among more than 16 ranks, second stages
-    use a process group of their own, which the first call makes. CUDA tensors are encoded, sent and
+    On the CPU over Gloo no stage waits for another bucket. CUDA tensors are encoded, sent and
     decoded on a separate stream, so that the current one continues; over NCCL only that stream
     waits. Over other groups the call waits for the first stage, and with CUDA tensors for all
     stages. In a step of an attached hook the second stage may wait for the next bucket instead.
@@ -75,10 +76,8 @@ def compressed_all_reduce(
     longer than ``timeout`` writes NaNs, and its next call with these buffers raises.
     ``COMMHOOK_SYMMETRIC_MEMORY=0`` disables this.
 
-    If a first stage raises on a rank, that rank cannot issue the second stage, and its order of
-    collectives no longer matches the other ranks'. That call and all its later calls with two
-    stages on this group fail with the same error, and the other ranks wait until the group's
-    timeout. Attached hooks begin anew.
+    If a first stage raises on a rank, that rank cannot issue the second stage, and the other ranks
+    wait for it until the group's timeout. Attached hooks begin anew.
 
     Args:
         tensors: a tensor or a list of them: dense, of a bucket's dtypes, on one device, with the
@@ -131,12 +130,24 @@ def compressed_all_reduce(
     arguments = SumArguments(
         codec, scale, error, shard_error, rounding, buffers, meter, timeout, error_decay
     )
+    return sum_compressed(sources, destinations, arguments, group)
+
+
+def sum_compressed(
+    sources: list[Tensor],
+    destinations: list[Tensor],
+    arguments: SumArguments,
+    group: dist.ProcessGroup,
+) -> torch.futures.Future[Tensor]:
+    """As :func:`compressed_all_reduce`, which describes the arguments."""
+    numel = sum(tensor.numel() for tensor in sources)
     check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
+    error = arguments.error
     with torch.no_grad():
         if call.is_traced:
             return call.start(sources, error, group)
-        used = (sources, destinations, error, shard_error, rounding)
+        used = (sources, destinations, error, arguments.shard_error, arguments.rounding)
         with beside(call.device, call.buffers.stream, used):
             return call.start(sources, error, group)
 
@@ -256,9 +267,13 @@ class _CompressedSum(CompressedCall):
     ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
-        wire = on_wire(
-            all_reduce(values, group=group, timeout=self.timeout), self.meter, self.device
+        note_collective(*all_reduce_bytes(values, group, self.timeout))
+        first = (
+            traced_all_reduce(values, group)
+            if self.is_traced
+            else issue_all_reduce(values, group, self.timeout, place=self.places[0])
         )
+        wire = on_wire(first, self.meter, self.device)
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             total = done.value()
@@ -279,7 +294,7 @@ class _CompressedSum(CompressedCall):
         message = self._encode(sources, error, 1)
         sizes = [len(message)] * self.world_size
         note_collective(*self.gathered_bytes(sizes, group))
-        first = self.issue_gather("gathered", message, sizes, group)
+        first = self.issue_gather("gathered", message, sizes, group, place=self.places[0])
         wire = on_wire(first, self.meter, self.device)
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
@@ -312,13 +327,12 @@ class _CompressedSum(CompressedCall):
         return two_stages(
             lambda: self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            lambda padded, second_group, place: self.issue_gather(
-                "sums", padded, sizes, second_group, is_second=True, place=place
+            lambda padded, place: self.issue_gather(
+                "sums", padded, sizes, group, is_second=True, place=place
             ),
             self._decode,
-            expect=lambda place, second_group: self.expect_gather(
-                "sums", sizes, place, second_group
-            ),
+            expect=lambda place: self.expect_gather("sums", sizes, place, group),
+            given=self.places[1],
             second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,

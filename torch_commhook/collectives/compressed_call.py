@@ -12,13 +12,17 @@ from torch import Tensor
 from torch_commhook.codecs.error_decay import decay_error
 from torch_commhook.collectives.exchange import Place, exchanges
 from torch_commhook.collectives.group_place import group_rank
-from torch_commhook.collectives.issuing import issue_all_gather, issue_gather_of_sizes
+from torch_commhook.collectives.issuing import (
+    issue_all_gather,
+    issue_all_to_all,
+    issue_gather_of_sizes,
+)
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_to_all
 from torch_commhook.collectives.stages import timed
 from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.sum_arguments import SumArguments
-from torch_commhook.collectives.traced_ops import traced_all_gather
+from torch_commhook.collectives.traced_ops import traced_all_gather, traced_all_to_all
+from torch_commhook.metrics import note_collective
 
 
 class CompressedCall:
@@ -38,6 +42,7 @@ class CompressedCall:
         self.meter = arguments.meter
         self.timeout = arguments.timeout
         self.error_decay = arguments.error_decay
+        self.places = arguments.places
         self.world_size: int = group.size()
         self.rank: int = group_rank(group)
         # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
@@ -81,7 +86,7 @@ class CompressedCall:
         return self.buffers.get(name, shape, torch.uint8, self.device)
 
     def is_exchanged(self, group: dist.ProcessGroup) -> bool:
-        """Whether ranks exchange messages of their own lengths, without padding."""
+        """Whether messages have their own lengths, without padding."""
         return self.timeout is None and self.device.type == "cpu" and exchanges(group)
 
     def issue_all_to_all(
@@ -98,14 +103,11 @@ class CompressedCall:
             A Future of the parts, flat, each of ``sizes[self.rank]`` bytes.
         """
         own = [sizes[self.rank]] * self.world_size
-        return all_to_all(
-            message,
-            input_split_sizes=sizes,
-            output_split_sizes=own,
-            out=None if self.is_traced else self.buffer("shards", sum(own)),
-            group=group,
-            timeout=self.timeout,
-        )
+        note_collective(sum(sizes) - own[0], sum(own) - own[0])
+        if self.is_traced:
+            return traced_all_to_all(message, sizes, own, group)
+        out = self.buffer("shards", sum(own))
+        return issue_all_to_all(message, sizes, own, out, group, self.timeout, place=self.places[0])
 
     def gathered_bytes(self, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[int, int]:
         """Bytes that this rank sends and receives in :meth:`issue_gather`."""
@@ -132,8 +134,7 @@ class CompressedCall:
             sizes: the sizes of the messages in bytes, the same on all ranks.
             group: the process group.
             is_second: whether this is a second stage; used while a compiler traces.
-            place: the position in the order of the group's exchanges, if it exchanges messages;
-                None for the next one.
+            place: its place; None for the next one, if it needs one.
 
         Returns:
             A Future of the messages for :meth:`without_padding`: one after another, flat, or of
@@ -154,7 +155,7 @@ class CompressedCall:
     ) -> None:
         """Request the messages that :meth:`issue_gather` will write to the named buffer."""
         if self.is_exchanged(group):
-            place.expect(0, self.buffer(name, sum(sizes)).split(list(sizes)))
+            place.expect_gather(self.buffer(name, sum(sizes)).split(list(sizes)))
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:
         """Messages of several lengths, one after another.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +18,6 @@ from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
 
-#: With more ranks, each would send a message to too many others at once.
-MOST_RANKS = 16
-#: Makes the group of second stages for another group.
-_Provider = Callable[[], dist.ProcessGroup | None]
-
-_seconds: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
 #: The backends of the library's own groups.
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = (
     weakref.WeakKeyDictionary()
@@ -33,7 +25,6 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = (
 #: Those of exchanges of a user's groups.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = weakref.WeakKeyDictionary()
 _making: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
@@ -240,12 +231,12 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         found.close()
 
 
-# ---- exchanges, and second stages ----------------------------------------------------------------
+# ---- collectives in places -----------------------------------------------------------------------
 
 
 def exchanges(group: dist.ProcessGroup) -> bool:
-    """Whether a group's ranks exchange messages on the CPU. The same on all of them."""
-    return 1 < group.size() <= MOST_RANKS and (is_gloo_or_own(group) or has_places(group))
+    """Whether a group's collectives on the CPU can have places. The same on all of its ranks."""
+    return group.size() > 1 and (is_gloo_or_own(group) or has_places(group))
 
 
 # Compilers treat the result as a constant.
@@ -253,12 +244,12 @@ exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_places(group: dist.ProcessGroup) -> bool:
-    """Whether a group is around another one, and uses that one's exchanges."""
+    """Whether a group is around another one, and uses that one's places."""
     return getattr(group, "_commhook_has_places", False)
 
 
 def backend_of(group: dist.ProcessGroup) -> _C.WireBackend:
-    """The backend that exchanges a group's messages.
+    """The backend of a group's collectives in places.
 
     The first call for a group of Gloo makes one over the same ranks, on all of them at the same
     point.
@@ -281,57 +272,3 @@ def backend_of(group: dist.ProcessGroup) -> _C.WireBackend:
                 names=group_ranks(group) or (),
             )
     return found
-
-
-def provide_second_group(group: dist.ProcessGroup, provider: _Provider) -> None:
-    """Let :func:`second_group` call ``provider`` for this group."""
-    _providers[group] = provider
-
-
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The group over the same ranks that issues the second stage of collectives.
-
-    The thread that ends one stage issues the next, and all ranks must issue the collectives of one
-    group in the same order. The first call makes the group, on all ranks at the same point.
-
-    Returns:
-        The group; None for groups of other kinds.
-    """
-    found = _seconds.get(group)
-    if found is not None:
-        return found
-    provider = _providers.get(group)
-    if provider is not None:
-        found = provider()
-    elif is_gloo(group) and (parent_store := group_store(group)) is not None:
-        name = f"{group_name(group)}/commhook-second"
-        found = make_group(
-            dist.PrefixStore(name, parent_store),
-            group.rank(),
-            dist.get_process_group_ranks(group),
-            name,
-            group_timeout(group),
-            description=second_stages(f"commhook: collectives of {group_description(group)}"),
-        )
-        weakref.finalize(group, destroy_group, found)
-    if found is not None:
-        _seconds[group] = found
-    return found
-
-
-def group_of_stages(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """As :func:`second_group`; the group itself if its ranks exchange messages.
-
-    Exchanges may start in any order, so they need no other group. As there, what is needed is made
-    here, on all ranks at the same point.
-    """
-    if not exchanges(group):
-        return second_group(group)
-    if not has_places(group):
-        backend_of(group)
-    return group
-
-
-def second_stages(description: str) -> str:
-    """The description of the group of second stages, from that of the first group."""
-    return f"{description}, second stages"

@@ -12,15 +12,18 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
-from torch_commhook.collectives.compressed import compressed_all_reduce, compressed_bytes
-from torch_commhook.collectives.exchange import exchanges, place_in
+from torch_commhook.collectives.compressed import compressed_bytes, sum_compressed
+from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
 from torch_commhook.collectives.futures import chained, completed, then, then_beside
-from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.issuing import as_bytes
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
-from torch_commhook.collectives.stages import staged
+from torch_commhook.collectives.plain import (
+    all_gather,
+    reduce_scatter,
+    resolve_group,
+    sum_of_shares,
+)
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
     SumArguments,
@@ -59,7 +62,7 @@ def hierarchical_all_reduce(
     Nodes may be nested, as hosts in a rack: each level then sums the shares of the next inner
     level.
 
-    On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and stages of
+    On the CPU over Gloo the call waits for no stage, and stages of
     several calls run at once: the thread that ends one stage issues the next. If a rank fails
     between two stages, its later calls with this ``inter_group`` fail with the same error, and the
     other ranks wait until the group's timeout. Attached hooks begin anew. In other cases
@@ -191,7 +194,7 @@ def _mode_of_now(is_traced: bool) -> Callable[[], AbstractContextManager[object]
 
 
 def _waits_for_nothing(device: torch.device, *groups: dist.ProcessGroup) -> bool:
-    """Whether all stages are exchanges; each then has its place in their order."""
+    """Whether all stages have places."""
     return device.type == "cpu" and all(group.size() == 1 or exchanges(group) for group in groups)
 
 
@@ -214,19 +217,24 @@ def _in_background(
     Returns:
         A Future of all shares' sums, with as many elements as ``flat``.
     """
-    has_stages = arguments.codec.exchange == "all_to_all" or exchanges(inter_group)
-    if has_stages and inter_group.size() > 1:
-        group_of_stages(inter_group)  # made here, by all ranks at the same point
+    # Taken here, by all ranks in the same order.
+    places = [
+        (place_in(group), place_in(group)) if group.size() > 1 else None for group in intra_groups
+    ]
+    if numel and inter_group.size() > 1:
+        has_two = arguments.codec.exchange == "all_to_all"
+        second = place_in(inter_group, SECOND) if has_two else None
+        arguments = arguments._replace(places=(place_in(inter_group), second))
     # Here, since the threads that issue the stages count nothing.
     if numel:
         note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
     nbytes = tensor_bytes(flat)
-    for level, group in enumerate(intra_groups):
+    for group in intra_groups:
         ranks = group.size()
-        # The reduce-scatter and the all-gather; the first reduce-scatter counts itself.
-        note_collective(nbytes // ranks * (ranks - 1) * (1 if level == 0 else 2))
+        for _ in ("reduce-scatter", "all-gather"):
+            note_collective(nbytes // ranks * (ranks - 1))
         nbytes //= ranks
-    return _in_level(flat, numel, arguments, intra_groups, inter_group)
+    return _in_level(flat, numel, arguments, intra_groups, inter_group, places)
 
 
 def _in_level(
@@ -235,22 +243,28 @@ def _in_level(
     arguments: SumArguments,
     intra_groups: Sequence[dist.ProcessGroup],
     inter_group: dist.ProcessGroup,
+    places: Sequence[tuple[Place, Place] | None],
 ) -> torch.futures.Future[Tensor]:
-    """Run the stages of :func:`_in_background` in the first of these levels, and beyond it."""
+    """Run the stages of :func:`_in_background` in the first of these levels, and beyond it.
+
+    Args:
+        flat, numel, arguments, intra_groups, inter_group: as there.
+        places: of the first and of the last stage in each level; None for one rank.
+    """
     intra_group, *beyond = intra_groups
     ranks, mode = intra_group.size(), _mode_of_now(False)
-    first = reduce_scatter(flat, group=intra_group)
-    last = place_in(intra_group) if ranks > 1 else None
+    scatter, last = places[0] or (None, None)
+    first = sum_of_shares(flat, intra_group, scatter)
     with mode():
         gathered = flat.new_empty((ranks, flat.numel() // ranks))
     outputs = [as_bytes(row) for row in gathered]
     if last is not None:
-        last.expect(0, outputs)
+        last.expect_gather(outputs)
 
     def over_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
         if beyond:
             with mode(), counting(WireMeter()):
-                return _in_level(own, numel, arguments, beyond, inter_group)
+                return _in_level(own, numel, arguments, beyond, inter_group, places[1:])
         if numel == 0:
             return completed(own)
 
@@ -266,11 +280,9 @@ def _in_level(
         if last is None:
             return completed(sums)
         with mode():
-            return last.exchange(0, [as_bytes(sums.view(-1))] * ranks, outputs, gathered)
+            return last.gather(as_bytes(sums.view(-1)), outputs, gathered)
 
-    # All ranks issue the sums over the nodes in the same order.
-    order = beyond[0] if beyond else inter_group
-    summed = staged(first, lambda own: own, over_nodes, lambda own: own, order)
+    summed = chained(first, over_nodes, lambda own: own)
     return chained(summed, in_node, lambda gathered: gathered)
 
 
@@ -296,19 +308,7 @@ def _start_over_nodes(
     own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
     """Start to replace a share's sum of the node by the sum of all nodes."""
-    return compressed_all_reduce(
-        own,
-        arguments.codec,
-        scale=arguments.scale,
-        out=own,
-        error=arguments.error,
-        shard_error=arguments.shard_error,
-        error_decay=arguments.error_decay,
-        rounding=arguments.rounding,
-        buffers=arguments.buffers,
-        meter=arguments.meter,
-        group=inter_group,
-    )
+    return sum_compressed([own], [own], arguments, inter_group)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

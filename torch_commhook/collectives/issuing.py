@@ -1,6 +1,6 @@
 """Issues collectives in eager code: unchecked, uncounted, on any thread.
 
-Over Gloo, tensors on the CPU are exchanged (``exchange.py``) if there are few ranks.
+Over Gloo, collectives of tensors on the CPU have places (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
-from torch_commhook.collectives.direct_sum import start_sum, sums_directly
-from torch_commhook.collectives.exchange import Place, exchange, exchanges
+from torch_commhook.collectives.exchange import (
+    Place,
+    exchange,
+    exchanges,
+    place_in,
+    sums_in_place,
+)
 from torch_commhook.collectives.group_place import gathers_flat, is_alone
 from torch_commhook.collectives.works import issued, issued_on_device, when_good
 
@@ -51,16 +56,15 @@ def issue_all_reduce(
         tensor: contiguous.
         group: the process group.
         timeout: the operation's timeout; None for the group's.
-        place: the position in the order of the group's exchanges, if it exchanges; None for the
-            next one.
+        place: its place; None for the next one, if it needs one.
 
     Returns:
         A Future of the same tensor.
     """
     if is_alone(group):
         return _C.as_future(tensor, "all_reduce")
-    if timeout is None and sums_directly(tensor, group):
-        return start_sum(tensor, group, place)
+    if place is not None or (timeout is None and sums_in_place(tensor, group)):
+        return (place or place_in(group)).reduce(tensor)
     # Sums by default.
     options = _with_timeout(dist.AllreduceOptions(), timeout)
     return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
@@ -91,7 +95,7 @@ def issue_all_gather(
         return _C.as_future(out.copy_(tensor.unsqueeze(0)), "all_gather")
     if is_exchanged(tensor, group, timeout):
         outputs = [as_bytes(each) for each in out.unbind()]
-        return exchange([as_bytes(tensor)] * ranks, outputs, out, group, place)
+        return (place or place_in(group)).gather(as_bytes(tensor), outputs, out)
     flat = tensor.reshape(-1)
     options = _with_timeout(AllgatherOptions(), timeout)
 
@@ -114,20 +118,20 @@ def issue_gather_of_sizes(
     group: dist.ProcessGroup,
     place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Gather messages of different lengths on every rank, by an exchange.
+    """Gather messages of different lengths on every rank.
 
     Args:
         message: flat bytes; the first ones are sent.
         sizes: the size of each rank's message in bytes, the same on all ranks.
         out: flat, ``sum(sizes)`` bytes. Written.
-        group: a group whose ranks exchange messages.
-        place: the position in the order of its exchanges; None for the next one.
+        group: a group whose collectives have places.
+        place: its place; None for the next one.
 
     Returns:
         A Future of ``out``.
     """
     own = message[: sizes[group.rank()]]
-    return exchange([own] * group.size(), out.split(list(sizes)), out, group, place)
+    return (place or place_in(group)).gather(own, out.split(list(sizes)), out)
 
 
 def issue_all_to_all(
@@ -137,6 +141,8 @@ def issue_all_to_all(
     out: Tensor,
     group: dist.ProcessGroup,
     timeout: timedelta | None = None,
+    *,
+    place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Send a piece of a tensor to each rank, and receive one from each.
 
@@ -147,6 +153,7 @@ def issue_all_to_all(
         out: contiguous, ``sum(gets)`` rows. Written.
         group: the process group.
         timeout: the operation's timeout; None for the group's.
+        place: as for :func:`issue_all_reduce`.
 
     Returns:
         A Future of ``out``.
@@ -156,7 +163,7 @@ def issue_all_to_all(
     if is_exchanged(tensor, group, timeout):
         inputs = [as_bytes(piece) for piece in tensor.split(list(sends))]
         outputs = [as_bytes(piece) for piece in out.split(list(gets))]
-        return exchange(inputs, outputs, out, group)
+        return exchange(inputs, outputs, out, group, place)
 
     def issue() -> Any:
         tensors = as_real(out), as_real(tensor)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.direct_sum import direct_bytes, sums_directly
+from torch_commhook.collectives.exchange import Place, bytes_of_sum, sums_in_place
 from torch_commhook.collectives.futures import traced
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.collectives.group_place import group_rank
@@ -124,8 +124,9 @@ def all_reduce_bytes(
     tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
 ) -> tuple[int, int]:
     """Bytes that this rank sends and receives in an all-reduce."""
-    if timeout is None and sums_directly(tensor, group):
-        return direct_bytes(tensor, group_rank(group), group.size())
+    if timeout is None and sums_in_place(tensor, group):
+        nbytes = bytes_of_sum(tensor, group_rank(group), group.size())
+        return nbytes, nbytes
     nbytes = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
     return nbytes, nbytes
 
@@ -264,14 +265,9 @@ def reduce_scatter(
                 tensor, "sum", world_size, group.group_name
             )
         )
-    if world_size == 1:
-        return _C.as_future(tensor.clone(), "reduce_scatter")
     # Gloo's has no Future: the same traffic, in fixed order.
-    if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
-        shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
-        splits = [rows] * world_size
-        future = issue_all_to_all(tensor, splits, splits, shares.flatten(0, 1), group)
-        return future.then(continued(lambda done: _sum(when_good(done, shares))))
+    if world_size == 1 or tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
+        return sum_of_shares(tensor, group)
     result = tensor.new_empty((rows, *tensor.shape[1:]))
     return issued(
         lambda: _reduce_scatter(result, tensor, group=group, async_op=True),
@@ -279,6 +275,25 @@ def reduce_scatter(
         "reduce_scatter_tensor",
         result,
     )
+
+
+def sum_of_shares(
+    tensor: Tensor, group: dist.ProcessGroup, place: Place | None = None
+) -> torch.futures.Future[Tensor]:
+    """As :func:`reduce_scatter`, by an all-to-all; unchecked and uncounted, on any thread.
+
+    Args:
+        tensor, group: as there.
+        place: the place of the all-to-all; None for the next one, if it needs one.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return _C.as_future(tensor.clone(), "reduce_scatter")
+    rows = tensor.shape[0] // ranks
+    shares = tensor.new_empty((ranks, rows, *tensor.shape[1:]))
+    splits = [rows] * ranks
+    future = issue_all_to_all(tensor, splits, splits, shares.flatten(0, 1), group, place=place)
+    return future.then(continued(lambda done: _sum(when_good(done, shares))))
 
 
 def issue_reduce_scatter(

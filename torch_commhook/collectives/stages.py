@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
-from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
-from torch_commhook.collectives.gloo_groups import group_of_stages
+from torch_commhook.collectives.futures import (
+    TracedStages,
+    chained,
+    set_error,
+    set_outcome,
+    then_beside,
+)
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
 from torch_commhook.collectives.streams import current_place
-from torch_commhook.collectives.turns import turns_of
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.spans import continued, current_spans
-
-First = TypeVar("First")
-Second = TypeVar("Second")
 
 
 def two_stages(
     issue_first: Callable[[], torch.futures.Future[Tensor]],
     between: Callable[[Tensor], Tensor],
-    issue_second: Callable[[Tensor, dist.ProcessGroup, Place | None], torch.futures.Future[Tensor]],
+    issue_second: Callable[[Tensor, Place | None], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
-    expect: Callable[[Place, dist.ProcessGroup], object] | None = None,
+    expect: Callable[[Place], object] | None = None,
+    given: Place | None = None,
     second_bytes: tuple[int, int],
     device: torch.device,
     group: dist.ProcessGroup,
@@ -37,24 +38,23 @@ def two_stages(
 ) -> torch.futures.Future[Tensor]:
     """Run two collectives, one after the other, without delaying those of other buckets.
 
-    On the CPU the thread that ended the first issues the second one. Among more than 16 ranks it
-    does so on a process group of its own, which the first call makes. Over other groups the second
-    one is issued after the next bucket's first one, if the step of a hook allows it
-    (``pipeline.py``), or else by this call. Issuing it waits for the first; on CUDA a stream waits,
-    not the thread. While a compiler traces, ``start_next`` issues the second one.
+    On the CPU over Gloo the second one has a place in an order, and the thread that ended the first
+    issues it. Over other groups it is issued after the next bucket's first one, if the step of a
+    hook allows it (``pipeline.py``), or else by this call. Issuing it waits for the first; on CUDA
+    a stream waits, not the thread. While a compiler traces, ``start_next`` issues the second one.
 
     Args:
         issue_first: starts the first collective, which counts its own bytes.
         between: computes the second one's data from the first one's result. On any thread.
-        issue_second: starts the second one on a group; it counts and checks nothing, since another
-            thread may call it. Called with the group, and its place in the order of the group's
-            exchanges, if it has exchanges.
+        issue_second: starts the second one, in its place if it has one; it counts and checks
+            nothing, since another thread may call it.
         finish: computes the result from the second one's result. On any thread.
-        expect: if the second one exchanges messages: gives memory to them in its future place,
-            before the first one is issued.
+        expect: gives memory to the messages in the place of the second one, before the first one is
+            issued.
+        given: the place of the second one, if it was taken before.
         second_bytes: bytes that this rank sends and receives in the second one.
         device: the tensors' device.
-        group: the process group of the first one.
+        group: the process group.
         meter: records how long both are on the wire.
 
     Returns:
@@ -62,15 +62,11 @@ def two_stages(
     """
     # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
     is_traced = torch.compiler.is_compiling()
-    own_group: dist.ProcessGroup | None = None
     place: Place | None = None
-    if not is_traced and device.type == "cpu" and group.size() > 1:
-        own_group = group_of_stages(group)
-        if own_group is not None and exchanges(own_group):
-            # Here, on a thread that may reference the first group.
-            place = place_in(own_group, SECOND)
-            if expect is not None:
-                expect(place, own_group)
+    if not is_traced and device.type == "cpu" and exchanges(group):
+        place = place_in(group, SECOND) if given is None else given
+        if expect is not None:
+            expect(place)
     first = issue_first()
     note_collective(*second_bytes)  # here, since the issuing thread may not count
 
@@ -85,26 +81,25 @@ def two_stages(
     if is_traced:
         return TracedStages(
             first,
-            lambda received: issue_second(send(received), group, None).then(
+            lambda received: issue_second(send(received), None).then(
                 lambda done: end(done.value())
             ),
         )
     first = on_wire(first, meter, device)
-    if own_group is None:
+    if place is None:
 
         def both() -> torch.futures.Future[Tensor]:
-            second = on_wire(issue_second(send(first.wait()), group, None), meter, device)
+            second = on_wire(issue_second(send(first.wait()), None), meter, device)
             return then_beside(second, lambda done: end(done.value()), device)
 
         waiting = None if group.size() == 1 else current_second_stages()
         return both() if waiting is None else later(both, waiting, device)
 
-    # Callbacks do not reference the first group: a Gloo thread that released it last would wait for
-    # its own end.
-    def issue(tensor: Tensor) -> torch.futures.Future[Tensor]:
-        return on_wire(issue_second(tensor, own_group, place), meter, device)
-
-    return staged(first, send, issue, end, own_group)
+    return chained(
+        first,
+        lambda received: on_wire(issue_second(send(received), place), meter, device),
+        end,
+    )
 
 
 def later(
@@ -139,44 +134,6 @@ def later(
             error.add_note("in the second stage of the previous bucket")
         raise
     waiting.add(continued(issue), lambda error: set_error(result, error))
-    return result
-
-
-def staged(
-    first: torch.futures.Future[First],
-    send: Callable[[First], Tensor],
-    issue: Callable[[Tensor], torch.futures.Future[Second]],
-    end: Callable[[Second], Tensor],
-    group: dist.ProcessGroup,
-) -> torch.futures.Future[Tensor]:
-    """Run two stages one after another; the thread that ends one issues the next.
-
-    Args:
-        first: a Future of the first one, which has been issued.
-        send: computes the second one's data from the first one's result.
-        issue: starts the second one on ``group``, in order, and returns its Future.
-        end: computes the result from the second one's result.
-        group: the group of second stages.
-
-    Returns:
-        A Future of the result of ``end``.
-    """
-    result: torch.futures.Future[Tensor] = torch.futures.Future()
-    turn = turns_of(group).announce(lambda error: set_error(result, error))
-
-    def first_done(done: torch.futures.Future[First]) -> None:
-        try:
-            tensor = send(done.value())
-        except BaseException as error:
-            turn.give_up(error)
-            return
-        turn.take(continued(lambda: issue(tensor).add_done_callback(second_done)))
-
-    def second_done(done: torch.futures.Future[Second]) -> None:
-        set_outcome(result, lambda: end(done.value()), caught=BaseException)
-
-    second_done = continued(second_done)
-    first.add_done_callback(continued(first_done))
     return result
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.codecs.error_decay import check_decay, decays_at_random
+from torch_commhook.collectives.exchange import Place
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import CallMeter
@@ -34,6 +35,8 @@ class SumArguments(NamedTuple):
     meter: CallMeter | None
     timeout: timedelta | None = None
     error_decay: float = 1.0
+    #: Of the stages, if they were taken before.
+    places: tuple[Place | None, Place | None] = (None, None)
 
 
 def check_arguments(

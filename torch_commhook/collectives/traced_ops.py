@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook.collectives.exchange import SECOND, Place, exchanges, place_in
 from torch_commhook.collectives.futures import TracedFuture, traced
-from torch_commhook.collectives.gloo_groups import group_of_stages
 from torch_commhook.collectives.group_place import is_alone
 from torch_commhook.collectives.issuing import (
     issue_all_gather,
@@ -38,12 +37,9 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _group_and_place(name: str, is_second: bool) -> tuple[dist.ProcessGroup, Place | None]:
-    """A group, and for a second stage the next place in the order of its exchanges, if any."""
+    """A group, and for a second stage the next place in their order, if any."""
     group = _group(name)
-    second = group_of_stages(group) if is_second else None
-    if second is None:
-        return group, None
-    return second, place_in(second, SECOND) if exchanges(second) else None
+    return group, place_in(group, SECOND) if is_second and exchanges(group) else None
 
 
 def _started(future: torch.futures.Future[Tensor], result: Tensor) -> Tensor:
@@ -58,7 +54,7 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
     Args:
         tensor: dense, of a dtype that the group's backend supports.
         group_name: the process group's name.
-        is_second: whether it uses the group for second stages, if there is one.
+        is_second: whether it has a place among second stages.
 
     Returns:
         A tensor of the same shape and dtype, for ``wait_tensor``.
@@ -76,8 +72,8 @@ def start_all_gather(
 
     Args:
         tensor: dense, with the same shape on all ranks.
-        sizes: None, or the number of bytes of each rank's message, for ranks that exchange
-            messages; ``tensor`` is then flat bytes.
+        sizes: None, or the number of bytes of each rank's message, for messages of their own
+            lengths; ``tensor`` is then flat bytes.
         group_name, is_second: as for :func:`start_all_reduce`.
 
     Returns:

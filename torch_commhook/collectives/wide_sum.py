@@ -58,16 +58,14 @@ def wide_all_reduce(
         with timed(None, "encode"):
             return sum_rows(received.view(ranks, shard), sums)
 
-    def issue_second(
-        tensor: Tensor, second_group: dist.ProcessGroup, place: Place | None
-    ) -> torch.futures.Future[Tensor]:
+    def issue_second(tensor: Tensor, place: Place | None) -> torch.futures.Future[Tensor]:
         if is_traced:
-            return traced_all_gather(tensor, second_group, is_second=True)
-        return issue_all_gather(tensor, wire.view(ranks, shard), second_group, place=place)
+            return traced_all_gather(tensor, group, is_second=True)
+        return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
 
-    def expect(place: Place, _: dist.ProcessGroup) -> None:
+    def expect(place: Place) -> None:
         # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
-        place.expect(0, [as_bytes(row) for row in wire.view(ranks, shard)])
+        place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
 
     return two_stages(
         lambda: all_to_all(wire, out=shards, group=group),

@@ -109,10 +109,6 @@ class Hook(ABC):
         own: bool = vars(type(self)).get("_lets_stages_wait", False)
         return own and all(hook.lets_stages_wait for hook in self.hooks_inside())
 
-    def has_stages_among(self, ranks: int) -> bool:
-        """``has_stages`` for an average over this number of ranks."""
-        return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
-
     def check_ranks(self, group: dist.ProcessGroup) -> None:
         """Refuse the hook's own process groups if they do not fit the model's group.
 

@@ -264,11 +264,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         """Whether the hook that does the work waits for no result in :meth:`Hook.average`."""
         return self._plain is not None and self._plain.lets_stages_wait
 
-    def has_stages_among(self, ranks: int) -> bool:
-        if self._plain is not None:
-            return self._plain.has_stages_among(ranks)
-        return self.has_stages
-
     def _given_groups(self) -> list[dist.ProcessGroup]:
         return [] if self.inter_group is None else [*self.intra_groups, self.inter_group]
 

@@ -107,13 +107,10 @@ class cast(Hook):  # noqa: N801
         self._workspaces = Workspaces()
         self._shards = Workspaces()
 
-    def has_stages_among(self, ranks: int) -> bool:
-        return ranks >= LEAST_RANKS
-
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
-        if self.has_stages_among(group.size()) and bucket.numel():
+        if group.size() >= LEAST_RANKS and bucket.numel():
             return self._add_in_float32(bucket, group)
         workspace = self._workspaces.get(bucket, self.dtype)
         with timed(None, "encode"):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.error_decay import decay_error, decays_at_random
-from torch_commhook.collectives.direct_sum import expect_sum
-from torch_commhook.collectives.exchange import Place
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.stages import timed, two_stages
@@ -60,8 +58,8 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     same bits if they have the same kind of processor and number of threads. Eager and compiled code
     run the same kernels.
 
-    On the CPU over Gloo the second average uses a process group of its own, and no callback waits.
-    Over process groups in Python the call waits for the first average.
+    On the CPU over Gloo no callback waits. Over process groups in Python the call waits for the
+    first average.
 
     Args:
         rank: the number of columns of a factor, at least 1.
@@ -225,21 +223,17 @@ class _LowRankAverage:
         return two_stages(
             lambda: all_reduce(wire, group=group),
             self._right_factors,
-            self._issue_second,
+            lambda tensor, place: (
+                traced_all_reduce(tensor, group, is_second=True)
+                if self.is_traced
+                else issue_all_reduce(tensor, group, place=place)
+            ),
             self._restore,
-            expect=lambda place, second_group: expect_sum(place, self.q, second_group),
             second_bytes=second_bytes,
             device=self.device,
             group=group,
             meter=self.meter,
         )
-
-    def _issue_second(
-        self, tensor: Tensor, group: dist.ProcessGroup, place: Place | None
-    ) -> torch.futures.Future[Tensor]:
-        if self.is_traced:
-            return traced_all_reduce(tensor, group, is_second=True)
-        return issue_all_reduce(tensor, group, place=place)
 
     def _buffer(self, name: str, numel: int) -> Tensor:
         if self.is_traced:  # the compiler plans memory itself

@@ -18,8 +18,7 @@ class HookTraits:
         keeps_error: whether the hook remembers a message's error, and sends it with the next.
         splits_buckets: whether the hook averages parts of a bucket one by one.
         settles_buckets: whether the hook decides about all buckets of a step together.
-        has_stages: whether a collective follows another one; some process groups then need a second
-            group. If it depends on the number of ranks, ask ``Hook.has_stages_among``.
+        has_stages: whether a collective follows another one, at any number of ranks.
         keeps_ranks_apart: whether each rank takes several steps on its own gradients, so that
             parameters and optimizer state differ among ranks.
         scales_steps: whether ``Hook.step_scale`` is called; all results then wait for the last.

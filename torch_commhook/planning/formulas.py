@@ -14,19 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_commhook import hooks
-from torch_commhook.collectives.gloo_groups import MOST_RANKS
+from torch_commhook.collectives.exchange import FEW_RANKS
 from torch_commhook.collectives.hosts import HOST, nest
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.planning.model import Model
-from torch_commhook.planning.schedule import with_exchanges
-from torch_commhook.process_group.gloo_messages import Traffic, messages_of
+from torch_commhook.planning.schedule import with_places
+from torch_commhook.process_group.gloo_messages import Traffic, is_each_to_each, messages_of
 from torch_commhook.process_group.simulated.link import Issued
 
 #: Above this number of ranks formulas replace a simulation, which would take minutes.
 MOST_SIMULATED = 16
 MODEL = "model"
-_EACH_TO_EACH = ("all_to_all_single", "exchange")
 _NUMBER_BYTES = 4  # gradients in float32
 #: The most elements for a formula: some codecs take no more. A larger model's traffic scales.
 _MOST_ELEMENTS = 1 << 28
@@ -214,7 +213,7 @@ def count_messages(
     found = sum(part.count for each in agreement for part in messages_of(each.traffic))
     for share, buckets in Counter(shares).items():
         calls = [each.scaled(share) for each in issued]
-        calls = calls if is_ddp else with_exchanges(calls)
+        calls = calls if is_ddp else with_places(calls)
         found += buckets * sum(part.count for each in calls for part in messages_of(each.traffic))
     return found
 
@@ -231,11 +230,11 @@ def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connectio
     if ranks == 1:
         return 0
     sizes = {each.group: each.traffic.ranks for each in issued}
-    with_all = {each.group for each in issued if each.traffic.operation in _EACH_TO_EACH}
+    with_all = {each.group for each in issued if is_each_to_each(each.traffic)}
     own = set(sizes) if len(sizes) > 1 else set()  # groups of levels, beside the model's group
 
     def of_group(size: int, reaches_all: bool) -> int:
-        if size <= MOST_RANKS or reaches_all:
+        if size <= FEW_RANKS or reaches_all:
             return size - 1
         # The partners of doubled distances, and the neighbours in a ring.
         return min(size - 1, 2 * math.ceil(math.log2(size)))
@@ -261,7 +260,7 @@ def bytes_out_of_node(
     """
     sent = 0.0
     for share, buckets in Counter(shares).items():
-        for each in with_exchanges([each.scaled(share) for each in issued]):
+        for each in with_places([each.scaled(share) for each in issued]):
             for rank, group in enumerate(members[each.group]):
                 sent += buckets * _bytes_out(each, rank, group, len(members[each.group]))
     return sent
@@ -270,7 +269,7 @@ def bytes_out_of_node(
 def _bytes_out(issued: Issued, rank: int, group: Sequence[int], per_node: int) -> float:
     """The bytes of a call that one rank sends to other nodes."""
     traffic = issued.traffic
-    if traffic.operation in _EACH_TO_EACH:
+    if is_each_to_each(traffic):
         outside = sum(other >= per_node for other in group)
         return traffic.carried * outside / (traffic.ranks - 1)
     next_in_ring = group[(group.index(rank) + 1) % len(group)]

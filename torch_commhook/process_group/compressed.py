@@ -12,8 +12,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.gloo_groups import second_group
-from torch_commhook.collectives.stages import staged
+from torch_commhook.collectives.exchange import SECOND, exchanges, place_in
+from torch_commhook.collectives.futures import chained
+from torch_commhook.collectives.issuing import as_bytes
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, sum_rows
 from torch_commhook.collectives.works import issue_unseen
@@ -54,9 +55,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
     more ranks the error does not grow with their number. A reduce-scatter then is an all-to-all of
     the parent; each rank sums the values in float32, directly into the output. An all-reduce adds
     one rounding of the sum, and an all-gather. If the parent is a Gloo group that
-    ``torch.distributed`` knows, the all-gather uses a second group, which the first such all-reduce
-    of CPU tensors makes. Over other parents this all-reduce returns after its all-to-all has ended;
-    with CUDA tensors over NCCL it returns at once.
+    ``torch.distributed`` knows, the all-gather of CPU tensors uses the library's own transport.
+    Over other parents this all-reduce returns after its all-to-all has ended; with CUDA tensors
+    over NCCL it returns at once.
 
     **A codec of** :mod:`torch_commhook.codecs` compresses float64, float32, bfloat16 and float16,
     and sums in float32. An all-reduce is a
@@ -250,29 +251,28 @@ class CompressedProcessGroup(WrapperProcessGroup):
         shards = buffer.new_empty(self.size(), buffer.numel() // self.size())
         sums = buffer.new_empty(shards.shape[1])
         to_all = _with_timeout(AllToAllOptions, options)
-        gather = _with_timeout(AllgatherOptions, options)
-        second = second_group(self.parent) if buffer.device.type == "cpu" else None
-        if second is None:
+        if buffer.device.type != "cpu" or not exchanges(self.parent):
             # All ranks issue both here, so that the parent sees them in the same order.
             with beside(buffer.device, self._stream, [buffer, shards, sums]), torch.no_grad():
                 self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all).wait()
                 sum_rows(shards, sums)
+                gather = _with_timeout(AllgatherOptions, options)
                 return self._call("all_gather_single", buffer, sums, gather)
 
-        def send(_: Any) -> Tensor:
-            with torch.no_grad():
-                return sum_rows(shards, sums)
+        place = place_in(self.parent, SECOND)
 
-        def issue(tensor: Tensor) -> Any:
-            gathers = getattr(second, BINDINGS["all_gather_single"])
-            return issue_unseen(lambda: gathers(buffer, tensor, gather), buffer.device).get_future()
+        def gather_sums(_: Any) -> torch.futures.Future[Tensor]:
+            with torch.no_grad():
+                sum_rows(shards, sums)
+            rows = [as_bytes(row) for row in buffer.view(shards.shape)]
+            return place.gather(as_bytes(sums), rows, buffer)
 
         first = issue_unseen(
             lambda: self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all),
             buffer.device,
         )
         self.bytes_sent += tensor_bytes(sums) * (self.size() - 1)
-        return _C.as_work(staged(first.get_future(), send, issue, lambda _: buffer, second))
+        return _C.as_work(chained(first.get_future(), gather_sums, lambda done: done))
 
     # ---- reduce-scatter --------------------------------------------------------------------------
 

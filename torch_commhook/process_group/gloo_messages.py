@@ -10,15 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch_commhook.collectives.exchange import FEW_RANKS, FEW_ROUNDS, is_gathered, sum_bytes
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.operations import Call
 
-#: The operation of :func:`torch_commhook.collectives.exchange.exchange`, whose messages nobody has
-#: to request.
-EXCHANGE = "exchange"
-#: Parts of the transport's collectives among many ranks: each rank passes what it gets to the next
-#: one, or sends to the rank at each doubled distance. Nobody requests these messages either.
-RING, DOUBLING = "ring", "doubling"
+#: The library's own collectives, see :class:`torch_commhook.collectives.exchange.Place`. Nobody has
+#: to request their messages.
+EXCHANGE, GATHER, SUM = "exchange", "gather in place", "sum in place"
 #: The largest message of Gloo's all-reduce and reduce.
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -94,12 +92,33 @@ def link_bytes(call: Call, rank: int, ranks: int) -> int:
     return call.bytes_sent(rank, ranks)
 
 
+def on_transport(traffic: Traffic) -> Traffic:
+    """A hook's collective over the library's own transport."""
+    ranks, nbytes = traffic.ranks, traffic.nbytes
+    if ranks == 1 or nbytes == 0:
+        return traffic
+    if traffic.operation == "all_to_all_single":
+        return replace(traffic, operation=EXCHANGE)
+    if traffic.operation == "all_gather_single":
+        return replace(traffic, operation=GATHER, carried=nbytes * (ranks - 1))
+    if traffic.operation == "allreduce":
+        return replace(traffic, operation=SUM, carried=sum_bytes(nbytes, ranks))
+    return traffic
+
+
+def is_each_to_each(traffic: Traffic) -> bool:
+    """Whether all ranks send messages to all others."""
+    if traffic.operation in (GATHER, SUM):
+        return traffic.ranks <= FEW_RANKS
+    return traffic.operation in ("all_to_all_single", EXCHANGE)
+
+
 def messages_of(traffic: Traffic) -> list[Messages]:
     """The parts of a collective, in order; none if nothing is sent."""
     parts = _PARTS.get(traffic.operation)
     if traffic.ranks < 2 or parts is None:
         return []
-    shares = traffic.ranks == 2 and traffic.operation != EXCHANGE
+    shares = traffic.ranks == 2 and traffic.operation not in (EXCHANGE, GATHER, SUM)
     return [replace(each, shares_connection=shares) for each in parts(traffic)]
 
 
@@ -110,7 +129,7 @@ def has_a_thread(traffic: Traffic) -> bool:
 
 _WITHOUT_THREAD = (
     *("send", "recv", "recv_anysource", "monitored_barrier"),
-    *(EXCHANGE, RING, DOUBLING),
+    *(EXCHANGE, GATHER, SUM),
 )
 
 
@@ -167,13 +186,23 @@ def _to_each_other_at_once(traffic: Traffic) -> list[Messages]:
     return [replace(each, is_requested=False) for each in _to_each_other(traffic)]
 
 
-def _to_the_next(traffic: Traffic) -> list[Messages]:
-    return [Messages(traffic.ranks - 1, traffic.nbytes / traffic.ranks, is_requested=False)]
-
-
-def _to_doubled_distances(traffic: Traffic) -> list[Messages]:
-    count = math.ceil(math.log2(traffic.ranks))
+def _gathered_in_place(traffic: Traffic) -> list[Messages]:
+    if traffic.ranks <= FEW_RANKS:
+        return _to_each_other_at_once(traffic)
+    few = math.ceil(math.log2(traffic.ranks))
+    count = few if traffic.nbytes <= FEW_ROUNDS else traffic.ranks - 1
     return [Messages(count, traffic.carried / count, is_requested=False)]
+
+
+def _summed_in_place(traffic: Traffic) -> list[Messages]:
+    ranks, nbytes, others = traffic.ranks, traffic.nbytes, traffic.ranks - 1
+    if ranks <= FEW_RANKS:
+        if is_gathered(nbytes, ranks):
+            return _to_each_other_at_once(traffic)
+        return [Messages(others, nbytes / ranks, at_once=others, is_requested=False)] * 2
+    if nbytes <= FEW_ROUNDS * ranks:
+        return [Messages(math.ceil(math.log2(ranks)), nbytes, is_requested=False)]
+    return [Messages(others, nbytes / ranks, is_requested=False)] * 2
 
 
 def _broadcast(traffic: Traffic) -> list[Messages]:
@@ -218,12 +247,11 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "alltoall": _to_each_other,
     "barrier": _barrier,
     "broadcast": _broadcast,
-    DOUBLING: _to_doubled_distances,
     EXCHANGE: _to_each_other_at_once,
+    GATHER: _gathered_in_place,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,
-    RING: _to_the_next,
     "recv": _one,
     "recv_anysource": _one,
     "reduce": _reduce,
@@ -231,6 +259,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "reduce_scatter": _all_reduce,
     "reduce_scatter_single": _all_reduce,
     "reduce_scatter_single_coalesced": _all_reduce,
+    SUM: _summed_in_place,
     "scatter": _with_root,
     "send": _one,
 }

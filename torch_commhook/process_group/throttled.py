@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import Place
-from torch_commhook.collectives.gloo_groups import (
-    is_gloo,
-    is_gloo_or_own,
-    provide_second_group,
-    second_group,
-)
+from torch_commhook.collectives.exchange import FEW_RANKS, Place
+from torch_commhook.collectives.gloo_groups import is_gloo, is_gloo_or_own
 from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
@@ -28,6 +22,7 @@ from torch_commhook.process_group.gloo_messages import (
     Traffic,
     has_a_thread,
     messages_of,
+    on_transport,
     traffic_of,
 )
 from torch_commhook.process_group.operations import describe
@@ -96,8 +91,8 @@ class ThrottledProcessGroup(WrapperProcessGroup):
     parent's own time comes on top; it is negligible if the parent is fast (Gloo between processes
     of one machine).
 
-    Hooks treat a group around Gloo's as they treat Gloo's own: their second stages use another
-    group on the same link, and the ranks agree at the end of each step.
+    Hooks treat a group around Gloo's as they treat Gloo's own, and the ranks agree at the end of
+    each step.
 
     Args:
         parent: the process group that does the work.
@@ -169,7 +164,6 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             # As for the parent itself; see StepGroup.
             self._commhook_agrees = self._commhook_shares_used = True
             self._commhook_has_places = True
-            provide_second_group(self, _second_of(weakref.ref(self)))
 
     def _settings_text(self) -> str:
         text = f"bandwidth={self.bandwidth:g}, latency={self.latency:g}"
@@ -205,11 +199,12 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
 
 class _ThrottledPlace(Place):
-    """A place in the order of the parent's exchanges, which also take time on the link."""
+    """A place in an order of the parent, whose messages also take time on the link."""
 
     def __init__(self, group: ThrottledProcessGroup, order: int) -> None:
         super().__init__(group.parent, order)
         self._link, self._model = group._link, group._model
+        self._ranks: int = group.size()
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
@@ -218,9 +213,30 @@ class _ThrottledPlace(Place):
         sent = nbytes - tensor_bytes(inputs[self._rank])
         received = sum(tensor_bytes(tensor) for tensor in outputs)
         received -= tensor_bytes(outputs[self._rank])
-        traffic = Traffic(EXCHANGE, len(inputs), nbytes, max(sent, received))
+        traffic = Traffic(EXCHANGE, self._ranks, nbytes, max(sent, received))
+        return self._throttled(traffic, super().exchange(stage, inputs, outputs, result), result)
+
+    def gather(
+        self, own: Tensor, outputs: Sequence[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        gathered = super().gather(own, outputs, result)
+        if self._ranks <= FEW_RANKS:  # an exchange
+            return gathered
+        traffic = Traffic("all_gather_single", self._ranks, tensor_bytes(own), 0.0)
+        return self._throttled(on_transport(traffic), gathered, result)
+
+    def reduce(
+        self, tensor: Tensor, *, takes_maximum: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        traffic = on_transport(Traffic("allreduce", self._ranks, tensor_bytes(tensor), 0.0))
+        reduced = super().reduce(tensor, takes_maximum=takes_maximum)
+        return self._throttled(traffic, reduced, tensor)
+
+    def _throttled(
+        self, traffic: Traffic, future: torch.futures.Future[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
         throttled = _ThrottledWork(self._link, self._model, traffic)
-        work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
+        work: Any = _C.as_work(future)
         throttled.follow(work, [result])
         return throttled.get_future()
 
@@ -235,32 +251,6 @@ def _threads_of(group: dist.ProcessGroup) -> int:
         return _MANY if is_gloo_or_own(group) else 2
     options: Any = group._get_backend(torch.device("cpu")).options
     return int(getattr(options, "_threads", _MANY))
-
-
-def _second_of(
-    group: weakref.ref[ThrottledProcessGroup],
-) -> Callable[[], dist.ProcessGroup | None]:
-    """Return a function that makes the group of second stages, on the same link.
-
-    It holds no reference to ``group``.
-    """
-
-    def make() -> dist.ProcessGroup | None:
-        first = group()
-        beside = None if first is None else second_group(first.parent)
-        if first is None or beside is None:
-            return None
-        found = ThrottledProcessGroup(
-            beside,
-            bandwidth=first.bandwidth,
-            latency=first.latency,
-            burst=first.burst,
-            threads=first.threads,
-        )
-        found._use(first._link)
-        return found
-
-    return make
 
 
 class _ThrottledWork(Work):

@@ -18,7 +18,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import driven
-from torch_commhook.collectives.gloo_groups import group_name, group_of_stages
+from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.group_place import check_not_managed
 from torch_commhook.collectives.pipeline import SecondStages, issuing_later
 from torch_commhook.collectives.streams import UsedTensors, is_capturing, keeping
@@ -139,14 +139,6 @@ class Attached:
         stand_ins = self.memory.stand_ins
         for own in self.hook.own_groups():
             stand_ins[group_name(own)] = group.stand_in(own, device)
-        if device.type != "cpu":  # there both stages share one communicator
-            return
-        # After a failed step the groups have no backend; torch 2.15 asks it for their size.
-        if self.hook.has_stages_among(group.size):
-            group.prepare_second_stage()
-        for own in self.hook.own_groups():
-            if self.hook.has_stages_among(own.size()):
-                group_of_stages(stand_ins[group_name(own)])
 
     def gathering(self) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails."""

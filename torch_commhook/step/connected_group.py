@@ -15,7 +15,6 @@ from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import (
     backend_of,
     destroy_group,
-    exchanges,
     group_timeout,
     make_group,
 )
@@ -45,7 +44,7 @@ class Failure(NamedTuple):
 class ConnectedGroup:
     """A group of the library's own that can begin anew.
 
-    Up to 16 ranks connect when it is made.
+    When it is made, up to 16 ranks connect to all others, and of more each to a few.
 
     Args:
         store: a store in which nobody else uses ``name``.
@@ -104,8 +103,8 @@ class ConnectedGroup:
         return hashed(self.name, self.ranks)
 
     def _greet(self, store: dist.Store, greeting: bytes = b"") -> None:
-        """Hear from all ranks, if they are few. Then no rank needs this one's address any more."""
-        if not exchanges(self.group):
+        """Hear from all ranks. Then all have this one's address."""
+        if len(self.ranks) == 1:
             return
         told = torch.frombuffer(
             bytearray(greeting.ljust(_GREETING_BYTES, b"\0")), dtype=torch.uint8
@@ -113,8 +112,7 @@ class ConnectedGroup:
         every = told.new_empty((len(self.ranks), _GREETING_BYTES))
         every[self.rank] = told
         found = self.backend.exchanges()
-        inputs, place = [told] * len(self.ranks), found.reserve()
-        found.start(inputs, list(every), every, place, 0, self._within).wait()
+        found.gather(list(every), every, found.reserve(), self._within).wait()
         self._greeting = greeting, bool((every == told).all())
         # All have read this rank's address. When the group ends, the store may have ended, too.
         removal = threading.Thread(

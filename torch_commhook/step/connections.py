@@ -8,7 +8,8 @@ import weakref
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import exchanges, group_name
+from torch_commhook.collectives.exchange import FEW_RANKS
+from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.step.connected_group import ConnectedGroup
 from torch_commhook.step.link import MANY, Link, measure_link
 
@@ -56,12 +57,10 @@ class MoreConnections:
         """Give large messages of a group :attr:`count` connections. All of its ranks call this.
 
         Args:
-            own: the group. Does nothing for one whose ranks exchange no messages.
+            own: the group. Among more than 16 ranks, only a count that was given is used.
             store: a store in which nobody else uses the group's name.
         """
         group = own.group
-        if not exchanges(group):
-            return
 
         def use(count: int) -> None:
             own.use_rails(
@@ -70,7 +69,7 @@ class MoreConnections:
 
         if self.count is not None:
             use(self.count)
-        elif group not in self._links:
+        elif group not in self._links and 1 < group.size() <= FEW_RANKS:
             self._links[group] = link = measure_link(group, lambda: use(MANY))
             if link.rate is not None:
                 _log.info("%s: %s", group_name(group), link)

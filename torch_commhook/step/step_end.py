@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_commhook.collectives.exchange import STEP_END, Place, exchange, exchanges, place_in
+from torch_commhook.collectives.exchange import STEP_END, Place, exchanges, place_in
 
 
 class StepEnd:
@@ -86,16 +86,14 @@ def begin_maximum(
         group: the group of the ranks.
         own: this rank's numbers: uint8, flat, with the same size on all ranks; on the CPU if
             :func:`exchanges` holds for the group.
-        place: the place of the exchange, if one was taken.
+        place: its place, if one was taken.
 
     Returns:
         A function that waits for the maximum and returns it. It raises a RuntimeError if a rank has
         left, or the group's timeout is over.
     """
     if exchanges(group):
-        rows = own.new_empty((group.size(), own.numel()))
-        exchanged = exchange([own] * group.size(), list(rows), rows, group, place)
-        return lambda: torch.amax(exchanged.wait(), dim=0)
+        return (place or place_in(group)).reduce(own.clone(), takes_maximum=True).wait
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     maximum = own.clone()

@@ -36,17 +36,14 @@ from torch_commhook.collectives.gloo_groups import (
     destroy_group,
     group_description,
     group_name,
-    group_of_stages,
     group_store,
     group_timeout,
     is_gloo_or_own,
     lacks_cpu,
-    provide_second_group,
     second_stages,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
-from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, Failure
 from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.peer_error import PeerError, peer_error, reason_of, reason_of_loss
@@ -281,8 +278,6 @@ class StepGroup:
             while any([own.drain(until) for own in self._own]):
                 pass
             store = self._rendezvous.meet()
-            for own in self._own:  # first: late stages of the failed step must take no new place
-                renew_turns(own.group)
             for own in self._own:
                 own.renew(store)
         except BaseException as error:
@@ -499,11 +494,6 @@ class StepGroup:
         if self.recovers and not self._broken and exchanges(self.group):
             self._comparison = self._comparison or place_in(self.group, COMPARISON)
 
-    def prepare_second_stage(self) -> None:
-        """Make the group for hooks whose collectives follow one another. All ranks call this."""
-        if self.recovers:
-            group_of_stages(self.group)
-
     def _make(
         self,
         name: str,
@@ -511,7 +501,7 @@ class StepGroup:
         description: str,
         greeting: bytes = b"",
     ) -> dist.ProcessGroup:
-        """Make a group over the ranks of ``like``, and one for second stages if they are needed.
+        """Make a group over the ranks of ``like``.
 
         Raises:
             PeerError: a step is open, and has failed on another rank, which does not come.
@@ -530,16 +520,6 @@ class StepGroup:
             greeting=greeting,
         )
         self._own.append(own)
-        itself = weakref.ref(self)
-        model = weakref.ref(like)
-
-        def second() -> dist.ProcessGroup | None:
-            step_group, alike = itself(), model()
-            if step_group is None or alike is None:
-                return None
-            return step_group._make(f"{name}/second", alike, second_stages(description))
-
-        provide_second_group(own.group, second)
         return own.group
 
 

@@ -116,7 +116,24 @@ void bind_wire(py::module_& m) {
                 std::move(inputs), std::move(outputs), std::move(result), place, stage, timeout));
           },
           py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place"),
-          py::arg("stage"), py::arg("timeout"), without_gil());
+          py::arg("stage"), py::arg("timeout"), without_gil())
+      .def(
+          "gather",
+          [](wire::Exchanges& self, const std::vector<at::Tensor>& parts, at::Tensor result,
+             int64_t place, std::chrono::milliseconds timeout) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.gather(parts, std::move(result), place, timeout));
+          },
+          py::arg("parts"), py::arg("result"), py::arg("place"), py::arg("timeout"), without_gil())
+      .def(
+          "reduce",
+          [](wire::Exchanges& self, const at::Tensor& tensor, bool takes_maximum, at::Tensor result,
+             int64_t place, std::chrono::milliseconds timeout) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.reduce(tensor, takes_maximum, std::move(result), place, timeout));
+          },
+          py::arg("tensor"), py::arg("takes_maximum"), py::arg("result"), py::arg("place"),
+          py::arg("timeout"), without_gil());
   const auto join = [](const PyEndpoint& endpoint, const Store& store, const std::string& name,
                        int rank, int size, std::chrono::milliseconds within,
                        std::vector<int64_t> names, bool is_held) {

@@ -3,15 +3,22 @@
 #include <algorithm>
 #include <functional>
 
+#include "runtime/wire/patterns.h"
+
 namespace commhook::wire {
 namespace {
 
 using c10::ivalue::Future;
 
 constexpr int64_t kStages = 2;
-// In the stage of a message, so that no collective has the same.
+// In the stage of a message, so that no collective of the backend has the same.
 constexpr uint32_t kOfExchange = uint32_t{1} << 30;
+constexpr uint32_t kOfPattern = uint32_t{1} << 29;
 constexpr int64_t kNumbers = int64_t{1} << 32;
+
+PeerError error_of_another_step(int rank) {
+  return PeerError({Failure::Kind::kClosed, rank, "exchange: its step has failed"});
+}
 
 }  // namespace
 
@@ -71,8 +78,7 @@ void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage
                       std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const {
   const auto& [place, number] = stage;
   if (place / kNumbers != generation_) {
-    part->end(std::make_exception_ptr(
-        PeerError({Failure::Kind::kClosed, channel_->rank(), "exchange: its step has failed"})));
+    part->end(std::make_exception_ptr(error_of_another_step(channel_->rank())));
     return;
   }
   Channel::Exchange exchange;
@@ -93,8 +99,7 @@ void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage
       add(exchange.receives, peer, (*outputs)[peer], (*outputs)[peer].mutable_data_ptr());
     }
   }
-  exchange.what = c10::str("exchange ", place % (kNumbers / kOrders), " of order ",
-                           place % kNumbers / (kNumbers / kOrders), number == 0 ? "" : ", sums");
+  exchange.what = "exchange " + name_of(place) + (number == 0 ? "" : ", sums");
   exchange.timeout = timeout;
   channel_->begin(std::move(exchange),
                   [part](std::exception_ptr error) { part->end(std::move(error)); });
@@ -181,6 +186,59 @@ Exchanges::FuturePtr Exchanges::start(Tensors inputs, Tensors outputs, at::Tenso
   if (received != nullptr) {
     received->when_over(end);
   }
+  return done;
+}
+
+std::string Exchanges::name_of(int64_t place) const {
+  return c10::str(place % (kNumbers / kOrders), " of order ",
+                  place % kNumbers / (kNumbers / kOrders));
+}
+
+Exchanges::FuturePtr Exchanges::gather(const Tensors& parts, at::Tensor result, int64_t place,
+                                       std::chrono::milliseconds timeout) {
+  check(parts, {place, 0}, "parts");
+  const auto operation = std::make_shared<Operation>(channel_);
+  operation->base(kOfPattern);
+  add_all_gather(*operation, parts);
+  return run(*operation, {c10d::OpType::ALLGATHER, "gather"}, std::move(result), place, timeout);
+}
+
+Exchanges::FuturePtr Exchanges::reduce(const at::Tensor& tensor, bool takes_maximum,
+                                       at::Tensor result, int64_t place,
+                                       std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(
+      tensor.defined() && tensor.dim() == 1 && tensor.is_cpu() && tensor.is_contiguous(),
+      "exchange: the tensor to reduce must be flat, and on the CPU");
+  const Reduction reduction(takes_maximum ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM,
+                            tensor.scalar_type(), channel_->size());
+  const auto operation = std::make_shared<Operation>(channel_);
+  operation->base(kOfPattern);
+  add_all_reduce(*operation, Operation::input(tensor), reduction);
+  Request request{c10d::OpType::ALLREDUCE, takes_maximum ? "maximum" : "sum"};
+  request.of =
+      c10::str(tensor.numel(), " ", c10::getDtypeNames(tensor.scalar_type()).first);
+  return run(*operation, std::move(request), std::move(result), place, timeout);
+}
+
+Exchanges::FuturePtr Exchanges::run(Operation& operation, Request request, at::Tensor result,
+                                    int64_t place, std::chrono::milliseconds timeout) const {
+  auto done = c10::make_intrusive<Future>(c10::TensorType::get());
+  if (place / kNumbers != generation_) {
+    done->setError(std::make_exception_ptr(error_of_another_step(channel_->rank())));
+    return done;
+  }
+  request.number = static_cast<uint64_t>(place % kNumbers);
+  request.place = name_of(place);
+  request.timeout = timeout;
+  operation.begin(std::move(request))
+      ->getFuture()
+      ->addCallback([done, result = std::move(result)](Future& over) {
+        if (over.hasError()) {
+          done->setError(over.exception_ptr());
+        } else {
+          done->markCompleted(result);
+        }
+      });
   return done;
 }
 

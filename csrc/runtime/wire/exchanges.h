@@ -1,5 +1,5 @@
-// Exchanges among the ranks of a channel: a message to each other rank and one from each, any
-// number of them at once, in any order.
+// Collectives among the ranks of a channel with places in an order, any number of them at once. They
+// start in any order.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,10 +12,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "runtime/wire/channel.h"
+#include "runtime/wire/operation.h"
 
 namespace commhook::wire {
 
@@ -24,7 +26,6 @@ class Exchanges {
   static constexpr int64_t kOrders = 8;
 
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-  using Tensors = std::vector<at::Tensor>;
 
   // generation: of the channel, so that places of an earlier one are refused.
   Exchanges(std::shared_ptr<Channel> channel, int64_t generation)
@@ -33,8 +34,8 @@ class Exchanges {
   Exchanges& operator=(const Exchanges&) = delete;
   ~Exchanges() { channel_->close(); }  // it may have memory of messages that nobody has started
 
-  // Reserves a place in an order of exchanges, for one that starts later. All ranks reserve in the
-  // same order; they may start in any order, on any thread. order: which one, below kOrders.
+  // Reserves a place in an order, for what starts later. All ranks reserve in the same order; they
+  // may start in any order, on any thread. order: which one, below kOrders.
   int64_t reserve(int64_t order);
 
   // Gives memory to messages of an exchange before it starts: a large one then comes at once, and
@@ -47,6 +48,15 @@ class Exchanges {
   FuturePtr start(Tensors inputs, Tensors outputs, at::Tensor result, int64_t place, int64_t stage,
                   std::chrono::milliseconds timeout);
 
+  // Gathers `parts`, one of each rank, of which this rank has written its own: flat bytes on the
+  // CPU. Once in a place. The Future is as that of start().
+  FuturePtr gather(const Tensors& parts, at::Tensor result, int64_t place,
+                   std::chrono::milliseconds timeout);
+  // Sums a flat tensor on the CPU over the ranks, or takes the maximum, and writes it there.
+  // Floating-point numbers of 16 bits are summed in float32 among few ranks. As gather().
+  FuturePtr reduce(const at::Tensor& tensor, bool takes_maximum, at::Tensor result, int64_t place,
+                   std::chrono::milliseconds timeout);
+
  private:
   struct Part;
   using Stage = std::pair<int64_t, int64_t>;  // the place, and which of its stages
@@ -54,6 +64,9 @@ class Exchanges {
   void check(const Tensors& messages, const Stage& stage, const char* name) const;
   void begin(const Tensors* inputs, const Tensors* outputs, const Stage& stage,
              std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const;
+  FuturePtr run(Operation& operation, Request request, at::Tensor result, int64_t place,
+                std::chrono::milliseconds timeout) const;
+  [[nodiscard]] std::string name_of(int64_t place) const;
 
   const std::shared_ptr<Channel> channel_;
   const int64_t generation_;

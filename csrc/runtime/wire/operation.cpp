@@ -20,7 +20,7 @@ constexpr size_t kAtOnce = 64 * 1024;
 }  // namespace
 
 std::string Request::text() const {
-  std::string text = name + " " + std::to_string(number);
+  std::string text = name + " " + (place.empty() ? std::to_string(number) : place);
   if (!of.empty()) {
     text += " of " + of;
   }

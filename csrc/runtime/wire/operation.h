@@ -36,6 +36,7 @@ struct Request {
   std::vector<Tensors> outputs;
   Tensors inputs;
   uint64_t number = 0;  // in the group, or between two ranks
+  std::string place;    // which texts say in place of the number
   int source = -1;      // of a receive
 
   [[nodiscard]] std::string text() const;

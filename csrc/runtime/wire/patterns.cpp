@@ -4,13 +4,17 @@
 #include <array>
 #include <cstring>
 
+#include "commhook/ops.h"
+
 namespace commhook::wire {
 namespace {
 
 using c10d::ReduceOp;
 
 // The most bytes that a rank sends in one round to save another one.
-constexpr size_t kOneRound = 128 * 1024;
+constexpr size_t kOneRound = 64 * 1024;
+// Of two ranks: both then sum all elements.
+constexpr size_t kOneRoundOfTwo = 4 * 1024 * 1024;
 // Of many ranks: the most bytes for each rank for which few rounds matter more than few bytes.
 constexpr size_t kFewRounds = 16 * 1024;
 // The last stage of a pattern of log2(ranks) stages.
@@ -51,12 +55,21 @@ Place place_in_tree(const Operation& operation, int root) {
 void reduce_directly(Operation& operation, const Tensors& parts, const at::Tensor& result,
                      const Reduction& reduction) {
   const int rank = operation.rank();
-  Tensors rows(parts.size());
-  rows[rank] = parts[rank];
+  const auto matrix =
+      at::empty({operation.size(), result.numel()}, result.options());
+  Tensors rows = matrix.unbind();
   for (const int peer : operation.others()) {
-    rows[peer] = at::empty_like(result);
     operation.exchange(peer, parts[peer], rows[peer]);
   }
+  if (reduction.adds_rows(result)) {
+    operation.then(result.nbytes() * rows.size(), [=] {
+      rows[rank].copy_(parts[rank]);
+      reduction.add_rows(result, matrix);
+      reduction.end(result);
+    });
+    return;
+  }
+  rows[rank] = parts[rank];
   operation.then(result.nbytes() * rows.size(), [=] {
     reduction.reduce_rows(result, rows, rank);
     reduction.end(result);
@@ -162,9 +175,19 @@ void reduce_by_doubling(Operation& operation, const at::Tensor& tensor,
   }
 }
 
+bool are_alike(const Tensors& parts) {
+  return std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
+    return part.numel() == parts[0].numel();
+  });
+}
+
 bool is_small(const Operation& operation, const at::Tensor& tensor) {
-  return operation.size() <= kFewRanks ? tensor.nbytes() * (operation.size() - 1) <= kOneRound
-                                       : tensor.nbytes() <= kFewRounds * operation.size();
+  const size_t bytes = tensor.nbytes(), ranks = operation.size();
+  if (ranks > kFewRanks) {
+    return bytes <= kFewRounds * ranks;
+  }
+  // Two ranks send the same bytes in one round as in two.
+  return bytes * (ranks - 1) <= kOneRound || (ranks == 2 && bytes <= kOneRoundOfTwo);
 }
 
 }  // namespace
@@ -222,6 +245,18 @@ void Reduction::reduce_rows(const at::Tensor& result, const Tensors& rows, size_
   }
 }
 
+bool Reduction::adds_rows(const at::Tensor& result) const {
+  const auto dtype = result.scalar_type();
+  return (op_ == ReduceOp::SUM || op_ == ReduceOp::AVG) &&
+         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
+}
+
+void Reduction::add_rows(const at::Tensor& result, const at::Tensor& rows) const {
+  static const auto kOperator =
+      ops::find_op<void(const at::Tensor&, const at::Tensor&)>("commhook::sum_rows");
+  kOperator.call(rows, result);
+}
+
 void Reduction::end(at::Tensor result) const {
   if (op_ == ReduceOp::AVG && is_integral_) {
     result.div_(ranks_, "trunc");
@@ -242,7 +277,7 @@ Tensors shards_of(const at::Tensor& tensor, int count) {
 void add_all_gather(Operation& operation, const Tensors& parts) {
   if (operation.size() <= kFewRanks) {
     gather_directly(operation, parts);
-  } else if (parts[0].nbytes() <= kFewRounds) {
+  } else if (parts[0].nbytes() <= kFewRounds && are_alike(parts)) {
     gather_by_doubling(operation, parts);
   } else {
     gather_in_ring(operation, parts, 0);

@@ -21,7 +21,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 #: For Python, its libraries, and the files of a training.
 _OWN_FILES = 256
-#: Connections between two ranks: of the model's group, its second stages, and the user's group.
+#: Connections between two ranks: of the library's transport, and of the user's groups.
 _CONNECTIONS = 8
 
 
