@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import of_all_ranks, on_pool, on_processes, on_ranks
+from on_ranks import of_all_ranks, on_pool, on_processes
 from rank_pool import RankPool
 from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, model
-from torch.distributed import distributed_c10d
 
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import Codec

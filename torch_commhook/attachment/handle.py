@@ -470,8 +470,8 @@ def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
     is_on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     if not (is_on_cpu and road.group.takes_connections):
         warn_user(
-            f"attach: connections={count} has no effect: it applies to ranks over Gloo with tensors "
-            "on the CPU, and not to simulated ranks"
+            f"attach: connections={count} has no effect: it applies to ranks over Gloo with "
+            "tensors on the CPU, and not to simulated ranks"
         )
 
 

@@ -16,9 +16,9 @@ from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.collectives.group_place import check_place, group_rank
+from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.message_error import begin_measuring
-from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce_bytes, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside

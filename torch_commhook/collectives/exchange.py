@@ -30,8 +30,8 @@ from torch_commhook.spans import sent
 
 __all__ = [
     "FEW_RANKS",
-    "FIRST",
     "FEW_ROUNDS",
+    "FIRST",
     "SECOND",
     "Place",
     "bytes_of_sum",

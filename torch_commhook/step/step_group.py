@@ -40,7 +40,6 @@ from torch_commhook.collectives.gloo_groups import (
     group_timeout,
     is_gloo_or_own,
     lacks_cpu,
-    second_stages,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
