@@ -41,6 +41,7 @@
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make elastic-histories   10,000 random histories of elastic training, in virtual time; five minutes
+#   make wire-histories   random histories of the transport's links with sanitizers, and planted bugs; an hour
 #   make training-histories   2,000 random histories of training with hooks, and planted faults; ten minutes
 #   make error-feedback   test the claims of error feedback, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
@@ -66,7 +67,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/benchmarks:$(PYTHONPATH)
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite transport-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle bench-wire results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories clean
+.PHONY: train test check durations choice-evidence wheel test-integrations docs docs-links docs-pages long-runs distributed-suite wrapper-suite transport-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-auto bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-measured-link bench-plan bench-throttle bench-wire results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories wire-histories training-histories clean
 .DELETE_ON_ERROR:
 
 # Two files at a time, in the order of tests/support/cases.py: the longest first. A process that dies
@@ -284,8 +285,9 @@ soak-hooks: SCRIPT = soak_hooks
 balance: SCRIPT = balance
 error-feedback: SCRIPT = error_feedback_runs
 elastic-histories: SCRIPT = elastic_histories
+wire-histories: SCRIPT = wire_histories
 training-histories: SCRIPT = training_histories
-modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories training-histories: $(VENV)/built
+modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories wire-histories training-histories: $(VENV)/built
 	$(LONG_RUN)/$(SCRIPT).py $(ARGS)
 	$(PASSED)
 

@@ -135,6 +135,18 @@ RUNS = {
             *own("elastic_histories"),
         ),
     ),
+    "wire-histories": LongRun(
+        65,
+        (
+            *(
+                f"csrc/runtime/wire/{name}.{end}"
+                for name in ("frame", "rail", "link")
+                for end in ("h", "cpp")
+            ),
+            "tests/support/wire_histories.cpp",
+            *own("wire_histories"),
+        ),
+    ),
     "training-histories": LongRun(
         10,
         (
