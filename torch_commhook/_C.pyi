@@ -263,7 +263,9 @@ class WireEndpoint:
 
 class WireExchanges:
     def reserve(self, order: int = 0) -> int: ...
-    def expect(self, outputs: list[Tensor], place: int, stage: int, timeout: timedelta) -> None: ...
+    def expect(
+        self, outputs: list[Tensor], place: int, stage: int, timeout: timedelta, form: str = ""
+    ) -> None: ...
     def start(
         self,
         inputs: list[Tensor],
@@ -272,9 +274,10 @@ class WireExchanges:
         place: int,
         stage: int,
         timeout: timedelta,
+        form: str = "",
     ) -> torch.futures.Future[Tensor]: ...
     def gather(
-        self, parts: list[Tensor], result: Tensor, place: int, timeout: timedelta
+        self, parts: list[Tensor], result: Tensor, place: int, timeout: timedelta, form: str = ""
     ) -> torch.futures.Future[Tensor]: ...
     def reduce(
         self, tensor: Tensor, takes_maximum: bool, result: Tensor, place: int, timeout: timedelta

@@ -21,7 +21,7 @@ from wire_ranks import WireRanks
 
 from torch_commhook import _C
 from torch_commhook.collectives import gloo_groups
-from torch_commhook.collectives.exchange import exchange, place_in
+from torch_commhook.collectives.exchange import place_in
 
 SECONDS = timedelta(seconds=30)
 
@@ -261,7 +261,7 @@ def test_a_rank_that_is_late(ranks: Callable[..., WireRanks]) -> None:
 LOST_HALFWAY = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.exchange import place_in
 
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[3], 2)
@@ -270,7 +270,7 @@ nothing = torch.empty(0, dtype=torch.uint8)
 sent, received = [nothing] * 2, [nothing] * 2
 sent[1 - rank] = torch.ones(300_000_000, dtype=torch.uint8)
 received[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
-future = exchange(sent, received, torch.ones(1), dist.group.WORLD)
+future = place_in(dist.group.WORLD).exchange(0, sent, received, torch.ones(1))
 if rank == 1:
     while not received[0].view(-1, 1_000_000).any():
         time.sleep(0.001)
@@ -305,7 +305,7 @@ def test_those_of_a_group_of_gloo(rank: int) -> None:
         waiting.wait().wait()
         assert have_come(rank, outputs, number)
         inputs, outputs = messages(rank, 30, number)
-        exchange(inputs, outputs, torch.ones(1), group).wait()
+        place_in(group).exchange(0, inputs, outputs, torch.ones(1)).wait()
         assert have_come(rank, outputs, number)
         del work, issue, place
         dist.barrier()

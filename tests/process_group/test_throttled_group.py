@@ -24,7 +24,7 @@ from on_ranks import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.exchange import place_in
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, register, throttled
 from torch_commhook.process_group.gloo_messages import (
@@ -295,7 +295,7 @@ def test_an_uneven_exchange_takes_its_longer_direction(rank: int) -> None:
     kept = torch.zeros(5, dtype=torch.uint8)
     inputs, outputs = [sent, sent], [received, received]
     inputs[rank] = outputs[rank] = kept
-    exchange(inputs, outputs, received, group).wait()
+    place_in(group).exchange(0, inputs, outputs, received).wait()
     ((_, traffic),) = link.issued
     assert (traffic.ranks, traffic.nbytes, traffic.carried) == (2, 5 + sizes[0], 1000)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.error_decay import decay_error
-from torch_commhook.collectives.exchange import Place, exchanges
+from torch_commhook.collectives.exchange import Place, exchanges, place_in
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.issuing import (
     issue_all_gather,
@@ -36,6 +36,8 @@ class CompressedCall:
         self, arguments: SumArguments, destinations: list[Tensor], group: dist.ProcessGroup
     ) -> None:
         self.codec = arguments.codec
+        #: What the messages are, for ranks to compare.
+        self.form = type(arguments.codec).__name__
         self.destinations = destinations
         self.device = destinations[0].device
         self.buffers = MessageBuffers() if arguments.buffers is None else arguments.buffers
@@ -107,7 +109,9 @@ class CompressedCall:
         if self.is_traced:
             return traced_all_to_all(message, sizes, own, group)
         out = self.buffer("shards", sum(own))
-        return issue_all_to_all(message, sizes, own, out, group, self.timeout, place=self.places[0])
+        return issue_all_to_all(
+            message, sizes, own, out, group, self.timeout, place=self.places[0], form=self.form
+        )
 
     def gathered_bytes(self, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[int, int]:
         """Bytes that this rank sends and receives in :meth:`issue_gather`."""
@@ -146,7 +150,9 @@ class CompressedCall:
             return traced_all_gather(message, group, sizes=exact, is_second=is_second)
         if is_exchanged:
             gathered = self.buffer(name, sum(sizes))
-            return issue_gather_of_sizes(message, sizes, gathered, group, place)
+            place = place or place_in(group)
+            place.form = self.form
+            return issue_gather_of_sizes(message, sizes, gathered, place)
         result = self.buffer(name, self.world_size, len(message))
         return issue_all_gather(message, result, group, self.timeout)
 
@@ -155,6 +161,7 @@ class CompressedCall:
     ) -> None:
         """Request the messages that :meth:`issue_gather` will write to the named buffer."""
         if self.is_exchanged(group):
+            place.form = self.form
             place.expect_gather(self.buffer(name, sum(sizes)).split(list(sizes)))
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch_commhook.collectives.gloo_groups import (
     has_places,
 )
 from torch_commhook.metrics import tensor_bytes
-from torch_commhook.spans import sent
 
 __all__ = [
     "FEW_RANKS",
@@ -35,7 +33,6 @@ __all__ = [
     "SECOND",
     "Place",
     "bytes_of_sum",
-    "exchange",
     "exchanges",
     "has_places",
     "is_gathered",
@@ -70,13 +67,19 @@ class Place:
     Args:
         group: the process group.
         order: which order; one of the constants above.
+
+    Attributes:
+        form: what its messages are, such as a codec's name. If it is another on some rank, all
+            ranks get an error.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: int = FIRST) -> None:
+        self.form = ""
         self._exchanges = backend_of(group).exchanges()
         self._timeout = group_timeout(group)
         self._number = self._exchanges.reserve(order)
-        self._rank: int = group.rank()
+        #: This process's, in the group.
+        self.rank: int = group.rank()
 
     def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Give memory to each rank's message, before this rank has its own messages.
@@ -86,98 +89,9 @@ class Place:
             outputs: the outputs of that exchange, in the same memory. Nothing else may use it until
                 that exchange has ended.
         """
-        self._exchanges.expect(list(outputs), self._number, stage, self._timeout)
+        self._exchanges.expect(list(outputs), self._number, stage, self._timeout, self.form)
 
-    def exchange(
-        self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
-    ) -> torch.futures.Future[Tensor]:
-        """Send a message to each rank, and receive one from each.
-
-        Args:
-            stage: 0 or 1, each once.
-            inputs: the message to each rank, flat bytes.
-            outputs: memory for the message from each rank, flat bytes.
-            result: the Future's value.
-        """
-        self._keep(inputs[self._rank], outputs)
-        return sent(
-            lambda: self._exchanges.start(
-                list(inputs), list(outputs), result, self._number, stage, self._timeout
-            )
-        )
-
-    def expect_gather(self, outputs: Sequence[Tensor]) -> None:
-        """As :meth:`expect`, for the :meth:`gather` that follows."""
-        if len(outputs) <= FEW_RANKS:
-            self.expect(0, outputs)
-
-    def gather(
-        self, own: Tensor, outputs: Sequence[Tensor], result: Tensor
-    ) -> torch.futures.Future[Tensor]:
-        """Send every rank this rank's message, and receive those of all; once in a place.
-
-        Args:
-            own: flat bytes.
-            outputs: memory for the message from each rank, flat bytes.
-            result: the Future's value.
-        """
-        if len(outputs) <= FEW_RANKS:
-            return self.exchange(0, [own] * len(outputs), outputs, result)
-        self._keep(own, outputs)
-        return sent(
-            lambda: self._exchanges.gather(list(outputs), result, self._number, self._timeout)
-        )
-
-    def reduce(
-        self, tensor: Tensor, *, takes_maximum: bool = False
-    ) -> torch.futures.Future[Tensor]:
-        """Sum a tensor over the ranks, or take the maximum of each element; once in a place.
-
-        All ranks have the same bits.
-
-        Args:
-            tensor: contiguous, of numbers. Written.
-            takes_maximum: whether to take the maximum.
-
-        Returns:
-            A Future of the same tensor.
-        """
-        flat = tensor.detach().view(-1)
-        return sent(
-            lambda: self._exchanges.reduce(flat, takes_maximum, tensor, self._number, self._timeout)
-        )
-
-    def _keep(self, own: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Copy this rank's own message."""
-        if own.data_ptr() != outputs[self._rank].data_ptr():
-            outputs[self._rank].copy_(own)
-
-
-def place_in(group: dist.ProcessGroup, order: int = FIRST) -> Place:
-    """Take the next place in an order of a group's collectives."""
-    if not has_places(group):
-        return Place(group, order)
-    around: Any = group
-    place: Place = around._commhook_place(order)
-    return place
-
-
-def exchange(
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    result: Tensor,
-    group: dist.ProcessGroup,
-    place: Place | None = None,
-) -> torch.futures.Future[Tensor]:
-    """Send a message to each rank, and receive one from each: :meth:`Place.exchange`.
-
-    All ranks issue the same exchanges on a group in the same order, except for those that already
-    have a place.
-    """
-    return (place or place_in(group)).exchange(0, inputs, outputs, result)
-
-
-# ---- sums ----------------------------------------------------------------------------------------
+    # ---- sums ----------------------------------------------------------------------------------------
 
 
 def sums_in_place(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -259,6 +259,7 @@ def _in_level(
         gathered = flat.new_empty((ranks, flat.numel() // ranks))
     outputs = [as_bytes(row) for row in gathered]
     if last is not None:
+        last.form = str(flat.dtype)
         last.expect_gather(outputs)
 
     def over_nodes(own: Tensor) -> torch.futures.Future[Tensor]:

@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import (
     Place,
-    exchange,
     exchanges,
     place_in,
     sums_in_place,
@@ -95,7 +94,9 @@ def issue_all_gather(
         return _C.as_future(out.copy_(tensor.unsqueeze(0)), "all_gather")
     if is_exchanged(tensor, group, timeout):
         outputs = [as_bytes(each) for each in out.unbind()]
-        return (place or place_in(group)).gather(as_bytes(tensor), outputs, out)
+        place = place or place_in(group)
+        place.form = str(tensor.dtype)
+        return place.gather(as_bytes(tensor), outputs, out)
     flat = tensor.reshape(-1)
     options = _with_timeout(AllgatherOptions(), timeout)
 
@@ -115,8 +116,7 @@ def issue_gather_of_sizes(
     message: Tensor,
     sizes: Sequence[int],
     out: Tensor,
-    group: dist.ProcessGroup,
-    place: Place | None = None,
+    place: Place,
 ) -> torch.futures.Future[Tensor]:
     """Gather messages of different lengths on every rank.
 
@@ -124,14 +124,13 @@ def issue_gather_of_sizes(
         message: flat bytes; the first ones are sent.
         sizes: the size of each rank's message in bytes, the same on all ranks.
         out: flat, ``sum(sizes)`` bytes. Written.
-        group: a group whose collectives have places.
-        place: its place; None for the next one.
+        place: its place.
 
     Returns:
         A Future of ``out``.
     """
-    own = message[: sizes[group.rank()]]
-    return (place or place_in(group)).gather(own, out.split(list(sizes)), out)
+    outputs = out.split(list(sizes))
+    return place.gather(message[: sizes[place.rank]], outputs, out)
 
 
 def issue_all_to_all(
@@ -143,6 +142,7 @@ def issue_all_to_all(
     timeout: timedelta | None = None,
     *,
     place: Place | None = None,
+    form: str = "",
 ) -> torch.futures.Future[Tensor]:
     """Send a piece of a tensor to each rank, and receive one from each.
 
@@ -154,6 +154,7 @@ def issue_all_to_all(
         group: the process group.
         timeout: the operation's timeout; None for the group's.
         place: as for :func:`issue_all_reduce`.
+        form: what the messages are, if they have a place; by default of the tensor's dtype.
 
     Returns:
         A Future of ``out``.
@@ -163,7 +164,9 @@ def issue_all_to_all(
     if is_exchanged(tensor, group, timeout):
         inputs = [as_bytes(piece) for piece in tensor.split(list(sends))]
         outputs = [as_bytes(piece) for piece in out.split(list(gets))]
-        return exchange(inputs, outputs, out, group, place)
+        place = place or place_in(group)
+        place.form = form or str(tensor.dtype)
+        return place.exchange(0, inputs, outputs, out)
 
     def issue() -> Any:
         tensors = as_real(out), as_real(tensor)

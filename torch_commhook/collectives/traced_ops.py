@@ -86,7 +86,8 @@ def start_all_gather(
         result = tensor.new_empty((group.size(), *tensor.shape))
         return _started(issue_all_gather(sent, result, group, place=place), result)
     result = tensor.new_empty(sum(sizes))
-    return _started(issue_gather_of_sizes(sent, sizes, result, group, place), result)
+    place = place or place_in(group)
+    return _started(issue_gather_of_sizes(sent, sizes, result, place), result)
 
 
 @torch.library.custom_op("commhook::start_all_to_all", mutates_args=())

@@ -210,9 +210,9 @@ class _ThrottledPlace(Place):
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
         nbytes = sum(tensor_bytes(tensor) for tensor in inputs)
-        sent = nbytes - tensor_bytes(inputs[self._rank])
+        sent = nbytes - tensor_bytes(inputs[self.rank])
         received = sum(tensor_bytes(tensor) for tensor in outputs)
-        received -= tensor_bytes(outputs[self._rank])
+        received -= tensor_bytes(outputs[self.rank])
         traffic = Traffic(EXCHANGE, self._ranks, nbytes, max(sent, received))
         return self._throttled(traffic, super().exchange(stage, inputs, outputs, result), result)
 

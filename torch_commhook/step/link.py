@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.exchange import place_in
 from torch_commhook.collectives.hosts import machine
 
 #: The number of connections that a link is tested with, and gets if they are faster.
@@ -90,7 +89,7 @@ def _is_local(group: dist.ProcessGroup) -> bool:
     digest = hashlib.sha256(machine().encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     every = own.new_empty((group.size(), own.numel()))
-    exchange([own] * group.size(), list(every), every, group).wait()
+    place_in(group).gather(own, list(every), every).wait()
     return bool((every == own).all())
 
 
@@ -119,7 +118,7 @@ def _echo(group: dist.ProcessGroup) -> float:
             (outputs if answers else inputs)[1:] = list(byte.new_empty((size - 1, 1)))
         else:
             (inputs if answers else outputs)[0] = byte
-        exchange(inputs, outputs, byte, group).wait()
+        place_in(group).exchange(0, inputs, outputs, byte).wait()
     return _slowest(group, time.perf_counter() - begun if is_first else 0.0)
 
 
@@ -128,7 +127,7 @@ def _seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
     sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     received = list(sent.new_empty((group.size(), nbytes)))
     begun = time.perf_counter()
-    exchange([sent] * group.size(), received, sent, group).wait()
+    place_in(group).gather(sent, received, sent).wait()
     return time.perf_counter() - begun
 
 
@@ -139,7 +138,4 @@ def _least_seconds(group: dist.ProcessGroup, nbytes: int) -> float:
 def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
     """The largest of the ranks' measurements."""
     own = torch.tensor([seconds], dtype=torch.float64, device="cpu")
-    every = own.new_empty((group.size(), 1))
-    outputs: list[Tensor] = [row.view(torch.uint8) for row in every]
-    exchange([own.view(torch.uint8)] * group.size(), outputs, every, group).wait()
-    return float(every.max())
+    return float(place_in(group).reduce(own, takes_maximum=True).wait())

@@ -107,24 +107,27 @@ void bind_wire(py::module_& m) {
   py::class_<wire::Exchanges, std::shared_ptr<wire::Exchanges>>(m, "WireExchanges")
       .def("reserve", &wire::Exchanges::reserve, py::arg("order") = 0, without_gil())
       .def("expect", &wire::Exchanges::expect, py::arg("outputs"), py::arg("place"),
-           py::arg("stage"), py::arg("timeout"), without_gil())
+           py::arg("stage"), py::arg("timeout"), py::arg("form") = "", without_gil())
       .def(
           "start",
           [](wire::Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-             at::Tensor result, int64_t place, int64_t stage, std::chrono::milliseconds timeout) {
-            return std::make_shared<torch::jit::PythonFutureWrapper>(self.start(
-                std::move(inputs), std::move(outputs), std::move(result), place, stage, timeout));
+             at::Tensor result, int64_t place, int64_t stage, std::chrono::milliseconds timeout,
+             const std::string& form) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.start(std::move(inputs), std::move(outputs), std::move(result), place, stage,
+                           timeout, form));
           },
           py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place"),
-          py::arg("stage"), py::arg("timeout"), without_gil())
+          py::arg("stage"), py::arg("timeout"), py::arg("form") = "", without_gil())
       .def(
           "gather",
           [](wire::Exchanges& self, const std::vector<at::Tensor>& parts, at::Tensor result,
-             int64_t place, std::chrono::milliseconds timeout) {
+             int64_t place, std::chrono::milliseconds timeout, const std::string& form) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.gather(parts, std::move(result), place, timeout));
+                self.gather(parts, std::move(result), place, timeout, form));
           },
-          py::arg("parts"), py::arg("result"), py::arg("place"), py::arg("timeout"), without_gil())
+          py::arg("parts"), py::arg("result"), py::arg("place"), py::arg("timeout"),
+          py::arg("form") = "", without_gil())
       .def(
           "reduce",
           [](wire::Exchanges& self, const at::Tensor& tensor, bool takes_maximum, at::Tensor result,

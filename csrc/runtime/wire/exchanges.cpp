@@ -75,7 +75,8 @@ void Exchanges::check(const Tensors& messages, const Stage& stage, const char* n
 }
 
 void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage& stage,
-                      std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const {
+                      std::chrono::milliseconds timeout, const std::string& form,
+                      const std::shared_ptr<Part>& part) const {
   const auto& [place, number] = stage;
   if (place / kNumbers != generation_) {
     part->end(std::make_exception_ptr(error_of_another_step(channel_->rank())));
@@ -99,14 +100,16 @@ void Exchanges::begin(const Tensors* inputs, const Tensors* outputs, const Stage
       add(exchange.receives, peer, (*outputs)[peer], (*outputs)[peer].mutable_data_ptr());
     }
   }
-  exchange.what = "exchange " + name_of(place) + (number == 0 ? "" : ", sums");
+  exchange.form = crc32c(reinterpret_cast<const uint8_t*>(form.data()), form.size());
+  exchange.what = c10::str("exchange ", name_of(place), number == 0 ? "" : ", sums",
+                           form.empty() ? "" : " of ", form);
   exchange.timeout = timeout;
   channel_->begin(std::move(exchange),
                   [part](std::exception_ptr error) { part->end(std::move(error)); });
 }
 
 void Exchanges::expect(Tensors outputs, int64_t place, int64_t stage,
-                       std::chrono::milliseconds timeout) {
+                       std::chrono::milliseconds timeout, const std::string& form) {
   const Stage key{place, stage};
   check(outputs, key, "outputs");
   auto part = std::make_shared<Part>();
@@ -116,12 +119,12 @@ void Exchanges::expect(Tensors outputs, int64_t place, int64_t stage,
     TORCH_CHECK_VALUE(is_new, "exchange: stage ", stage, " of place ", place % kNumbers,
                       " was expected before");
   }
-  begin(nullptr, &outputs, key, timeout, part);
+  begin(nullptr, &outputs, key, timeout, form, part);
 }
 
 Exchanges::FuturePtr Exchanges::start(Tensors inputs, Tensors outputs, at::Tensor result,
                                       int64_t place, int64_t stage,
-                                      std::chrono::milliseconds timeout) {
+                                      std::chrono::milliseconds timeout, const std::string& form) {
   const Stage key{place, stage};
   check(inputs, key, "inputs");
   check(outputs, key, "outputs");
@@ -182,7 +185,7 @@ Exchanges::FuturePtr Exchanges::start(Tensors inputs, Tensors outputs, at::Tenso
   whole.reset();
   const auto sent = std::make_shared<Part>();
   sent->when_over(end);
-  begin(&inputs, received == nullptr ? &outputs : nullptr, key, timeout, sent);
+  begin(&inputs, received == nullptr ? &outputs : nullptr, key, timeout, form, sent);
   if (received != nullptr) {
     received->when_over(end);
   }
@@ -195,12 +198,14 @@ std::string Exchanges::name_of(int64_t place) const {
 }
 
 Exchanges::FuturePtr Exchanges::gather(const Tensors& parts, at::Tensor result, int64_t place,
-                                       std::chrono::milliseconds timeout) {
+                                       std::chrono::milliseconds timeout,
+                                       const std::string& form) {
   check(parts, {place, 0}, "parts");
   const auto operation = std::make_shared<Operation>(channel_);
   operation->base(kOfPattern);
   add_all_gather(*operation, parts);
-  return run(*operation, {c10d::OpType::ALLGATHER, "gather"}, std::move(result), place, timeout);
+  return run(*operation, {c10d::OpType::ALLGATHER, "gather", form}, std::move(result), place,
+             timeout);
 }
 
 Exchanges::FuturePtr Exchanges::reduce(const at::Tensor& tensor, bool takes_maximum,

@@ -40,18 +40,20 @@ class Exchanges {
 
   // Gives memory to messages of an exchange before it starts: a large one then comes at once, and
   // none is copied. Nothing is thrown but for wrong arguments: start() reports failures.
-  void expect(Tensors outputs, int64_t place, int64_t stage, std::chrono::milliseconds timeout);
+  void expect(Tensors outputs, int64_t place, int64_t stage, std::chrono::milliseconds timeout,
+              const std::string& form = "");
 
   // Sends `inputs[r]` to each rank r, and receives `outputs[r]` from it: flat bytes on the CPU. The
   // caller copies its own part. The Future has `result`, or the error; its callbacks run on a
   // thread of the channel. Each place has two stages, 0 and 1; each is started once.
+  // form: of the messages, such as the codec's name. If it is another on a rank, all get an error.
   FuturePtr start(Tensors inputs, Tensors outputs, at::Tensor result, int64_t place, int64_t stage,
-                  std::chrono::milliseconds timeout);
+                  std::chrono::milliseconds timeout, const std::string& form = "");
 
   // Gathers `parts`, one of each rank, of which this rank has written its own: flat bytes on the
   // CPU. Once in a place. The Future is as that of start().
   FuturePtr gather(const Tensors& parts, at::Tensor result, int64_t place,
-                   std::chrono::milliseconds timeout);
+                   std::chrono::milliseconds timeout, const std::string& form = "");
   // Sums a flat tensor on the CPU over the ranks, or takes the maximum, and writes it there.
   // Floating-point numbers of 16 bits are summed in float32 among few ranks. As gather().
   FuturePtr reduce(const at::Tensor& tensor, bool takes_maximum, at::Tensor result, int64_t place,
@@ -63,7 +65,8 @@ class Exchanges {
 
   void check(const Tensors& messages, const Stage& stage, const char* name) const;
   void begin(const Tensors* inputs, const Tensors* outputs, const Stage& stage,
-             std::chrono::milliseconds timeout, const std::shared_ptr<Part>& part) const;
+             std::chrono::milliseconds timeout, const std::string& form,
+             const std::shared_ptr<Part>& part) const;
   FuturePtr run(Operation& operation, Request request, at::Tensor result, int64_t place,
                 std::chrono::milliseconds timeout) const;
   [[nodiscard]] std::string name_of(int64_t place) const;
