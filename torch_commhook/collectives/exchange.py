@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch_commhook.collectives.gloo_groups import (
     has_places,
 )
 from torch_commhook.metrics import tensor_bytes
+from torch_commhook.spans import sent
 
 __all__ = [
     "FEW_RANKS",
@@ -91,7 +93,82 @@ class Place:
         """
         self._exchanges.expect(list(outputs), self._number, stage, self._timeout, self.form)
 
-    # ---- sums ----------------------------------------------------------------------------------------
+    def exchange(
+        self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        """Send a message to each rank, and receive one from each.
+
+        Args:
+            stage: 0 or 1, each once.
+            inputs: the message to each rank, flat bytes.
+            outputs: memory for the message from each rank, flat bytes.
+            result: the Future's value.
+        """
+        self._keep(inputs[self.rank], outputs)
+        return sent(
+            lambda: self._exchanges.start(
+                list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
+            )
+        )
+
+    def expect_gather(self, outputs: Sequence[Tensor]) -> None:
+        """As :meth:`expect`, for the :meth:`gather` that follows."""
+        if len(outputs) <= FEW_RANKS:
+            self.expect(0, outputs)
+
+    def gather(
+        self, own: Tensor, outputs: Sequence[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        """Send every rank this rank's message, and receive those of all; once in a place.
+
+        Args:
+            own: flat bytes.
+            outputs: memory for the message from each rank, flat bytes.
+            result: the Future's value.
+        """
+        if len(outputs) <= FEW_RANKS:
+            return self.exchange(0, [own] * len(outputs), outputs, result)
+        self._keep(own, outputs)
+        return sent(
+            lambda: self._exchanges.gather(
+                list(outputs), result, self._number, self._timeout, self.form
+            )
+        )
+
+    def reduce(
+        self, tensor: Tensor, *, takes_maximum: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        """Sum a tensor over the ranks, or take the maximum of each element; once in a place.
+
+        All ranks have the same bits.
+
+        Args:
+            tensor: contiguous, of numbers. Written.
+            takes_maximum: whether to take the maximum.
+
+        Returns:
+            A Future of the same tensor.
+        """
+        flat = tensor.detach().view(-1)
+        return sent(
+            lambda: self._exchanges.reduce(flat, takes_maximum, tensor, self._number, self._timeout)
+        )
+
+    def _keep(self, own: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Copy this rank's own message."""
+        if own.data_ptr() != outputs[self.rank].data_ptr():
+            outputs[self.rank].copy_(own)
+
+
+def place_in(group: dist.ProcessGroup, order: int = FIRST, form: str = "") -> Place:
+    """Take the next place in an order of a group's collectives."""
+    around: Any = group
+    place: Place = around._commhook_place(order) if has_places(group) else Place(group, order)
+    place.form = form
+    return place
+
+
+# ---- sums ----------------------------------------------------------------------------------------
 
 
 def sums_in_place(tensor: Tensor, group: dist.ProcessGroup) -> bool:
