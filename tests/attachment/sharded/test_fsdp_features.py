@@ -260,14 +260,17 @@ def test_numbers_of_collectives(rank: int, place: str, name: str) -> None:
     handle = None if make is None else attach(model, make())
     model(torch.randn(4, 5)).sum().backward()
     counts: Counter[str] = Counter()
-    issued = exchange.Place.exchange
 
-    def counting(*arguments: Any) -> Any:
-        counts["exchange"] += 1
-        return issued(*arguments)
+    def counted(issue: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            counts["exchange"] += 1
+            return issue(*arguments, **options)
+
+        return counting
 
     with CommDebugMode() as mode, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Place, "exchange", counting)
+        for method in ("exchange", "reduce"):
+            patch.setattr(exchange.Place, method, counted(getattr(exchange.Place, method)))
         model(torch.randn(4, 5)).sum().backward()
     for operator, count in mode.get_comm_counts().items():
         counts[_kind(operator)] += count
