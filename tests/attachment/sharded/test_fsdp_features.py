@@ -12,6 +12,7 @@ PyTorch's own tests of ``fully_shard`` are tested for the first property. Left o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
