@@ -136,8 +136,7 @@ def stepping(model: nn.Module, width: int = 40, value: float = 1.0) -> Callable[
 class wide(hooks.cast):  # noqa: N801
     """Adds up in float32 among any number of ranks."""
 
-    def has_stages_among(self, ranks: int) -> bool:
-        return True
+    _wide_from = 1
 
 
 def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -45,8 +45,7 @@ def of_a_work(state: object, bucket: GradBucket) -> torch.futures.Future:
 class CastInTwoStages(hooks.cast):
     """Does the same as :class:`hooks.cast` with many ranks."""
 
-    def has_stages_among(self, ranks: int) -> bool:
-        return ranks > 1
+    _wide_from = 2
 
 
 class OwnError(Exception):

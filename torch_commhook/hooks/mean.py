@@ -93,6 +93,8 @@ class cast(Hook):  # noqa: N801
 
     _commhook_traceable = True
     _lets_stages_wait = True
+    #: From so many ranks on it sums in float32.
+    _wide_from = LEAST_RANKS
 
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, process_group: dist.ProcessGroup | None = None
@@ -110,7 +112,7 @@ class cast(Hook):  # noqa: N801
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
-        if group.size() >= LEAST_RANKS and bucket.numel():
+        if group.size() >= self._wide_from and bucket.numel():
             return self._add_in_float32(bucket, group)
         workspace = self._workspaces.get(bucket, self.dtype)
         with timed(None, "encode"):
