@@ -182,7 +182,7 @@ def test_a_number_without_an_effect_is_a_warning() -> None:
         run_ranks(counts, 2)
     texts = {str(each.message) for each in caught}
     assert texts == {
-        "attach: connections=4 has no effect: it applies to at most 16 ranks over Gloo with "
+        "attach: connections=4 has no effect: it applies to ranks over Gloo with "
         "tensors on the CPU, and not to simulated ranks"
     }
 

@@ -58,7 +58,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     powersgd = sys.modules["torch_commhook.hooks.powersgd"]
     for module, name, letter in [
-        (compressed_call, "all_to_all", "1"),
+        (compressed_call, "issue_all_to_all", "1"),
         (compressed_call, "issue_all_gather", "2"),
         (powersgd, "all_reduce", "1"),
         (powersgd, "issue_all_reduce", "2"),
