@@ -99,7 +99,7 @@ hook                                                                       sent 
 none                                                                             55.1 GB        55.1 GB  2.696e+05            0     6.74e+04  4.61 s    30.0 ms  6743.54 s     1.00
 cast()                                                                           27.6 GB         112 GB  1.347e+05           63           35  2.31 s    30.0 ms     7.53 s     0.00    yes
 topk(0.01)                                                                       35.3 GB        35.3 GB  6.742e+04           12         34.5  2.95 s    30.0 ms     7.48 s     0.00  hurts
-error_feedback(powersgd(rank=4))                                                 36.9 MB        36.9 MB  1.285e+04           12            9  3.1 ms    30.0 ms     4.93 s     0.00    yes
+error_feedback(powersgd(rank=4))                                                 36.9 MB         112 MB  1.285e+04           12            9  3.1 ms    30.0 ms     4.93 s     0.00    yes
 local_sgd(100, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))        71.1 MB         288 MB       1347           63         0.35  5.9 ms    30.0 ms     4.03 s     0.00    yes
 Warning: topk(0.01): most of each gradient is lost, and never sent later: use error_feedback.
 """,
@@ -288,9 +288,9 @@ commhook::sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_si
 commhook::sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None, Tensor? failed=None) -> ()
-commhook::start_all_gather(Tensor tensor, SymInt[]? sizes, str group_name, bool is_second) -> Tensor
+commhook::start_all_gather(Tensor tensor, SymInt[]? sizes, str group_name, bool is_second, str form) -> Tensor
 commhook::start_all_reduce(Tensor tensor, str group_name, bool is_second) -> Tensor
-commhook::start_all_to_all(Tensor tensor, SymInt[] sends, SymInt[] gets, str group_name) -> Tensor
+commhook::start_all_to_all(Tensor tensor, SymInt[] sends, SymInt[] gets, str group_name, str form) -> Tensor
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
 commhook::symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()
 commhook::symmetric_gather(Tensor[] shards, Tensor(a!) message, *, Tensor? failed=None) -> ()

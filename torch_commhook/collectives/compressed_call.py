@@ -107,7 +107,7 @@ class CompressedCall:
         own = [sizes[self.rank]] * self.world_size
         note_collective(sum(sizes) - own[0], sum(own) - own[0])
         if self.is_traced:
-            return traced_all_to_all(message, sizes, own, group)
+            return traced_all_to_all(message, sizes, own, group, self.form)
         out = self.buffer("shards", sum(own))
         return issue_all_to_all(
             message, sizes, own, out, group, self.timeout, place=self.places[0], form=self.form
@@ -147,7 +147,9 @@ class CompressedCall:
         is_exchanged = self.is_exchanged(group)
         if self.is_traced:
             exact = list(sizes) if is_exchanged else None
-            return traced_all_gather(message, group, sizes=exact, is_second=is_second)
+            return traced_all_gather(
+                message, group, sizes=exact, is_second=is_second, form=self.form
+            )
         if is_exchanged:
             gathered = self.buffer(name, sum(sizes))
             place = place or place_in(group)

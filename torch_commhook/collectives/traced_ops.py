@@ -66,7 +66,7 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
 
 @torch.library.custom_op("commhook::start_all_gather", mutates_args=())
 def start_all_gather(
-    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
+    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool, form: str
 ) -> Tensor:
     """Start to gather the tensors of all ranks on every rank.
 
@@ -75,6 +75,7 @@ def start_all_gather(
         sizes: None, or the number of bytes of each rank's message, for messages of their own
             lengths; ``tensor`` is then flat bytes.
         group_name, is_second: as for :func:`start_all_reduce`.
+        form: what messages of their own lengths are; see :class:`Place`.
 
     Returns:
         A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat with
@@ -87,12 +88,13 @@ def start_all_gather(
         return _started(issue_all_gather(sent, result, group, place=place), result)
     result = tensor.new_empty(sum(sizes))
     place = place or place_in(group)
+    place.form = form
     return _started(issue_gather_of_sizes(sent, sizes, result, place), result)
 
 
 @torch.library.custom_op("commhook::start_all_to_all", mutates_args=())
 def start_all_to_all(
-    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str
+    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str, form: str
 ) -> Tensor:
     """Start to send a piece of a tensor to each rank, and to receive one from each.
 
@@ -101,6 +103,7 @@ def start_all_to_all(
         sends: the number of rows for each rank.
         gets: the number of rows from each rank.
         group_name: the process group's name.
+        form: what the messages are; see :class:`Place`. Empty: the dtype.
 
     Returns:
         A tensor of ``sum(gets)`` rows, for ``wait_tensor``.
@@ -108,7 +111,8 @@ def start_all_to_all(
     group = _group(group_name)
     result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
     sent = tensor.clone(memory_format=torch.contiguous_format)
-    return _started(issue_all_to_all(sent, list(sends), list(gets), result, group), result)
+    issued = issue_all_to_all(sent, list(sends), list(gets), result, group, form=form)
+    return _started(issued, result)
 
 
 @start_all_reduce.register_fake
@@ -118,7 +122,7 @@ def _start_all_reduce_fake(tensor: Tensor, group_name: str, is_second: bool) -> 
 
 @start_all_gather.register_fake
 def _start_all_gather_fake(
-    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
+    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool, form: str
 ) -> Tensor:
     if sizes is None:
         return tensor.new_empty((_group(group_name).size(), *tensor.shape))
@@ -127,7 +131,7 @@ def _start_all_gather_fake(
 
 @start_all_to_all.register_fake
 def _start_all_to_all_fake(
-    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str
+    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str, form: str
 ) -> Tensor:
     return tensor.new_empty((sum(gets), *tensor.shape[1:]))
 
@@ -155,10 +159,11 @@ def traced_all_gather(
     *,
     sizes: Sequence[int] | None = None,
     is_second: bool = False,
+    form: str = "",
 ) -> TracedFuture:
     """Trace a gather of the tensors of all ranks: :func:`start_all_gather`."""
     if _is_dense_on_cpu(tensor):
-        return traced(start_all_gather(tensor, sizes, group.group_name, is_second))
+        return traced(start_all_gather(tensor, sizes, group.group_name, is_second, form))
     ranks = group.size()
     shape = (ranks, *tensor.shape)
     gathered = _functional.all_gather_into_tensor(tensor.reshape(-1), ranks, group.group_name)
@@ -166,11 +171,15 @@ def traced_all_gather(
 
 
 def traced_all_to_all(
-    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group: dist.ProcessGroup
+    tensor: Tensor,
+    sends: Sequence[int],
+    gets: Sequence[int],
+    group: dist.ProcessGroup,
+    form: str = "",
 ) -> TracedFuture:
     """Trace an exchange of pieces of a tensor: :func:`start_all_to_all`."""
     if _is_dense_on_cpu(tensor):
-        return traced(start_all_to_all(tensor, sends, gets, group.group_name))
+        return traced(start_all_to_all(tensor, sends, gets, group.group_name, form))
     return traced_real(
         tensor,
         lambda real: _functional.all_to_all_single(real, gets, sends, group.group_name),
