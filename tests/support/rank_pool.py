@@ -64,15 +64,9 @@ def _end_groups() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    from torch_commhook.collectives.gloo_groups import destroy_group
-
     world = distributed_c10d._world
     for group, name in list(world.pg_names.items()):
-        if name == dist.group.WORLD.group_name or name in KEPT_GROUPS:
-            continue
-        if "/commhook" in name:  # it may have no backend after a failed step
-            destroy_group(group)
-        else:
+        if name != dist.group.WORLD.group_name and name not in KEPT_GROUPS:
             dist.destroy_process_group(group)
 
 

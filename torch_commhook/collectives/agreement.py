@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from torch_commhook.buckets.layout import gradient_dtype
-from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.gloo_groups import group_ranks, is_known
 from torch_commhook.collectives.packed import gather_values
 from torch_commhook.thread_values import ThreadValue, setting
 
@@ -53,7 +52,7 @@ def agree(
 
 def can_agree(group: dist.ProcessGroup) -> bool:
     """Whether :func:`agree` asks other ranks."""
-    return group.size() > 1 and group in distributed_c10d._world.pg_map
+    return group.size() > 1 and is_known(group)
 
 
 def _check_same(
@@ -125,7 +124,7 @@ def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
     Raises:
         ValueError: as :func:`gather_values`.
     """
-    if group not in distributed_c10d._world.pg_map:
+    if not is_known(group):
         return None
     return gather_values(value, group)
 

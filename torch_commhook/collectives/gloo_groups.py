@@ -80,6 +80,50 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
     return distributed_c10d.default_pg_timeout
 
 
+# ---- the tables of torch.distributed: only these functions use them ------------------------------
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether ``torch.distributed`` knows a group, so that its functions accept it."""
+    return group in distributed_c10d._world.pg_map
+
+
+def has_group(name: str) -> bool:
+    """Whether ``torch.distributed`` knows a group of a name."""
+    return name in distributed_c10d._world.pg_names.values()
+
+
+def make_known(
+    group: dist.ProcessGroup,
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    store: dist.Store | None = None,
+) -> None:
+    """Make a group known to ``torch.distributed``, as ``new_group()`` does for those it makes.
+
+    ``torch.distributed.destroy_process_group(group)`` forgets it.
+
+    Args:
+        group: the group.
+        name: a name that no other group has.
+        ranks: its members, as ranks of the default group.
+        backend: what ``torch.distributed.get_backend()`` returns for it.
+        store: the store through which its ranks have met.
+    """
+    world: Any = distributed_c10d._world
+    known: Any = name  # PyTorch's checkers have a type of their own for it
+    group._set_group_name(known)
+    distributed_c10d._register_process_group(known, group)
+    world.pg_map[group] = backend, store
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = backend
+    tag = f"user:{name}"
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg.setdefault(tag, []).append(group)
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store through which a group's ranks have met; None if unknown."""
     entry = distributed_c10d._world.pg_map.get(group)
@@ -128,7 +172,7 @@ def group_and_inner(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether ``torch.distributed`` once knew a group of its own, and no longer does."""
-    if type(group) is not dist.ProcessGroup or group in distributed_c10d._world.pg_map:
+    if type(group) is not dist.ProcessGroup or is_known(group):
         return False
     try:
         name = group.group_name
@@ -173,7 +217,7 @@ def make_group(
         torch.distributed.DistStoreError: a rank has not come in that time.
     """
     # Not new_group(): all ranks of the default group would have to call it.
-    if name in distributed_c10d._world.pg_names.values():
+    if has_group(name):
         raise ValueError(f"torch_commhook: there is a process group {name!r} already")
     where = endpoint(lost_after, rails)
     backend = _C.WireBackend(
@@ -182,50 +226,17 @@ def make_group(
     group = dist.ProcessGroup(store, rank, len(ranks))
     group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
-    _make_known(group, store, name, ranks)
+    make_known(group, name, ranks, "cpu:commhook", store)
     _backends[group] = backend
     return group
-
-
-def _make_known(
-    group: dist.ProcessGroup, store: dist.Store, name: str, ranks: Sequence[int]
-) -> None:
-    """Register a group for the CPU with ``torch.distributed``."""
-    world: Any = distributed_c10d._world
-    config = distributed_c10d.BackendConfig(dist.Backend("cpu:commhook"))
-    tag = f"ptd:{name}"
-    world.pg_map[group] = (dist.Backend("cpu:commhook"), store)
-    world.pg_names[group] = name
-    world.pg_group_ranks[group] = {r: index for index, r in enumerate(ranks)}
-    world.pg_backend_config[group] = str(config)
-    world.pg_to_tag[group] = tag
-    world.tags_to_pg.setdefault("", []).append(group)
-    world.tags_to_pg.setdefault(tag, []).append(group)
-    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 @left_to_python
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group that :func:`make_group` has made: this rank leaves it."""
-    world = distributed_c10d._world
-    if group in world.pg_map:  # torch.distributed may have ended already
-        # Not destroy_process_group(), which would wait for other backends.
-        tag = world.pg_to_tag.get(group, "")
-        for groups in (world.tags_to_pg.get(tag, []), world.tags_to_pg.get("", [])):
-            if group in groups:
-                groups.remove(group)
-        name = world.pg_names[group]
-        for table in (
-            world.pg_map,
-            world.pg_names,
-            world.pg_group_ranks,
-            world.pg_backend_config,
-            world.pg_to_tag,
-        ):
-            table.pop(group, None)
-        torch._C._distributed_c10d._unregister_process_group(name)
+    if is_known(group):  # torch.distributed may have ended already
+        dist.destroy_process_group(group)
     found = _backends.pop(group, None)
     if found is not None:
         found.close()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import group_and_inner
+from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks
 
 
 def group_rank(group: dist.ProcessGroup) -> int:
@@ -153,11 +152,11 @@ def _known_rank(group: dist.ProcessGroup) -> int | None:
     for each in group_and_inner(group):
         if each is not group and tells_its_rank(each) and each.size() == size:
             return each.rank()
-        ranks = distributed_c10d._world.pg_group_ranks.get(each)
+        ranks = group_ranks(each)
         if ranks is not None and len(ranks) == size and dist.is_initialized():
-            own = ranks.get(dist.get_rank())
-            if own is not None:
-                return int(own)
+            own = dist.get_rank()
+            if own in ranks:
+                return ranks.index(own)
     return None
 
 

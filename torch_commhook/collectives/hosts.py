@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
@@ -24,6 +23,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_store,
     group_timeout,
     is_gloo_or_own,
+    is_known,
     make_group,
 )
 
@@ -239,7 +239,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
         ranks: ranks of ``group`` in ascending order, including this one.
     """
     made = _made.setdefault(group, {}).setdefault(tuple(ranks), [])
-    if made and made[-1] in distributed_c10d._world.pg_map:
+    if made and is_known(made[-1]):
         return made[-1]
     known = group_ranks(group)
     assert known is not None

@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
-from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather_in_step
-from torch_commhook.collectives.gloo_groups import group_name, group_timeout
+from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_known
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
@@ -139,7 +138,7 @@ def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> 
         device.type == "cuda"
         and isinstance(codec, BlockCodec)
         and 2 <= group.size() <= MOST_RANKS
-        and group in distributed_c10d._world.pg_map
+        and is_known(group)
         and _C.has_compiled_backend(group, device)  # others must see their collectives
         and not _sends_through_host(group, device)
     )

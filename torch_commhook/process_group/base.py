@@ -8,10 +8,9 @@ from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks
+from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks, is_known
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
@@ -75,7 +74,7 @@ class ProcessGroup(_C.ProcessGroup):
             text = _described(self)
         except Exception:  # of a group that is not whole yet, or a class that cannot tell
             text = super().__repr__().strip("<>")
-        if self in distributed_c10d._world.pg_map:
+        if is_known(self):
             return f"<{text}>"
         # If PyTorch cannot find a group, its error contains only this text.
         return (
@@ -197,14 +196,13 @@ def _described(group: ProcessGroup) -> str:
 
 def _kind(group: dist.ProcessGroup) -> str:
     settings = group._settings_text() if isinstance(group, ProcessGroup) else ""
-    name = distributed_c10d._world.pg_names.get(group)
     text = type(group).__name__
     if settings:
         text += f"({settings})"
-    if name is not None:
-        text += f" {name!r}"
-    if type(group) is dist.ProcessGroup and group in distributed_c10d._world.pg_map:
-        text += f" over {distributed_c10d._world.pg_map[group][0]}"
+    if is_known(group):
+        text += f" {group.group_name!r}"
+        if type(group) is dist.ProcessGroup:
+            text += f" over {dist.get_backend(group)}"
     return text
 
 

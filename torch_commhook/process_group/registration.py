@@ -7,10 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.gloo_groups import group_ranks, has_group, is_known, make_known
 from torch_commhook.collectives.group_place import group_rank
 
 
@@ -95,12 +94,11 @@ def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequen
 
 
 def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | None) -> None:
-    world: Any = distributed_c10d._world  # new_group() fills these in
-    if name in world.pg_names.values():
+    if has_group(name):
         raise ValueError(f"register: there is a process group {name!r} already")
-    if group in world.pg_map:
+    if is_known(group):
         raise ValueError(
-            f"register: the group is known already, as {world.pg_names[group]!r}; "
+            f"register: the group is known already, as {group.group_name!r}; "
             "torch.distributed.destroy_process_group(group) forgets it"
         )
     if ranks is None:
@@ -113,16 +111,7 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
         raise ValueError(
             f"register: ranks must be {group.size()} different ones, got {list(ranks)}"
         )
-    known: Any = name  # PyTorch's checkers have a type of their own for it
-    group._set_group_name(known)
-    distributed_c10d._register_process_group(known, group)
-    world.pg_map[group] = group.name(), None
-    world.pg_names[group] = name
-    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    world.pg_backend_config[group] = group.name()
-    tag = f"user:{name}"
-    world.pg_to_tag[group] = tag
-    world.tags_to_pg.setdefault(tag, []).append(group)
+    make_known(group, name, ranks, group.name())
 
 
 def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:

@@ -198,8 +198,7 @@ std::string Exchanges::name_of(int64_t place) const {
 }
 
 Exchanges::FuturePtr Exchanges::gather(const Tensors& parts, at::Tensor result, int64_t place,
-                                       std::chrono::milliseconds timeout,
-                                       const std::string& form) {
+                                       std::chrono::milliseconds timeout, const std::string& form) {
   check(parts, {place, 0}, "parts");
   const auto operation = std::make_shared<Operation>(channel_);
   operation->base(kOfPattern);
@@ -220,8 +219,7 @@ Exchanges::FuturePtr Exchanges::reduce(const at::Tensor& tensor, bool takes_maxi
   operation->base(kOfPattern);
   add_all_reduce(*operation, Operation::input(tensor), reduction);
   Request request{c10d::OpType::ALLREDUCE, takes_maximum ? "maximum" : "sum"};
-  request.of =
-      c10::str(tensor.numel(), " ", c10::getDtypeNames(tensor.scalar_type()).first);
+  request.of = c10::str(tensor.numel(), " ", c10::getDtypeNames(tensor.scalar_type()).first);
   return run(*operation, std::move(request), std::move(result), place, timeout);
 }
 

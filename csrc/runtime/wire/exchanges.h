@@ -1,5 +1,5 @@
-// Collectives among the ranks of a channel with places in an order, any number of them at once. They
-// start in any order.
+// Collectives among the ranks of a channel with places in an order, any number of them at once.
+// They start in any order.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -55,8 +55,7 @@ Place place_in_tree(const Operation& operation, int root) {
 void reduce_directly(Operation& operation, const Tensors& parts, const at::Tensor& result,
                      const Reduction& reduction) {
   const int rank = operation.rank();
-  const auto matrix =
-      at::empty({operation.size(), result.numel()}, result.options());
+  const auto matrix = at::empty({operation.size(), result.numel()}, result.options());
   Tensors rows = matrix.unbind();
   for (const int peer : operation.others()) {
     operation.exchange(peer, parts[peer], rows[peer]);
@@ -176,9 +175,8 @@ void reduce_by_doubling(Operation& operation, const at::Tensor& tensor,
 }
 
 bool are_alike(const Tensors& parts) {
-  return std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
-    return part.numel() == parts[0].numel();
-  });
+  return std::all_of(parts.begin(), parts.end(),
+                     [&](const at::Tensor& part) { return part.numel() == parts[0].numel(); });
 }
 
 bool is_small(const Operation& operation, const at::Tensor& tensor) {

@@ -25,7 +25,8 @@ class Reduction {
   void reduce(at::Tensor result, const at::Tensor& first, const at::Tensor& second) const;
   // All rows, in this order. Changes row 0, unless `own` is 0. `result` may be the row `own`.
   void reduce_rows(const at::Tensor& result, const Tensors& rows, size_t own) const;
-  // Sums of a matrix's rows in float32 and in their order, rounded once, of the dtypes that have it.
+  // Sums of a matrix's rows in float32 and in their order, rounded once, of the dtypes that have
+  // it.
   [[nodiscard]] bool adds_rows(const at::Tensor& result) const;
   void add_rows(const at::Tensor& result, const at::Tensor& rows) const;
   // What follows the last sum.

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.collectives.futures import completed
-from torch_commhook.collectives.gloo_groups import group_name
+from torch_commhook.collectives.gloo_groups import group_name, is_known
 from torch_commhook.process_group.registration import register
 from torch_commhook.process_group.work import Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
@@ -119,7 +118,7 @@ class ReplicaGroup(WrapperProcessGroup):
 
     def forget(self) -> None:
         """Remove the group from ``torch.distributed``."""
-        if self in distributed_c10d._world.pg_names:  # the user may have destroyed all groups
+        if is_known(self):  # the user may have destroyed all groups
             dist.destroy_process_group(self)
 
     def shutdown(self) -> None:
