@@ -865,8 +865,9 @@ void State::write(Connection& connection, Time time) {
   Rail& rail = peers.at(connection.peer).link->rail(connection.rail);
   std::vector<Bytes> found;
   bool has_more = true;
-  for (int turn = 0; turn < kTurns && has_more; ++turn) {
-    rail.to_write(found, kWriteBytes, time);
+  const bool is_alone = options.rails == 1;  // or one takes chunks for which others are free
+  for (int turn = 0; turn < (is_alone ? kTurns : 1) && has_more; ++turn) {
+    rail.to_write(found, is_alone ? kWriteBytes : kChunk, time);
     if (found.empty()) {
       has_more = false;
       break;
