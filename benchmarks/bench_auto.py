@@ -37,10 +37,10 @@ from lab_bench import (
 )
 from link_rank import Subject, goes_on, set_link
 
-from torch_commhook.cli.text_data import read_text, split_text
+from torch_commhook.cli.text_model import read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.world import World
-from torch_commhook.hooks.first_steps import STEPS
+from torch_commhook.hooks.auto import STEPS
 
 HOSTS = 2
 #: The default candidates of ``auto`` whose error is at most ``MAX_ERROR`` here, as its log shows.

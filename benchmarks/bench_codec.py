@@ -20,7 +20,7 @@ from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.native.check_ops import check_finite
+from torch_commhook.native.bucket_ops import check_finite
 
 #: The shapes that have targets, for blocks with rounding to the nearest.
 TARGETED = ("resnet50", "gpt2")

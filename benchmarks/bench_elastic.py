@@ -35,7 +35,7 @@ from machine import FOLDER, as_lines, environment
 from netlab import Lab, LabError, parse_rate
 from netlab.lab import INTERFACE
 
-from torch_commhook.cli.text_data import TextData, held_out_windows, read_text, split_text
+from torch_commhook.cli.text_model import TextData, held_out_windows, read_text, split_text
 
 RESULTS = FOLDER / "results" / "bench_elastic.json"
 #: The least steps per second with faults, as a share of those without.

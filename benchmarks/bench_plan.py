@@ -24,11 +24,11 @@ from netlab import Lab, LabError
 from step_alone import on_all_ranks, step_alone
 from wan_rank import TORCHFT
 
+from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import NO_HOOK
 from torch_commhook.planning import LinkFile, Measured, Model, measure, plan
-from torch_commhook.planning.bench_times import with_bench_times
+from torch_commhook.planning.measured import with_bench_times
 
 RESULTS = FOLDER / "results"
 LINKS = RESULTS / "links"

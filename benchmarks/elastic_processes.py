@@ -16,7 +16,7 @@ from elastic_figures import Line, Log
 from elastic_rank import Plan
 from netlab import Lab, LabError
 
-from torch_commhook.cli.text_data import TextData
+from torch_commhook.cli.text_model import TextData
 
 #: If no step ends for so many seconds, the training hangs.
 HANG = 60.0

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 import torch_commhook as commhook
-from torch_commhook.cli.text_data import TextData, training_batch
-from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.cli.text_model import ByteTransformer, TextData, training_batch
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 

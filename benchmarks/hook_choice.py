@@ -16,10 +16,9 @@ import torch
 from bench_plan import measure_hooks, model_of
 from machine import FOLDER, as_lines, environment
 
-from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
 from torch_commhook.cli.plan_advice import advise
-from torch_commhook.cli.plan_numbers import format_rate, say_seconds
-from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.plan_parser import format_rate, say_seconds
+from torch_commhook.cli.train_config import DEFAULT_HOOKS, TrainConfig
 from torch_commhook.planning import measure, plan
 
 RESULTS = FOLDER / "results" / "hook_choice.json"

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_commhook
+from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import parse_hook
 
 ALONE = "no communication"
@@ -145,7 +145,7 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    from torch_commhook.cli.rank_process import finish
+    from torch_commhook.cli.launcher import finish
 
     if "RANK" not in os.environ or len(sys.argv) != 2:
         sys.exit("sharded_rank: bench_sharded starts this program")

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from link_rank import PYTORCH, Alone, carried
 
+from torch_commhook.cli.launcher import finish
 from torch_commhook.cli.place import Place, read_place
-from torch_commhook.cli.rank_process import finish
-from torch_commhook.cli.text_data import TextData, read_text, split_text
+from torch_commhook.cli.text_model import ByteTransformer, TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import (
     Run,
@@ -33,7 +33,6 @@ from torch_commhook.cli.train_rank import (
     prepare,
     train_step,
 )
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
 from torch_commhook.hooks.expressions import NO_HOOK
 

@@ -6,7 +6,7 @@ from torch_commhook.cli import interrupt as _interrupt  # isort: split
 
 if _interrupt.runs_the_command():  # before torch is imported, which takes seconds
     _interrupt.end_on_interrupt()
-    from torch_commhook.cli import version as _version
+    from torch_commhook.cli import interrupt as _version
 
     _version.end_after_version()
     from torch_commhook.cli import doctor as _doctor
@@ -23,17 +23,16 @@ from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError
-from torch_commhook.elastic.settings import Elastic
+from torch_commhook.elastic.ranks import Elastic
+from torch_commhook.hooks.base import traceable
 from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
-from torch_commhook.hooks.traceable import traceable
 from torch_commhook.memory.resharding import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats, MembershipEvent
-from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
-from torch_commhook.native.libraries import NativeLibraryError
+from torch_commhook.native.libraries import NativeLibraryError, include_paths, load_cpp_hooks
 from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
-from torch_commhook.step.peer_error import PeerError
+from torch_commhook.step.connected_group import PeerError
 
 __all__ = [
     "BucketLayout",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.native.check_ops import check_finite
+from torch_commhook.native.bucket_ops import check_finite
 
 #: The least speed of a work, as a share of the card's own copy.
 LEAST, LEAST_WITH_ERROR = 0.9, 0.85

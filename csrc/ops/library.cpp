@@ -53,11 +53,11 @@ TORCH_LIBRARY(commhook, m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.native.check_ops");
+  m.set_python_module("torch_commhook.native.bucket_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // ---- Checks of a hook. The first writes nothing and returns nothing: without the registration
-  // as ---- effectful in torch_commhook/native/check_ops.py, compilers would leave it out.
+  // as ---- effectful in torch_commhook/native/bucket_ops.py, compilers would leave it out.
 
   // Raises an error if `result`, which the named hook returned for `value`, differs in dtype,
   // layout, device or size.
@@ -67,7 +67,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.process_group.broadcast");
+  m.set_python_module("torch_commhook.process_group.compressed");
 
   // ---- Process groups, given by their names. The kernels are in csrc/runtime.
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook import GradBucket, attach, codecs, collectives, hooks
-from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
+from torch_commhook.attachment.road import compared_settings, printed_hook
 from torch_commhook.testing import run_ranks
 
 

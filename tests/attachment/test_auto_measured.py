@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
-from torch_commhook.attachment import choosing
-from torch_commhook.hooks.first_steps import STEPS
+from torch_commhook.attachment import road as choosing
+from torch_commhook.hooks.auto import STEPS
 from torch_commhook.planning.choice import Choice
 from torch_commhook.process_group import ThrottledProcessGroup
 

@@ -195,7 +195,7 @@ def _fails(rank: int, path: str, mode: Mode, call: int) -> list[str]:
     model = mode.wrap(module())
     # Ranks compare what they attach: nobody may see that rank 1's never fails.
     hook = hooks.cpp("fails_at", call=call if rank == 0 else 1000)
-    printed = "torch_commhook.attachment.printed_hook.printed_hook"
+    printed = "torch_commhook.attachment.road.printed_hook"
     with unittest.mock.patch(printed, return_value="fails_at"):
         handle = attach(model, hook, **mode.attach_options)
     found = []

@@ -29,8 +29,8 @@ from torch._dynamo.utils import counters
 
 from torch_commhook import GradBucket, attach, collectives, hooks, traceable
 from torch_commhook.codecs import CODECS
+from torch_commhook.hooks.base import is_traceable
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.hooks.traceable import is_traceable
 
 STEPS = 3
 

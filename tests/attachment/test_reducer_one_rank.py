@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from torch_commhook import GradBucket, attach, hooks
-from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.training_state import BeforeForward, register_first
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import attach, codecs, hooks
-from torch_commhook.collectives import exchange
+from torch_commhook.collectives import issuing as exchange
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning import measure, plan
 

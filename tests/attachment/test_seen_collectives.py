@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup
-from torch_commhook.step import seen_collectives
+from torch_commhook.step import link as seen_collectives
 
 _NUMEL = 64 * 32 + 32
 _FP32 = 4 * _NUMEL  # what each of two ranks sends of all gradients

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from torch_commhook import GradBucket, attach, codecs, collectives, hooks, load_cpp_hooks, spans
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.bucket_memory import ShardedBucket
 
 # ---- the profiler's trace ------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from on_ranks import on_processes, on_ranks
 from torch import nn
 
 from torch_commhook import HookStats, attach, hooks
-from torch_commhook.attachment.writers import write
+from torch_commhook.attachment.handle import write
 
 
 def _stats(rank: int, text: str, steps: int, together: bool = True) -> HookStats:

@@ -12,10 +12,9 @@ from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook._C import WireFailure
-from torch_commhook.step import step_end
-from torch_commhook.step.connected_group import Failure
-from torch_commhook.step.peer_error import reason_of_loss
-from torch_commhook.step.step_end import StepEnd, agree_on_used
+from torch_commhook.step import stages as step_end
+from torch_commhook.step.connected_group import Failure, reason_of_loss
+from torch_commhook.step.stages import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from train_processes import TrainProcess, error_of, forbid_launch
 
-from torch_commhook.cli.bench import hooks as bench_hooks
-from torch_commhook.cli.bench import tables
-from torch_commhook.cli.bench.link import SIZES, LinkPart, measure_link_part
+from torch_commhook.cli.bench import measurements as bench_hooks
+from torch_commhook.cli.bench import rank as tables
+from torch_commhook.cli.bench.measurements import LINK_SIZES, LinkPart, measure_link_part
 from torch_commhook.cli.bench.options import BASELINE, PARTS, parse_options
 from torch_commhook.cli.place import Place
 from torch_commhook.planning import LinkFile, MeasuredLink
-from torch_commhook.planning.link import LinkFigures
-from torch_commhook.planning.link_file import CollectiveTime, HookTime, Message
+from torch_commhook.planning.link import CollectiveTime, HookTime, LinkFigures, Message
 from torch_commhook.planning.wire import Wire
 
 MODEL = """
@@ -158,9 +157,11 @@ class MadeUpWire(Wire):
 
 def test_messages_that_would_take_too_long_are_left_out() -> None:
     part = measure_link_part(MadeUpWire(), 10.0)
-    assert [each.bytes for each in part.messages] == [size for size in SIZES if size <= 1 << 20]
+    assert [each.bytes for each in part.messages] == [
+        size for size in LINK_SIZES if size <= 1 << 20
+    ]
     assert part.messages[0].seconds == pytest.approx(0.01 + 1024 / 1e6)
-    assert list(part.left_out) == [size for size in SIZES if size > 1 << 20]
+    assert list(part.left_out) == [size for size in LINK_SIZES if size > 1 << 20]
     assert "more --seconds" in part.left_out[1 << 26]
     assert measure_link_part(MadeUpWire(), 1e4).left_out == {}
 
@@ -229,7 +230,7 @@ def test_the_tables_of_collectives_and_hooks() -> None:
 )
 def test_the_picture(tmp_path: Path, found: LinkFile) -> None:
     pytest.importorskip("matplotlib")
-    from torch_commhook.cli.bench.plot import draw
+    from torch_commhook.cli.bench.rank import draw
 
     draw(tmp_path / "picture", found)
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")

@@ -23,12 +23,12 @@ from torch_releases import since
 from train_processes import error_of, finding, finished, report
 
 import torch_commhook
-from torch_commhook.cli.doctor import CHECKS, build, host, ranks
-from torch_commhook.cli.doctor import hooks as doctor_hooks
-from torch_commhook.cli.doctor.cuda import architectures, serves
-from torch_commhook.cli.doctor.group import by_device
-from torch_commhook.cli.doctor.meeting import Meeting
-from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.doctor import CHECKS, build, ranks
+from torch_commhook.cli.doctor import build as doctor_hooks
+from torch_commhook.cli.doctor import build as host
+from torch_commhook.cli.doctor.build import architectures, serves
+from torch_commhook.cli.doctor.meeting import Meeting, Settings
+from torch_commhook.cli.doctor.network import by_device
 from torch_commhook.cli.main import main
 from torch_commhook.cli.place import Place
 
@@ -368,8 +368,8 @@ def test_kernels_for_other_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    monkeypatch.setattr("torch_commhook.cli.doctor.cuda.operator_library", lambda: library)
-    monkeypatch.setattr("torch_commhook.cli.doctor.cuda._has_kernels", lambda: True)
+    monkeypatch.setattr("torch_commhook.cli.doctor.build.operator_library", lambda: library)
+    monkeypatch.setattr("torch_commhook.cli.doctor.build._has_kernels", lambda: True)
     found = report(capsys, "gpus", code=1)
     assert finding(found, "GPUs")["value"] == "A GPU (8.0, 80 GiB)"
     kernels = finding(found, "CUDA kernels")
@@ -521,7 +521,7 @@ def test_the_default_group_has_the_accelerators_backend(monkeypatch: pytest.Monk
 def test_backends_that_torch_registers_when_asked() -> None:
     names = ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"]  # only of which it already knows one
     program = (
-        "import sys; from torch_commhook.cli.doctor.group import by_device\n"
+        "import sys; from torch_commhook.cli.doctor.network import by_device\n"
         "for name in sys.argv[1:]: print(by_device(name))"
     )
     printed = subprocess.check_output([sys.executable, "-c", program, *names], text=True)

@@ -21,17 +21,15 @@ from train_processes import finding, finished, report
 
 from benchmarks.netlab.lab import Lab
 from torch_commhook.addresses import interfaces, with_port
-from torch_commhook.cli.doctor import connections
-from torch_commhook.cli.doctor.connections import failed_connections
-from torch_commhook.cli.doctor.findings import Finding
-from torch_commhook.cli.doctor.meeting import Meeting
+from torch_commhook.cli.doctor import network as connections
+from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings
 from torch_commhook.cli.doctor.network import (
     GlooAddress,
     NoAddressError,
     check_network,
+    failed_connections,
     gloo_address,
 )
-from torch_commhook.cli.doctor.settings import Settings
 from torch_commhook.cli.main import main
 from torch_commhook.cli.place import Place
 

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train, wait_for
 
-from torch_commhook.cli import launcher, rank_process
+from torch_commhook.cli import launcher
+from torch_commhook.cli import launcher as rank_process
 from torch_commhook.cli.launcher import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

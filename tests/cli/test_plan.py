@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from train_processes import finished
 
-from torch_commhook.cli import plan_sharded
+from torch_commhook.cli import plan_advice as plan_sharded
 from torch_commhook.cli.bench.options import parse_options
-from torch_commhook.cli.default_hooks import DEFAULT_HOOKS, DEFAULT_SHARD_HOOKS
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan_advice import Loss, advise, judge, judge_row
-from torch_commhook.cli.plan_numbers import (
+from torch_commhook.cli.plan_parser import (
+    build_parser,
     format_count,
     format_rate,
     format_seconds,
@@ -23,7 +23,7 @@ from torch_commhook.cli.plan_numbers import (
     parse_rate,
     say_seconds,
 )
-from torch_commhook.cli.plan_parser import build_parser
+from torch_commhook.cli.train_config import DEFAULT_HOOKS, DEFAULT_SHARD_HOOKS
 from torch_commhook.hooks.expressions import parse_hook
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
@@ -430,7 +430,7 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_no_two_lines_of_a_picture_share_a_color() -> None:
-    from torch_commhook.cli.plan_plot import line_colors
+    from torch_commhook.cli.plan import line_colors
 
     for count in (1, 16, 17, 60):
         colors = line_colors(count)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from train_processes import error_of
 
-from torch_commhook.cli import plan, plan_model, plan_sharded
+from torch_commhook.cli import plan
+from torch_commhook.cli import plan_advice as plan_sharded
+from torch_commhook.cli import plan_parser as plan_model
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan_model import (
+from torch_commhook.cli.plan_parser import (
     ModelError,
     model_of_factory,
     model_of_shapes,
@@ -22,8 +24,8 @@ from torch_commhook.cli.plan_model import (
 )
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.planning import HookError, LinkFile, MeasuredLink, Model, Parameter
-from torch_commhook.planning.computing import measure_step
-from torch_commhook.planning.link_file import HookTime
+from torch_commhook.planning.link import HookTime
+from torch_commhook.planning.model import measure_step
 
 MODELS = """
 import torch

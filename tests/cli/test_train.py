@@ -15,10 +15,10 @@ from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train, trained
 
-from torch_commhook.cli import parallel
-from torch_commhook.cli.checkpoint import read_checkpoint
+from torch_commhook.cli import text_model as parallel
+from torch_commhook.cli.outputs import read_checkpoint
+from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
-from torch_commhook.cli.transformer import ByteTransformer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

@@ -20,18 +20,17 @@ import torch
 from nested_values import different_paths
 from train_processes import train_error
 
-from torch_commhook.cli.checkpoint import (
+from torch_commhook.cli.outputs import (
     Checkpoint,
     CheckpointError,
     read_checkpoint,
     to_cpu,
     write_checkpoint,
 )
-from torch_commhook.cli.parallel import Traffic
+from torch_commhook.cli.text_model import ByteTransformer, Traffic
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import Run, _restore, _save, make_optimizer
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
 from torch_commhook.testing import run_ranks
 

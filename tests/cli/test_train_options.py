@@ -14,11 +14,11 @@ from repository import ROOT
 from train_processes import TINY, finished, forbid_launch, read_metrics, train_error
 
 from torch_commhook import hooks as library_hooks
-from torch_commhook.cli import step_log, train
+from torch_commhook.cli import outputs as step_log
+from torch_commhook.cli import train
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
-from torch_commhook.cli.place import Place, PlaceError, read_place
-from torch_commhook.cli.slurm import first_host, slurm_variables
+from torch_commhook.cli.place import Place, PlaceError, first_host, read_place, slurm_variables
 from torch_commhook.cli.train_config import MOST_RANKS
 from torch_commhook.cli.train_options import available_cores, parse_options
 from torch_commhook.hooks.expressions import HookExpressionError, check_hook

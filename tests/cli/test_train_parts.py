@@ -20,11 +20,14 @@ import pytest
 import torch
 from train_processes import read_metrics
 
-from torch_commhook.cli import loss_plot, report, step_log, text_data
+from torch_commhook.cli import outputs as step_log
+from torch_commhook.cli import report
+from torch_commhook.cli import report as loss_plot
+from torch_commhook.cli import text_model as text_data
 from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING
+from torch_commhook.cli.text_model import ByteTransformer, rotary_tables, rotate
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import learning_rate
-from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
 
 # ---- text ----------------------------------------------------------------------------------------
 

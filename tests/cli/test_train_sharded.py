@@ -11,13 +11,13 @@ import torch
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
 
-from torch_commhook.cli import parallel
-from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from torch_commhook.cli import text_model as parallel
+from torch_commhook.cli.outputs import Checkpoint, read_checkpoint, write_checkpoint
 from torch_commhook.cli.place import Place
+from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import make_optimizer
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.hooks.expressions import HookExpressionError, parse_codec
 from torch_commhook.testing import run_ranks
 

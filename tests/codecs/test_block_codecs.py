@@ -12,7 +12,7 @@ from ops_reference import LEVELS, cache_bytes, cpu_level, not_beyond_a_large_cac
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.blockwise import blockwise
+from torch_commhook.codecs.block_codec import blockwise
 
 fp8, sign = CODECS["fp8"], CODECS["sign"]
 

@@ -20,9 +20,7 @@ from ops_reference import limited_cpu, threads
 from sparse_codecs import each_level  # noqa: F401
 from torch import Tensor
 
-from torch_commhook.codecs.chunk_topk import chunk_topk
-from torch_commhook.codecs.randomk import randomk
-from torch_commhook.codecs.topk import topk
+from torch_commhook.codecs.sparse_codec import chunk_topk, randomk, topk
 
 commhook = torch.ops.commhook
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, collectives, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives.sum_arguments import shard_range
+from torch_commhook.collectives.compressed_call import shard_range
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 

@@ -26,8 +26,7 @@ from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.sum_arguments import shard_range
+from torch_commhook.collectives.compressed_call import MessageBuffers, shard_range
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks, simulate
 

@@ -26,8 +26,12 @@ from torch_commhook.collectives import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
-from torch_commhook.collectives.message_error import _places, _values_at, begin_measuring
-from torch_commhook.collectives.sum_arguments import shard_range
+from torch_commhook.collectives.compressed_call import (
+    _places,
+    _values_at,
+    begin_measuring,
+    shard_range,
+)
 from torch_commhook.metrics import CallMeter
 from torch_commhook.testing import run_ranks
 

@@ -21,7 +21,7 @@ from wire_ranks import WireRanks
 
 from torch_commhook import _C
 from torch_commhook.collectives import gloo_groups
-from torch_commhook.collectives.exchange import place_in
+from torch_commhook.collectives.issuing import place_in
 
 SECONDS = timedelta(seconds=30)
 
@@ -261,7 +261,7 @@ def test_a_rank_that_is_late(ranks: Callable[..., WireRanks]) -> None:
 LOST_HALFWAY = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from torch_commhook.collectives.exchange import place_in
+from torch_commhook.collectives.issuing import place_in
 
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[3], 2)

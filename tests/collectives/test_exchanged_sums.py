@@ -21,8 +21,8 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, run_hook
-from torch_commhook.collectives.exchange import bytes_of_sum, is_gathered, sums_in_place
-from torch_commhook.collectives.wide_sum import sum_rows
+from torch_commhook.collectives.issuing import bytes_of_sum, is_gathered, sums_in_place
+from torch_commhook.collectives.plain import sum_rows
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -278,7 +278,7 @@ def _fails_between(rank: int) -> tuple[Tensor, str, Tensor]:
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and step == 1:
-                patch.setattr("torch_commhook.collectives.wide_sum.sum_rows", _raise)
+                patch.setattr("torch_commhook.collectives.plain.sum_rows", _raise)
             try:
                 model(torch.full((2, 300), rank + 1.0)).sum().backward()
                 found.append(model.weight.grad)

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from wire_ranks import WireRanks
 
-from torch_commhook.collectives.forks import ServedPort, close_in_forks, number_and_inode
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.collectives.wire import ServedPort, close_in_forks, number_and_inode
+from torch_commhook.elastic.membership import StoreSigns
 
 
 class _Connections:

@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_commhook.collectives.agreement import gather
-from torch_commhook.collectives.packed import check_length, gather_values, packed, unpacked
+from torch_commhook.collectives.agreement import (
+    check_length,
+    gather,
+    gather_values,
+    packed,
+    unpacked,
+)
 from torch_commhook.testing import run_ranks
 
 ran: list[str] = []
@@ -58,7 +63,7 @@ def test_gathering_runs_no_code_of_another_rank() -> None:
 
 
 def test_all_ranks_refuse_a_length_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_commhook.collectives.packed._MORE", 0)
+    monkeypatch.setattr("torch_commhook.collectives.agreement._MORE", 0)
     long = "x" * 200_000  # more than 64 times as long as the others
     for error, _ in run_ranks(lambda rank: _gathered(rank, long, "short"), 3):
         assert "another rank announces a message of" in error

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.collectives import compressed_call
-from torch_commhook.collectives.pipeline import SecondStages
+from torch_commhook.collectives.futures import SecondStages
 from torch_commhook.testing import run_ranks
 
 ROADS = ["module", "ddp", "unused", "views"]

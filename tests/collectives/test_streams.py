@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.streams import StreamNumber, UsedTensors, beside, keeping
-from torch_commhook.step.hook_call import HookCall
+from torch_commhook.collectives.futures import StreamNumber, UsedTensors, beside, keeping
+from torch_commhook.step.attached_hook import HookCall
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
-from torch_commhook.collectives.symmetric_ops import (
+from torch_commhook.collectives.symmetric_memory import (
+    SymmetricBuffers,
     control_words,
     symmetric_barrier,
     symmetric_gather,

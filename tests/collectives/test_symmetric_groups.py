@@ -28,11 +28,15 @@ from torch import Tensor, nn
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import compressed_all_reduce, symmetric, symmetric_trial
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
-from torch_commhook.collectives.symmetric_ops import control_words
-from torch_commhook.collectives.symmetric_trial import trial_shards, try_out
+from torch_commhook.collectives import compressed_all_reduce, symmetric
+from torch_commhook.collectives import symmetric_memory as symmetric_trial
+from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.collectives.symmetric_memory import (
+    SymmetricBuffers,
+    control_words,
+    trial_shards,
+    try_out,
+)
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.step.step_group import StepGroup
 

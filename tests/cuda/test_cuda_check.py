@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch_releases import since
 
 from torch_commhook.autograd import FiniteCheck, register_hook
-from torch_commhook.native.check_ops import check_finite, check_hook_result
+from torch_commhook.native.bucket_ops import check_finite, check_hook_result
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 in_kernels = pytest.mark.usefixtures("cuda_kernels")

@@ -19,8 +19,8 @@ import torch_commhook
 from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.collectives.futures import beside
 
 pytestmark = pytest.mark.cuda
 

@@ -27,7 +27,7 @@ from symmetric_ranks import (
     warm_up,
 )
 
-from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.collectives.symmetric import obstacle_of
 
 

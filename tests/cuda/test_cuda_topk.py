@@ -12,7 +12,7 @@ from kernel_device import DEVICE, KernelDevice
 from sparse_codecs import check_encoding, random_error, random_values, values_of
 from torch import Tensor
 
-from torch_commhook.codecs.chunk_topk import chunk_topk
+from torch_commhook.codecs.sparse_codec import chunk_topk
 
 encode = torch.ops.commhook.topk_encode
 of_few_magnitudes = pytest.mark.parametrize(

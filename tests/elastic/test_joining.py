@@ -16,11 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import Elastic, __version__, attach
-from torch_commhook.elastic import joining, transfer
-from torch_commhook.elastic.joining import Donor, InBackground, NewRank
-from torch_commhook.elastic.pieces import Pieces, sum_of_bits
-from torch_commhook.elastic.transfer import groups_of, load_groups, packed, unpacked
-from torch_commhook.step.rendezvous import hashed
+from torch_commhook.collectives.agreement import packed, unpacked
+from torch_commhook.elastic import joining
+from torch_commhook.elastic import joining as transfer
+from torch_commhook.elastic.joining import (
+    Donor,
+    InBackground,
+    NewRank,
+    Pieces,
+    groups_of,
+    load_groups,
+    sum_of_bits,
+)
+from torch_commhook.step.connected_group import hashed
 
 DONOR, NEW = 0, 1
 
@@ -163,7 +171,7 @@ def test_frozen_parameters_must_be_the_same() -> None:
 
 def test_another_version_of_the_library_is_refused() -> None:
     settings, model = _settings(), _model(3)
-    with mock.patch("torch_commhook.attachment.printed_hook.__version__", "0.0.9"):
+    with mock.patch("torch_commhook.attachment.road.__version__", "0.0.9"):
         handle = attach(model, "allreduce", elastic=settings)
     text = f"version of torch_commhook must be .* this one has '{__version__}', .* has '0.0.9'"
     with handle, pytest.raises(RuntimeError, match=text):

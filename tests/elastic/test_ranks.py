@@ -17,10 +17,8 @@ import torch.distributed as dist
 
 import torch_commhook as commhook
 from torch_commhook.cli.store import DEFAULT_HOST, _store_at, main
-from torch_commhook.elastic.door import Door, own_address
 from torch_commhook.elastic.membership import Lost, Membership, TooFewRanksError, View
-from torch_commhook.elastic.ranks import ElasticRanks
-from torch_commhook.elastic.settings import Elastic, host_and_port
+from torch_commhook.elastic.ranks import Door, Elastic, ElasticRanks, host_and_port, own_address
 
 
 @pytest.fixture
@@ -196,7 +194,7 @@ def test_the_address_of_a_rank_without_a_network(
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"lo": ["127.0.0.1", "::1"], "v6": ["fd00::1"]}
-    monkeypatch.setattr("torch_commhook.elastic.door.interfaces", lambda: found)
+    monkeypatch.setattr("torch_commhook.elastic.ranks.interfaces", lambda: found)
     for name, addresses in found.items():
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         assert own_address(dist.HashStore()) == addresses[0]

@@ -14,11 +14,9 @@ from on_ranks import on_processes
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.elastic.membership import VIEW_NUMBER, Lost
+from torch_commhook.elastic.membership import VIEW_NUMBER, Lost, StoreSigns
 from torch_commhook.elastic.ranks import ElasticRanks
-from torch_commhook.elastic.signs import StoreSigns
-from torch_commhook.step.peer_error import PeerError
-from torch_commhook.step.rendezvous import Reason, Rendezvous
+from torch_commhook.step.connected_group import PeerError, Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
 # ---- signs of life -------------------------------------------------------------------------------

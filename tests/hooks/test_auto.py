@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach, hooks, reshard_states
-from torch_commhook.attachment import choosing
-from torch_commhook.hooks.first_steps import STEPS
+from torch_commhook.attachment import road as choosing
+from torch_commhook.hooks.auto import STEPS
 from torch_commhook.planning import HookError, measure
 from torch_commhook.planning.choice import Choice
 from torch_commhook.testing import run_ranks, simulate

@@ -27,7 +27,7 @@ from torch_commhook.testing import run_ranks, simulate
 
 # The package's names for the modules are those of the class and the function.
 _module = importlib.import_module("torch_commhook.hooks.hierarchical")
-_collective = importlib.import_module("torch_commhook.collectives.hierarchical")
+_collective = importlib.import_module("torch_commhook.collectives.hosts")
 
 EXACT = codecs.topk(1.0)
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory import optimizer_watch
-from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.memory import hook_memory as optimizer_watch
+from torch_commhook.memory.watches import JumpWatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.hooks.low_rank import operators
-from torch_commhook.hooks.low_rank.orthonormal import orthonormalize
-from torch_commhook.hooks.low_rank.plan import Plan
+from torch_commhook.hooks import low_rank as operators
+from torch_commhook.hooks.low_rank import Plan, orthonormalize
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 

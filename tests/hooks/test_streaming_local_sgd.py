@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
-from torch_commhook.hooks.fragments import fragments_of
+from torch_commhook.hooks.local_sgd import fragments_of
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import torch_commhook
 from torch_commhook import GradBucket, HookHandle, attach, codecs, hooks, metrics, reshard_states
 from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.message_error import begin_measuring
+from torch_commhook.collectives.compressed_call import MessageBuffers, begin_measuring
 from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks, process_group
+from torch_commhook.hooks.base import HookTraits
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.testing import run_ranks, simulate
 
 

@@ -129,8 +129,7 @@ RUNS = {
     "elastic-histories": LongRun(
         5,
         (
-            *(f"torch_commhook/attachment/{name}.py" for name in ("elastic", "new_ranks")),
-            "torch_commhook/attachment/training_state.py",
+            *(f"torch_commhook/attachment/{name}.py" for name in ("elastic", "training_state")),
             *layers("elastic", "reducer", "step"),
             *own("elastic_histories"),
         ),

@@ -30,7 +30,7 @@ from ops_reference import DTYPES
 
 import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.native.check_ops import check_finite
+from torch_commhook.native.bucket_ops import check_finite
 
 #: Some more than one table of a kernel's arguments holds, and some of them empty.
 LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])

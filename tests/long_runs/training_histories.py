@@ -38,7 +38,8 @@ from training_models import PARTS, PLAIN, Net
 
 from torch_commhook import attach, autograd, hooks
 from torch_commhook.attachment.local_steps import LocalSteps
-from torch_commhook.elastic import door, settings
+from torch_commhook.elastic import ranks as door
+from torch_commhook.elastic import ranks as settings
 from torch_commhook.testing import run_ranks
 
 TABLE = Path(__file__).with_suffix(".json")

@@ -10,7 +10,7 @@ import torch
 from ops_reference import LEVELS, cache_bytes, cpu_level, not_beyond_a_large_cache, threads
 from torch import Tensor
 
-import torch_commhook.hooks.low_rank.operators  # noqa: F401 (the fakes)
+import torch_commhook.hooks.low_rank  # noqa: F401 (the fakes)
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 ops = torch.ops.commhook

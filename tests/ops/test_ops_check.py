@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_releases import HOOKS_MAY_WRITE, since
 
 from torch_commhook import autograd
-from torch_commhook.native.check_ops import check_finite, check_hook_result
+from torch_commhook.native.bucket_ops import check_finite, check_hook_result
 
 commhook = torch.ops.commhook
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.codecs.error_decay import decay_error
+from torch_commhook.codecs.base import decay_error
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
-from torch_commhook.hooks.low_rank import operators
-from torch_commhook.hooks.low_rank.plan import Plan
+from torch_commhook.hooks import low_rank as operators
+from torch_commhook.hooks.low_rank import Plan
 from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.memory.unsent import keep_unsent, without_unused
-from torch_commhook.reducer import tracing
+from torch_commhook.reducer import compiled_step as tracing
 from torch_commhook.testing import run_ranks
 
 Arguments = dict[str, Any]

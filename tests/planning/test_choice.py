@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 
 from torch_commhook import hooks
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.first_steps import STEPS, WARM_UP, FirstSteps, random_sample
+from torch_commhook.hooks.auto import STEPS, WARM_UP, FirstSteps, random_sample
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.planning import Measured, MeasuredLink
@@ -26,7 +26,7 @@ from torch_commhook.planning.choice import (
     predict,
     relative_error,
 )
-from torch_commhook.process_group.gloo_messages import Traffic
+from torch_commhook.process_group.operations import Traffic
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.testing import run_ranks
 

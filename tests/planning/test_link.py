@@ -19,8 +19,12 @@ from torch_commhook.collectives import gloo_groups
 from torch_commhook.planning import LinkFile
 from torch_commhook.planning import wire as planning_wire
 from torch_commhook.planning.link import (
+    CodecSpeed,
+    CollectiveTime,
     Flow,
+    HookTime,
     LinkFigures,
+    Message,
     is_steady,
     measure_figures,
     measure_rate,
@@ -28,7 +32,6 @@ from torch_commhook.planning.link import (
     pairs_of,
     steady_rate,
 )
-from torch_commhook.planning.link_file import CodecSpeed, CollectiveTime, HookTime, Message
 from torch_commhook.planning.wire import Wire
 from torch_commhook.process_group import ThrottledProcessGroup
 from torch_commhook.step import link as step_link

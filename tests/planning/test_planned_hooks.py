@@ -22,9 +22,9 @@ from torch_commhook.planning import (
     measure,
     plan,
 )
-from torch_commhook.planning.bench_times import with_bench_times
-from torch_commhook.planning.hook_work import measure_pass, unwrap_hook
-from torch_commhook.planning.link_file import HookTime
+from torch_commhook.planning.link import HookTime
+from torch_commhook.planning.measured import with_bench_times
+from torch_commhook.planning.model import measure_pass, unwrap_hook
 from torch_commhook.testing import run_ranks, simulate
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]

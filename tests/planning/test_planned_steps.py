@@ -24,9 +24,9 @@ from torch_commhook.planning.formulas import (
     count_messages,
     formula_of,
 )
-from torch_commhook.planning.hook_work import gradients_of
-from torch_commhook.planning.schedule import agreement_of
-from torch_commhook.process_group.gloo_messages import Traffic
+from torch_commhook.planning.model import gradients_of
+from torch_commhook.planning.wire import agreement_of
+from torch_commhook.process_group.operations import Traffic
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.testing import run_ranks, simulate
 

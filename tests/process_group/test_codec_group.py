@@ -490,7 +490,7 @@ REFUSED = """\
 CompressedProcessGroup(None, int8)
     TypeError: CompressedProcessGroup: parent must be a ProcessGroup, got None
 CompressedProcessGroup(parent, blockwise)
-    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got <class 'torch_commhook.codecs.blockwise.blockwise'>
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got <class 'torch_commhook.codecs.block_codec.blockwise'>
 CompressedProcessGroup(parent, torch.float32)
     TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got torch.float32
 CompressedProcessGroup(parent, hooks.topk(0.1))

@@ -36,7 +36,7 @@ from torch_commhook.process_group import (
     merge_traces,
     register,
 )
-from torch_commhook.process_group.trace import chrome_trace, lanes, overlaps
+from torch_commhook.process_group.recording import chrome_trace, lanes, overlaps
 
 
 class Parent(ProcessGroup):

@@ -23,7 +23,7 @@ from torch_releases import since
 
 from torch_commhook import GradBucket, ProcessGroup, attach, codecs, collectives, hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.gloo_groups import group_rank
 from torch_commhook.process_group import (
     CompressedProcessGroup,
     Delay,

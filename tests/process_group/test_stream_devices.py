@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.collectives import streams
+from torch_commhook.collectives import futures as streams
 
 Paths = tuple[str, str]
 EAGER = {model: Mode(model, "eager") for model in ("module", "ddp")}

@@ -24,22 +24,23 @@ from on_ranks import on_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook.collectives.exchange import place_in
+from torch_commhook.collectives.issuing import place_in
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, register, throttled
-from torch_commhook.process_group.gloo_messages import (
+from torch_commhook.process_group.operations import (
+    COLLECTIVES,
     EXCHANGE,
     SUM,
     Messages,
     Traffic,
+    describe,
     has_a_thread,
     link_bytes,
     merged,
     messages_of,
     traffic_of,
 )
-from torch_commhook.process_group.operations import COLLECTIVES, describe
-from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
+from torch_commhook.process_group.throttled import GlooGroup, SlowLink
 
 MEGABYTE = torch.zeros(250_000)  # 8 Mbit
 

@@ -182,7 +182,7 @@ def test_what_pages_name_is_there(check: Callable[[str], list[str]]) -> None:
     [
         (wrong_paths, "see `torch_commhook/no_such.py`", "torch_commhook/no_such.py"),
         (wrong_paths, "see `no_such.py`", "no_such.py"),
-        (wrong_paths, "| `torch_commhook/codecs/`: `topk.py`, `powersgd.py` |", "powersgd.py"),
+        (wrong_paths, "| `torch_commhook/codecs/`: `base.py`, `powersgd.py` |", "powersgd.py"),
         (wrong_paths, "`csrc/runtime/no_such.*`", "csrc/runtime/no_such.*"),
         (wrong_targets, "```sh\nmake no-such\n```", "no-such"),
         (wrong_commands, "`python -m torch_commhook no_such`", "no_such"),

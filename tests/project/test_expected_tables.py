@@ -25,7 +25,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import torch_commhook
 from torch_commhook import attach, hooks
-from torch_commhook.cli import plan, plan_sharded
+from torch_commhook.cli import plan
+from torch_commhook.cli import plan_advice as plan_sharded
 from torch_commhook.cli.main import main
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import HookStats

@@ -9,7 +9,7 @@ from itertools import pairwise
 from virtual_training import Counted, StepError, Trainer, TrainingPlan
 
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError, View
-from torch_commhook.step.peer_error import PeerError
+from torch_commhook.step.connected_group import PeerError
 
 #: A history that takes longer, in virtual seconds, counts as a hang.
 LONGEST = 90.0

@@ -40,9 +40,9 @@ from torch import nn
 
 import torch_commhook as commhook
 from torch_commhook import hooks
-from torch_commhook.attachment import choosing
-from torch_commhook.attachment import new_ranks as new_ranks_module
-from torch_commhook.attachment import repeatable_exchange as exchange_module
+from torch_commhook.attachment import elastic as new_ranks_module
+from torch_commhook.attachment import parameter_exchange as exchange_module
+from torch_commhook.attachment import road as choosing
 from torch_commhook.elastic import joining
 from torch_commhook.elastic.pace import Pace
 from torch_commhook.planning.choice import Choice

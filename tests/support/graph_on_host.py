@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_commhook.collectives import streams
+from torch_commhook.collectives import futures as streams
 
 _aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import codecs
-from torch_commhook.collectives.symmetric_ops import (
+from torch_commhook.collectives.symmetric_memory import (
     control_words,
     symmetric_barrier,
     symmetric_gather,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
-from torch_commhook.native.check_ops import check_finite
+from torch_commhook.native.bucket_ops import check_finite
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))

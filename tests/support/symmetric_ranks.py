@@ -24,10 +24,9 @@ from torch_commhook import ProcessGroup
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed, compressed_all_reduce
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
-from torch_commhook.collectives.symmetric_ops import (
+from torch_commhook.collectives.compressed_call import MessageBuffers, shard_range
+from torch_commhook.collectives.symmetric_memory import (
+    SymmetricBuffers,
     control_words,
     symmetric_barrier,
     symmetric_gather,

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from torch_commhook.cli import launcher, rank_process
+from torch_commhook.cli import launcher
+from torch_commhook.cli import launcher as rank_process
 from torch_commhook.cli.main import main
 
 #: A model that does hundreds of steps a second.

@@ -20,15 +20,14 @@ from torch import Tensor
 from virtual_world import Endpoint, Process, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
-from torch_commhook.attachment import new_ranks as new_ranks_module
+from torch_commhook.attachment import elastic as new_ranks_module
 from torch_commhook.elastic import joining as joining_module
+from torch_commhook.elastic import joining as transfer_module
 from torch_commhook.elastic import ranks as ranks_module
-from torch_commhook.elastic import transfer as transfer_module
-from torch_commhook.elastic.membership import VIEW_NUMBER, Membership
+from torch_commhook.elastic.membership import _SIGNS, VIEW_NUMBER, Membership
 from torch_commhook.elastic.ranks import ElasticRanks
-from torch_commhook.elastic.signs import _SIGNS
 from torch_commhook.reducer import repeatable_step as repeatable_module
-from torch_commhook.step.rendezvous import Reason, Rendezvous
+from torch_commhook.step.connected_group import Reason, Rendezvous
 from torch_commhook.step.step_group import StepGroup
 
 #: The timeout of a training's collectives, in seconds.

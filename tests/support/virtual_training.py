@@ -19,7 +19,7 @@ from virtual_elastic import TIMEOUT
 from virtual_world import Killed, Process
 
 from torch_commhook.attachment.elastic import ElasticTraining
-from torch_commhook.elastic.settings import Elastic
+from torch_commhook.elastic.ranks import Elastic
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.repeatable_step import RepeatableStep
 from torch_commhook.step.step_group import StepGroup

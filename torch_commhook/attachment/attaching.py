@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
-from torch_commhook.attachment.buffers import check_values
 from torch_commhook.attachment.ddp_road import DdpRoad
 from torch_commhook.attachment.handle import (
     HookHandle,
@@ -22,26 +21,26 @@ from torch_commhook.attachment.handle import (
 )
 from torch_commhook.attachment.parameters import (
     check_not_in_ddp,
+    check_values,
     claim,
     ignored_names,
     release,
     trainable,
 )
-from torch_commhook.attachment.printed_hook import compared_settings
-from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import agree, can_agree, described, digest_of
-from torch_commhook.collectives.group_place import check_not_managed, group_rank
-from torch_commhook.elastic.settings import Elastic
+from torch_commhook.collectives.gloo_groups import check_not_managed, group_rank
+from torch_commhook.elastic.ranks import Elastic
 from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.loss_scale import Scaler, checked_scale
+from torch_commhook.memory.watches import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.connections import check_connections
+from torch_commhook.step.link import check_connections
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MOST_MEBIBYTES = 1 << 40

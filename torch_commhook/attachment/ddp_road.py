@@ -14,24 +14,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
-from torch_commhook.attachment import static_graph
-from torch_commhook.attachment.ddp_results import DdpResults
-from torch_commhook.attachment.forward_hook import BeforeForward
-from torch_commhook.attachment.parameters import trainable
-from torch_commhook.attachment.replica import WholeReplica
-from torch_commhook.attachment.road import Road
-from torch_commhook.attachment.static_graph import NO_BACKWARD
-from torch_commhook.attachment.watched_parameters import WatchedParameters
-from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
+from torch_commhook.attachment import ddp_results as static_graph
+from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
+from torch_commhook.attachment.parameters import WatchedParameters, trainable
+from torch_commhook.attachment.road import Road, WholeReplica
+from torch_commhook.attachment.training_state import BeforeForward
+from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
 from torch_commhook.collectives.agreement import agree
-from torch_commhook.collectives.streams import UsedTensors
+from torch_commhook.collectives.futures import UsedTensors
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.bucket_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic
-from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.native.runtime import hook_on_bucket
-from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.hook_call import DRAIN_SECONDS
+from torch_commhook.native.runtime import hook_on_bucket, left_to_python
+from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MakeSuccessor = Callable[

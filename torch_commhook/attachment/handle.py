@@ -1,11 +1,11 @@
-"""The handle of an attached hook."""
+"""The handle of an attached hook, and the numbers that it writes to a user's log."""
 
 from __future__ import annotations
 
 import copy
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, SupportsIndex
@@ -16,20 +16,56 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
-from torch_commhook.attachment.printed_hook import compared_settings
-from torch_commhook.attachment.road import Road, road_in_use, roads
-from torch_commhook.attachment.user_warning import warn_user
-from torch_commhook.attachment.writers import write
+from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
+from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
-from torch_commhook.memory.merging import merged_states, on_the_host
-from torch_commhook.memory.optimizer_watch import stop_watching_optimizers, watch_optimizers
+from torch_commhook.memory.hook_memory import stop_watching_optimizers, watch_optimizers
+from torch_commhook.memory.resharding import merged_states, on_the_host
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats, forget_bytes
 from torch_commhook.step.attached_hook import Attached
+
+# ---- writes numbers to a user's log --------------------------------------------------------------
+
+
+def write(writer: Any, values: Mapping[str, float], step: int | None) -> None:
+    """Write numbers to a log.
+
+    Args:
+        writer: TensorBoard's ``SummaryWriter``, with ``add_scalar(name, value, step)``; a logger of
+            Lightning or MLflow, with ``log_metrics(values, step)``; a run of Weights & Biases, a
+            tracker of Accelerate, or any object with ``log(values)``; or a function of the values.
+        values: the numbers by name.
+        step: the number of the step; None if the writer counts steps itself.
+
+    Raises:
+        TypeError: the writer is none of these.
+    """
+    if callable(getattr(writer, "add_scalar", None)):
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        return
+    metrics: Callable[..., Any] | None = getattr(writer, "log_metrics", None)
+    log = getattr(writer, "log", None)
+    if callable(metrics):
+        metrics(dict(values), step=step)
+    elif callable(log):
+        log(dict(values)) if step is None else log(dict(values), step=step)
+    elif callable(writer):
+        writer(dict(values))
+    else:
+        raise TypeError(
+            "HookHandle.log_to: the writer must have add_scalar(), log_metrics() or log(), or be a "
+            f"function of a dict, got {type(writer).__qualname__}"
+        )
+
+
+# ---- the handle of an attached hook --------------------------------------------------------------
+
 
 #: Tensors made inside ``torch.inference_mode()`` cannot be modified outside it.
 outside_inference_mode = torch.inference_mode(False)
@@ -499,7 +535,7 @@ def _begin_local_steps(first: Road, attached: Attached) -> None:
 def _begin_choosing(first: Road, attached: Attached) -> None:
     if isinstance(attached.hook, auto):
         # Imports what plans steps, which other hooks do not need.
-        from torch_commhook.attachment.choosing import ChoosingByPlan
+        from torch_commhook.attachment.road import ChoosingByPlan
 
         attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
 

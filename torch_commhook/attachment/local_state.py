@@ -1,28 +1,250 @@
-"""The parts of a local-steps state that are not in the hook's memory."""
+"""What local steps keep besides the hook's memory: anchors, rounds, what ranks share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import atexit
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from torch_commhook import collectives
 from torch_commhook.attachment.parameter_exchange import BackgroundExchange
-from torch_commhook.attachment.replica import Replica
-from torch_commhook.attachment.rounds import Round
+from torch_commhook.attachment.road import Replica
+from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import (
     ANCHOR,
     LOCAL_STEPS,
     MEANS,
     PARAMETERS,
+    check_tensor,
     checked_position,
     load_error,
+    shown,
 )
-from torch_commhook.step.ranks_apart import CheckedState
+from torch_commhook.step.stages import CheckedState
+from torch_commhook.step.step_group import StepGroup
+
+# ---- warnings that ranks end with different parameters -------------------------------------------
+
+
+class _KeepsApart(Protocol):
+    def warn_if_apart(self, what: str) -> None:
+        """Warn if the ranks' parameters differ now."""
+
+
+_attached: weakref.WeakSet[_KeepsApart] = weakref.WeakSet()
+
+
+def warn_at_exit(steps: _KeepsApart) -> None:
+    """Call ``steps.warn_if_apart()`` at the end of the process, if ``steps`` still exists."""
+    if not _attached:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+    _attached.add(steps)
+
+
+def forget(steps: _KeepsApart) -> None:
+    """Do not warn at the end of the process."""
+    _attached.discard(steps)
+
+
+def warn_apart(name: str, what: str, steps: int) -> None:
+    """Warn that the ranks' parameters differ, and say how to avoid it.
+
+    Args:
+        name: the hook's name.
+        what: the event, as a verb after the hook's name.
+        steps: steps since the last exchange; 0 if only unsent updates differ.
+    """
+    if steps:
+        when = f"{steps} step{'' if steps == 1 else 's'} after the ranks' last exchange"
+    else:
+        when = "while ranks had updates that they had not sent"
+    warn_user(
+        f"torch_commhook: hook '{name}' {what} {when}, so the ranks' parameters differ. Call "
+        "HookHandle.synchronize() first, on all ranks",
+        RuntimeWarning,
+    )
+
+
+def _at_exit() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return  # an exception has ended the program; its traceback suffices
+    for steps in list(_attached):
+        steps.warn_if_apart("was still attached when the process ended,")
+
+
+# ---- gives all ranks the same anchors after users have written to parameters ---------------------
+
+
+#: The bytes of a digest.
+_BYTES = 16
+
+
+def agree_on_anchors(
+    hook: local_sgd,
+    memories: Sequence[BucketMemory],
+    before: Mapping[int, Sequence[Tensor]],
+    group: StepGroup,
+    *,
+    waits: bool,
+) -> None:
+    """Give all ranks the same anchor of each parameter. All ranks must call this.
+
+    If a user has written the same values on all ranks, this is a load: the anchor has these values.
+    If the values differ, the write is training: the anchor is that from before the write.
+
+    Args:
+        hook: the hook that keeps the ranks apart.
+        memories: the hook's memory of each bucket.
+        before: by the ids of the parameters that a user of this rank has written, what
+            :meth:`local_sgd.anchor_and_error` had before. Empty for a parameter whose anchor other
+            ranks may not have.
+        group: the group of the ranks.
+        waits: whether anchors may differ. Otherwise this rank only sends its flag: ranks that
+            disagree on this still send the same messages.
+    """
+    parameters = [parameter for memory in memories for parameter in memory.parameters]
+    device = parameters[0].device
+    communicates = group.group_for(device)
+    has_written = torch.tensor([float(bool(before))], dtype=torch.float32, device=device)
+    any_has = collectives.all_reduce(has_written, group=communicates)
+    if not waits or not any_has.wait().item():
+        return
+    rows = [
+        [float(bool(before.get(id(each)))) for each in parameters],
+        [float(id(each) in before) for each in parameters],
+    ]
+    sums = collectives.all_reduce(
+        torch.tensor(rows, dtype=torch.float32, device=device), group=communicates
+    ).wait()
+    is_written, is_open = (sums != 0).tolist()
+    numbers = [number for number, flag in enumerate(is_open) if flag]
+    places: list[list[Any]] = []  # the value at the round's start, the anchor and its error
+    for memory in memories:
+        kept = hook.anchor_and_error(memory)
+        for parameter, start in zip(memory.parameters, hook.starts(memory), strict=True):
+            places.append([start, *kept[id(parameter)]])
+
+    def differing(numbers: Sequence[int], value: Callable[[int], Tensor]) -> list[int]:
+        if not numbers:
+            return []
+        own = b"".join(map(_digest, map(value, numbers)))
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).view(len(numbers), _BYTES)
+        every = collectives.all_gather(sent.to(device), group=communicates).wait()
+        is_other = (every != every[0]).any(dim=2).any(dim=0)
+        return [number for number, other in zip(numbers, is_other.tolist(), strict=True) if other]
+
+    written = [number for number in numbers if is_written[number]]
+    trained = set(differing(written, lambda number: places[number][0]))
+    for number in written:
+        start, anchor, *errors = places[number]
+        if number not in trained:
+            anchor.copy_(start)
+            for error in errors:
+                error.zero_()
+        elif old := before.get(id(parameters[number])):
+            torch._foreach_copy_([anchor, *errors], list(old))
+    for number in differing(numbers, lambda number: places[number][1]):
+        # A rank that continues from a state, or a new rank, does not have the old anchor.
+        anchor = places[number][1]
+        first = anchor.clone(memory_format=torch.contiguous_format)
+        sender = group.group_for(anchor.device)
+        anchor.copy_(collectives.broadcast(first, group=sender).wait())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """A digest of a tensor's elements in order, whatever its strides and device."""
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=_BYTES).digest()
+
+
+# ---- the schedule in which a model's fragments are exchanged -------------------------------------
+
+
+class Round:
+    """The position in a round of ``H`` steps, in which each fragment is exchanged once.
+
+    A fragment's turn comes ``H / fragments`` steps after the previous one. The last turn ends the
+    round. A failed turn is repeated after the next step. Later turns keep their steps, but wait
+    while an exchange is running. The next round is late if the last turn is late.
+
+    Args:
+        H: the number of steps in a round.
+        fragments: the number of fragments.
+
+    Attributes:
+        steps: the number of steps since the last fragment's exchange began.
+        turn: the fragment that is exchanged next.
+    """
+
+    def __init__(self, H: int, fragments: int) -> None:  # noqa: N803 (as the papers call it)
+        self._H = H
+        self._fragments = fragments
+        self.steps = 0
+        self.turn = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next exchange is due."""
+        return self.steps >= (self.turn + 1) * self._H // self._fragments
+
+    def next_turn(self) -> None:
+        """Note that an exchange has begun, or has run at once."""
+        self.turn += 1
+        if self.turn == self._fragments:
+            self.reset()
+
+    def repeat(self, turn: int, steps: int) -> None:
+        """Note that an exchange has failed.
+
+        Args:
+            turn: its fragment.
+            steps: the number of steps since the round in which it began.
+        """
+        self.turn, self.steps = turn, steps
+
+    def before(self, turn: int, steps: int) -> Round:
+        """The position after :meth:`repeat`, as a new object."""
+        place = Round(self._H, self._fragments)
+        place.repeat(turn, steps)
+        return place
+
+    def reset(self) -> None:
+        """Begin a round."""
+        self.turn = self.steps = 0
+
+    @property
+    def fragment_before(self) -> int:
+        """The fragment of the last turn."""
+        return (self.turn - 1) % self._fragments
+
+    def began_at(self, steps_ago: int) -> int:
+        """The number of steps in its round after which the last turn began, if known."""
+        return self._H if self.turn == 0 else self.steps - steps_ago
+
+    def position(self, in_flight: int) -> dict[str, Any]:
+        """The position in the form of a state.
+
+        Args:
+            in_flight: the number of steps since a running exchange began; -1 if none is running.
+        """
+        return {
+            "steps_of_round": self.steps,
+            "fragments": self._fragments,
+            "fragment": self.turn,
+            "steps_in_flight": in_flight,
+        }
+
+
+# ---- the parts of a local-steps state that are not in the hook's memory --------------------------
 
 
 def taken_apart(

@@ -12,32 +12,41 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook.attachment.anchors import agree_on_anchors
-from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
-from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.local_state import (
+    Round,
+    agree_on_anchors,
     check_anchors,
     check_fragment,
     checked_means,
     exchange_of_state,
+    forget,
     own_tensors,
     position_of,
     taken_apart,
+    warn_apart,
+    warn_at_exit,
 )
-from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
-from torch_commhook.attachment.parameter_exchange import BackgroundExchange, ParameterExchange
-from torch_commhook.attachment.repeatable_exchange import ExchangeSurvivors, RepeatableExchange
-from torch_commhook.attachment.replica import Replica
-from torch_commhook.attachment.road import Road
-from torch_commhook.attachment.rounds import Round
+from torch_commhook.attachment.parameter_exchange import (
+    BackgroundExchange,
+    ExchangeSurvivors,
+    ParameterExchange,
+    RepeatableExchange,
+)
+from torch_commhook.attachment.road import Replica, Road
+from torch_commhook.attachment.training_state import (
+    BeforeForward,
+    add_step_counter,
+    register_first,
+    remove_step_counter,
+)
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.optimizer_watch import check_not_in_backward
-from torch_commhook.memory.replays import cannot_be_captured
+from torch_commhook.memory.hook_memory import check_not_in_backward
 from torch_commhook.memory.states import LOCAL_STEPS
+from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.ranks_apart import CheckedState
+from torch_commhook.step.stages import CheckedState
 
 
 class LocalSteps:

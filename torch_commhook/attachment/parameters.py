@@ -1,4 +1,4 @@
-"""The parameters of a model whose gradients a hook averages."""
+"""The parameters and buffers of a model, and checks that they are still those of its hook."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.distributed._composable.contract import _get_registry
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
+from torch_commhook.autograd.registration import is_inside
+
+# ---- the parameters of a model whose gradients a hook averages -----------------------------------
+
 
 _WHOLE = "attach takes models whose parameters are whole on each rank"
 
@@ -301,3 +308,260 @@ def _taken(parameters: list[tuple[str, Tensor]], owner: nn.Module) -> tuple[str,
             if hook_name is not None:
                 return name, hook_name
     return None
+
+
+# ---- A model's values that rank 0 sends to the others --------------------------------------------
+
+
+#: Integers with as many bytes. Complex values of 16 bytes have none.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def first_values(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers that rank 0 sends when a hook is attached, by name."""
+    ignored = ignored_names(module)
+    named = (*module.named_parameters(), *module.named_buffers())
+    # Frozen parameters that are DTensors differ among ranks.
+    return {
+        name: tensor.detach()
+        for name, tensor in named
+        if name not in ignored and tensor.numel() and not hasattr(tensor, "device_mesh")
+    }
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that rank 0 sends in forwards, by name: DDP ignores none of them."""
+    ignored = ignored_names(module)
+    statistics = {
+        id(buffer)
+        for each in module.modules()
+        if isinstance(each, _NormBase) and each.training
+        for buffer in each._buffers.values()
+    }
+    # Backward does not use the statistics of a training batch norm: .data keeps their version, so
+    # that backward of an earlier forward still works.
+    return {
+        name: buffer.data if id(buffer) in statistics else buffer.detach()
+        for name, buffer in module.named_buffers()
+        if name not in ignored and buffer.layout is torch.strided and buffer.numel()
+    }
+
+
+def check_values(
+    module: nn.Module, *, init_sync: bool, broadcast_buffers: bool
+) -> dict[str, object]:
+    """Check that rank 0's values can be written.
+
+    Args:
+        module: the module.
+        init_sync: whether ``attach`` writes parameters and buffers.
+        broadcast_buffers: whether forwards write buffers.
+
+    Returns:
+        Settings that must be the same on all ranks, as for :func:`agree`.
+
+    Raises:
+        RuntimeError: a value cannot be written.
+    """
+    first = first_values(module) if init_sync else {}
+    buffers = buffers_of(module) if broadcast_buffers else {}
+    for name, tensor in {**buffers, **first}.items():
+        settings = {"init_sync": name in first, "broadcast_buffers": name in buffers}
+        why = why_not_written(tensor, in_bytes=name not in first)
+        if why is not None:
+            without = " and ".join(f"{each}=False" for each, is_set in settings.items() if is_set)
+            raise RuntimeError(
+                f"attach: {kind_of(module, name)} '{name}' cannot get rank 0's values: {why}. "
+                f"Replace it, or pass {without}, so that each rank keeps its own"
+            )
+    return {
+        "the parameters and buffers to send": _described(first),
+        "the buffers to send": _described(buffers),
+    }
+
+
+def kind_of(module: nn.Module, name: str) -> str:
+    """Whether a name is that of a parameter or of a buffer."""
+    return "buffer" if any(name == each for each, _ in module.named_buffers()) else "parameter"
+
+
+def _described(values: dict[str, Tensor]) -> list[str]:
+    return [
+        f"'{name}' of shape {tuple(each.shape)}, {each.dtype} and {each.layout}, a "
+        f"{type(each).__name__} on {each.device.type}"
+        for name, each in values.items()
+    ]
+
+
+@torch.no_grad()
+def why_not_written(tensor: Tensor, *, in_bytes: bool = False) -> str | None:
+    """Why a tensor cannot take another rank's values; None if it can.
+
+    Args:
+        tensor: the tensor, detached.
+        in_bytes: whether the values arrive through :func:`unpack`.
+    """
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.is_inference():
+        return "it was made in torch.inference_mode()"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        try:  # with its own values
+            if in_bytes:
+                unpack(joined_bytes([tensor]), [tensor])
+            else:
+                tensor.copy_(_flatten_dense_tensors([tensor]).view(tensor.shape))
+        except Exception as error:
+            return f"its class {type(tensor).__name__} raises {type(error).__name__}: {error}"
+    elif torch._debug_has_internal_overlap(tensor) == 1:
+        return "it is expanded, so several of its elements share memory"
+    return None
+
+
+@torch.no_grad()
+def joined_bytes(buffers: Collection[Tensor]) -> Tensor:
+    """Returns the bytes of all buffers as a flat uint8 tensor. They must be on one device."""
+    pieces = [
+        buffer.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for buffer in _in_order(buffers)
+    ]
+    return torch.cat(pieces)
+
+
+@torch.no_grad()
+def unpack(sent: Tensor, buffers: Collection[Tensor]) -> None:
+    """Writes the bytes that another rank's :func:`packed` returned into the buffers."""
+    ordered = _in_order(buffers)
+    sizes = [buffer.numel() * buffer.element_size() for buffer in ordered]
+    for buffer, piece in zip(ordered, sent.split(sizes), strict=True):
+        values = piece.view(buffer.dtype).view(buffer.shape)
+        if not _has_bits_of(buffer, values):
+            buffer.copy_(values)
+
+
+def _has_bits_of(buffer: Tensor, values: Tensor) -> bool:
+    """Whether the buffer has these values already, bit by bit.
+
+    A write would give it a new version, and backward of an earlier graph would fail. False where
+    finding out takes long: under a compiler, and on other devices than the CPU.
+    """
+    if torch.compiler.is_compiling() or type(buffer) is not Tensor or not buffer.is_cpu:
+        return False
+    bits = _BITS.get(buffer.element_size())  # 0.0 is not -0.0 here, and NaN is NaN
+    if bits is None or buffer.is_conj() or buffer.is_neg():
+        return False
+    return torch.equal(buffer.view(bits), values.view(bits))
+
+
+def _in_order(buffers: Collection[Tensor]) -> list[Tensor]:
+    """Sorts by element size, the largest first, so that each buffer's bytes are aligned."""
+    return sorted(buffers, key=lambda buffer: -buffer.element_size())
+
+
+# ---- checks that a model still has the parameters that its hook was attached to ------------------
+
+
+_FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
+
+
+class WatchedParameters:
+    """The parameters that a model had when a hook was attached.
+
+    The gradient of a parameter that is added later would silently stay each rank's own. A converted
+    parameter no longer fits its bucket.
+
+    Args:
+        model: the model.
+        parameters: the names and parameters whose gradients the hook averages.
+        in_ddp: whether DDP's own reducer calls the hook.
+
+    Attributes:
+        parameters: as given; empty after :meth:`clear`.
+        is_sure: whether the last call of :meth:`change` saw the model's own parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[tuple[str, Tensor]], *, in_ddp: bool
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.parameters = list(parameters)
+        self._averaged = {id(parameter) for _, parameter in parameters}
+        self._forms = _C.ParameterForms([parameter for _, parameter in parameters], in_ddp)
+        ignored = ignored_names(model)
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in self._averaged
+            and not parameter.requires_grad
+            and name not in ignored
+        ]
+        self._members = _C.module_members(model)
+        self.is_sure = False
+        self._way_out = (
+            "wrap the module in a new DistributedDataParallel"
+            if in_ddp
+            else "remove() the hook and attach it again"
+        )
+
+    def clear(self) -> None:
+        """Stop watching, and release the parameters."""
+        self.parameters.clear()
+        self._averaged.clear()
+        self._forms.clear()
+        self._frozen.clear()
+        self._members = 0
+
+    def change(self) -> str | None:
+        """How the parameters have changed, as the text of an error, or None."""
+        model = self._model()
+        self.is_sure = True
+        if model is None or not self.parameters:
+            return None
+        changed = self._forms.change()
+        if changed is not None:
+            number, what = changed
+            name, _ = self.parameters[number]
+            return self._sharded(model) or (
+                f"torch_commhook: parameter '{name}' {what}; convert, move or change a model "
+                "before it is wrapped and before a hook is attached"
+            )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                return (
+                    f"torch_commhook: parameter '{name}' did not require grad when the hook was "
+                    f"attached, and does now; {self._way_out}"
+                )
+        members = _C.module_members(model)
+        if members == self._members:
+            return None
+        # torch.func.functional_call has put other tensors in the parameters' place.
+        self.is_sure = not is_inside(_FUNCTIONAL_FILE)
+        if not self.is_sure:
+            return None
+        sharded = self._sharded(model)
+        if sharded is not None:
+            return sharded
+        ignored = ignored_names(model)
+        for name, parameter in model.named_parameters():
+            if (
+                parameter.requires_grad
+                and id(parameter) not in self._averaged
+                and name not in ignored
+                # A function that computes gradients may have put other tensors there for a while.
+                and isinstance(parameter, nn.Parameter)
+            ):
+                return (
+                    f"torch_commhook: parameter '{name}' was added to the model after the hook was "
+                    f"attached, and its gradient is not averaged; {self._way_out}"
+                )
+        self._members = members
+        return None
+
+    def _sharded(self, model: nn.Module) -> str | None:
+        for name, parameter in self.parameters:
+            if is_whole(model, name, parameter):
+                continue
+            why = why_replaced(model, name, parameter)
+            if why is not None:
+                return f"torch_commhook: parameter '{name}' was replaced: {why}"
+        return None

@@ -14,18 +14,23 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
-from torch_commhook.attachment.buffers import buffers_of, first_values, packed, unpack
+from torch_commhook.attachment.ddp_results import ReducerJoinable
 from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
-from torch_commhook.attachment.forward_hook import BeforeForward
-from torch_commhook.attachment.join import ReducerJoinable
-from torch_commhook.attachment.parameters import check_not_in_ddp
-from torch_commhook.attachment.replica import WholeReplica
-from torch_commhook.attachment.watched_parameters import WatchedParameters
+from torch_commhook.attachment.parameters import (
+    WatchedParameters,
+    buffers_of,
+    check_not_in_ddp,
+    first_values,
+    joined_bytes,
+    unpack,
+)
+from torch_commhook.attachment.road import WholeReplica
+from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.collectives.agreement import agree
-from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.native.runtime import left_to_python
 from torch_commhook.process_group.wrapper import seen_by_cpp
+from torch_commhook.reducer.compiled_step import parameters_changed
 from torch_commhook.reducer.reducer import Reducer
-from torch_commhook.reducer.tracing import parameters_changed
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
@@ -256,7 +261,7 @@ class ReducerRoad:
         if not is_plain or not tensors or nbytes > _MOST_COPIED_BYTES:
             self.broadcast_from(0)
             return
-        sent = packed(tensors)
+        sent = joined_bytes(tensors)
         work = dist.broadcast(sent, group=self._group.parent, group_src=0, async_op=True)
         self._first_values = sent, work, tensors
 
@@ -401,7 +406,7 @@ class ReducerRoad:
         for buffers in by_device.values():
             group = self._group.parent
             check_is_free(group)
-            sent = collectives.broadcast(packed(buffers), src=source, group=group).wait()
+            sent = collectives.broadcast(joined_bytes(buffers), src=source, group=group).wait()
             unpack(sent, buffers)
 
 

@@ -1,18 +1,165 @@
-"""The interface between an attached hook and the reducer that runs it."""
+"""What an attached hook asks of the reducer that runs it, and what both share."""
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
-from torch_commhook.attachment.replica import Replica
+from torch_commhook import __version__, collectives
+from torch_commhook.codecs.base import Codec
+from torch_commhook.hooks import __name__ as hooks_module
+from torch_commhook.hooks.auto import auto
+from torch_commhook.hooks.base import Hook
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.planning.choice import choose_hook
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
+from torch_commhook.testing.scheduler import current_rank
+
+# ---- copies of a model that a hook keeps apart ---------------------------------------------------
+
+
+class Replica(Protocol):
+    """This rank's copy of a model, or its part of a copy.
+
+    All ranks of an exchange must begin and end it at the same point.
+
+    Attributes:
+        is_sharded: whether the copy is divided among ranks.
+    """
+
+    is_sharded: bool
+
+    @property
+    def group(self) -> StepGroup:
+        """The ranks that have other copies of the same part."""
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        """Functions that return each parameter as optimizers have it, or None once it is freed."""
+
+    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The existing parameters with these names, as the hook's memory has them."""
+
+    def drop_copies(self) -> None:
+        """Drop copies that were made of the parameters, which are about to be written."""
+
+    def begin(self) -> None:
+        """Begin an exchange.
+
+        Raises:
+            RuntimeError, PeerError: as :meth:`StepGroup.begin`.
+        """
+
+    def end(self) -> None:
+        """End an exchange that succeeded on this rank, together with all ranks.
+
+        Raises:
+            PeerError: it failed on another rank.
+        """
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        """Fail an exchange on all ranks; returns an error as :meth:`StepGroup.fail_with`."""
+
+    def on_any_rank(self, value: bool) -> bool:
+        """Whether ``value`` is True on any rank. All ranks must call this at the same point."""
+
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        """Share the outcome of a background exchange with the ranks of the same copy.
+
+        Args:
+            failure: the error of this rank's part; None if it succeeded.
+
+        Returns:
+            The error to raise: ``failure``, or a PeerError if another rank's part failed.
+
+        Raises:
+            BaseException: a rank left before all ranks knew the outcome. Call this again.
+        """
+
+
+class WholeReplica:
+    """A copy with whole parameters.
+
+    Args:
+        model: returns the model, or None once it is freed.
+        buckets: returns the parameters of each bucket.
+        group: the group of the ranks.
+    """
+
+    is_sharded = False
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module | None],
+        buckets: Callable[[], list[list[Tensor]]],
+        group: StepGroup,
+    ) -> None:
+        self._model = model
+        self._buckets = buckets
+        self._group = group
+
+    @property
+    def group(self) -> StepGroup:
+        return self._group
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        return [TensorWeakRef(parameter) for bucket in self._buckets() for parameter in bucket]
+
+    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+        model = self._model()
+        if model is None:
+            return {}
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        every = dict(inner.named_parameters())
+        return {name: every[name] for name in names if name in every}
+
+    def drop_copies(self) -> None:
+        """Do nothing: there are no copies."""
+
+    def begin(self) -> None:
+        self._group.begin()
+
+    def end(self) -> None:
+        self._group.end()
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        return self._group.fail_with(error)
+
+    def on_any_rank(self, value: bool) -> bool:
+        return is_on_any_rank(value, [self._group], self._buckets()[0][0].device)
+
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        """Return ``failure``: this rank has the whole copy."""
+        return failure
+
+
+def is_on_any_rank(value: bool, groups: Sequence[StepGroup], device: torch.device) -> bool:
+    """Whether ``value`` is True on any rank of groups along the axes of a mesh.
+
+    Args:
+        value: this rank's value.
+        groups: the groups. All their ranks must call this at the same point.
+        device: the device of the tensors that the groups send.
+    """
+    for group in groups:
+        own = torch.tensor([float(value)], dtype=torch.float32, device=device)
+        total = collectives.all_reduce(own, group=group.group_for(device)).wait()
+        value = bool(total.item())
+    return value
+
+
+# ---- the interface between an attached hook and the reducer that runs it -------------------------
 
 
 class Road(Protocol):
@@ -87,3 +234,182 @@ def road_in_use(first: Road) -> Road:
         first: the model's first road; another may have replaced it.
     """
     return first if first.successor is None else first.successor
+
+
+# ---- the choice of a model's hook by measurements, for auto --------------------------------------
+
+
+class ChoosingByPlan:
+    """Chooses a hook by measurements, after the first steps or before a compiler captures one.
+
+    Args:
+        hook: the ``auto`` hook.
+        memory: the model's memory.
+        road: the model's first road.
+    """
+
+    def __init__(self, hook: auto, memory: HookMemory, road: Road) -> None:
+        self._hook = hook
+        self._memory = memory
+        self._road = road
+        self._can_measure()
+
+    def before_step(self) -> None:
+        """Choose at the beginning of a step. The choice counts once all ranks end the step."""
+        if self._hook.is_due(self._memory) and self._can_measure():
+            self._find()
+
+    def before_capture(self) -> None:
+        """Choose before a compiler captures a backward: the graph contains one hook only."""
+        if self._hook.chosen(self._memory) is not None or not self._can_measure():
+            return
+        group = road_in_use(self._road).group
+        group.begin()
+        self._find()
+        group.end()
+        self._hook.take_proposed(self._memory)
+
+    def step_repeats(self) -> None:
+        """Drop the proposed choice: the step failed on some rank, which may not know it."""
+        self._hook.withdraw(self._memory)
+
+    def _can_measure(self) -> bool:
+        why_not = reason_for_none(self._memory.world_size)
+        if why_not:
+            self._hook.explain(self._memory, why_not)
+        return not why_not
+
+    def _find(self) -> None:
+        memory, hook = self._memory, self._hook
+        assert memory.group is not None
+        with torch.random.fork_rng(devices=[]):  # the training's random numbers stay the same
+            choice = choose_hook(
+                hook.candidates,
+                hook.max_error,
+                buckets=memory.bucket_memories(),
+                first_steps=hook.first_steps(memory),
+                group=memory.group,
+            )
+        hook.propose(memory, choice.number, choice.reason)
+
+
+def reason_for_none(world_size: int) -> str:
+    """The reason why the ranks cannot measure a link; empty if they can."""
+    if world_size == 1:
+        return "there is one rank, which sends nothing"
+    if current_rank() is not None:
+        return "the ranks are threads of one process, with no link between them"
+    return ""
+
+
+# ---- the parts of a hook that must be the same on all ranks --------------------------------------
+
+
+#: The number of values in the messages whose lengths ranks compare.
+_VALUES = (1, 1000)
+_MOST_LEVELS = 6
+#: Larger containers hold data or caches.
+_MOST_ENTRIES = 100
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def printed_hook(hook: object) -> str:
+    """The text of a hook that ranks compare.
+
+    A hook of the library prints as its expression, and a user's :class:`Hook` with a ``__repr__``
+    of its own by that, without addresses. Another callable may differ between ranks, but not in the
+    library's hooks and codecs that it holds: in its attributes, its closure, its defaults, or as
+    globals that it names.
+    """
+    if _is_printed(hook):
+        return _ADDRESS.sub("", repr(hook))
+    parts = [_ADDRESS.sub("", repr(part)) for part in _parts(hook)]
+    return f"another with {', '.join(parts)}" if parts else "another"
+
+
+def compared_settings(hook: object) -> dict[str, object]:
+    """The settings of a hook that must be the same on all ranks, by name."""
+    codecs = (part for part in _parts(hook, inside=True) if isinstance(part, Codec))
+    forms = {f"{_ADDRESS.sub('', repr(each))}: {', '.join(_lengths(each))}" for each in codecs}
+    return {
+        "the version of torch_commhook": __version__,
+        "the hook": printed_hook(hook),
+        "the form of messages": sorted(forms),
+    }
+
+
+def _lengths(codec: Codec) -> list[str]:
+    return [f"{numel} values in {codec.nbytes(numel)} bytes" for numel in _VALUES]
+
+
+def _is_printed(value: object) -> bool:
+    if type(value).__module__.startswith(hooks_module):
+        return True
+    without_settings = (Hook.__repr__, object.__repr__)  # the second shows an address
+    return isinstance(value, Hook) and type(value).__repr__ not in without_settings
+
+
+def _parts(value: object, *, inside: bool = False) -> Iterator[Hook | Codec]:
+    """The hooks and codecs that a value holds, in the same order on all ranks.
+
+    Args:
+        value: a hook.
+        inside: whether to continue inside hooks that print as their settings.
+    """
+    seen: set[int] = set()
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        held: list[object] = []
+        for each in level:
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            is_part = isinstance(each, Codec) or (each is not value and _is_printed(each))
+            if is_part and isinstance(each, (Hook, Codec)):
+                yield each
+            if not is_part or (inside and isinstance(each, Hook)):
+                held += _held(each)
+        level = held
+
+
+def _held(value: object) -> list[object]:
+    """The values that a callable, an object or a container holds."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *_by_name(value.keywords)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        return _held_by_function(value)
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, (list, tuple, dict)) and len(value) > _MOST_ENTRIES:
+        return []
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return _by_name({key: each for key, each in value.items() if isinstance(key, str)})
+    if isinstance(value, (Hook, Codec)) or (callable(value) and not isinstance(value, type)):
+        return _by_name(getattr(value, "__dict__", {}))
+    return []
+
+
+def _held_by_function(function: FunctionType) -> list[object]:
+    held: list[object] = [*(function.__defaults__ or ()), *_by_name(function.__kwdefaults__ or {})]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # the variable has no value yet
+            continue
+    # Of globals only hooks and codecs: functions would lead to other modules.
+    found = (function.__globals__.get(name) for name in _names(function.__code__))
+    return [*held, *(each for each in found if isinstance(each, (Hook, Codec)))]
+
+
+def _names(code: CodeType) -> list[str]:
+    """The globals that a function and the functions inside it name."""
+    inside = (each for each in code.co_consts if isinstance(each, CodeType))
+    return sorted({*code.co_names, *(name for each in inside for name in _names(each))})
+
+
+def _by_name(values: Mapping[Any, Any]) -> list[object]:
+    return [values[name] for name in sorted(values, key=str)]

@@ -1,21 +1,211 @@
-"""The state of a training, which a rank receives when it joins."""
+"""The state of a training, and what reports its steps: optimizers, and forward."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.utils._contextlib as decorators
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from torch_commhook.elastic import joining
-from torch_commhook.elastic.pieces import Pieces
+from torch_commhook.elastic.joining import Pieces, groups_of, load_groups, load_states, states_of
 from torch_commhook.elastic.ranks import ElasticRanks
-from torch_commhook.elastic.transfer import groups_of, load_groups, load_states, states_of
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
+
+# ---- warnings with the user's line ---------------------------------------------------------------
+
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the location of the innermost frame outside the package.
+
+    Python 3.12 has ``skip_file_prefixes`` for this.
+
+    Args:
+        message: the text.
+        category: the warning's class.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(file: str) -> bool:
+    # As a decorator, torch.inference_mode() has a frame between the user's and the function's.
+    return file.startswith(_PACKAGE) or file == decorators.__file__
+
+
+# ---- the library's forward pre-hook, which a model calls before its forward ----------------------
+
+
+class _Listener(Protocol):
+    def before_forward(self, module: nn.Module) -> None:
+        """Called when the module's forward begins."""
+
+
+class BeforeForward:
+    """A forward pre-hook of the library. A copy of the module gets an empty one."""
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = listener
+
+    # If the module's own call is not traced, Dynamo would compile this alone, without guards that
+    # recompile it when needed.
+    @left_to_python
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._listener.before_forward(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def register_first(module: nn.Module, hook: BeforeForward) -> RemovableHandle:
+    """Register a hook that runs before the module's existing forward pre-hooks."""
+    handle = module.register_forward_pre_hook(hook, prepend=True)
+    # After reordering, an OrderedDict keeps the old order for dict's own methods. Dynamo of torch
+    # 2.11 uses these to tell hooks apart.
+    hooks = module._forward_pre_hooks
+    for number in list(hooks):
+        hooks[number] = hooks.pop(number)
+    return handle
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    pass
+
+
+def _get_nothing() -> Any:
+    return _nothing
+
+
+# ---- notifies subscribers of optimizers' steps ---------------------------------------------------
+#
+# An optimizer reports its steps only to hooks, of one optimizer or of all. So the library registers
+# one hook for all optimizers while there are subscribers. An optimizer may consist of others, and
+# step by their steps; only the outer step counts then.
+
+
+class StepCounter(Protocol):
+    """A subscriber. Each call gets the ids of the stepping optimizer's parameters."""
+
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]
+    ) -> None:
+        """Called before an optimizer steps.
+
+        Raises:
+            RuntimeError: it must not step these parameters.
+        """
+
+    def count_optimizer_step(self, parameters: frozenset[int]) -> None:
+        """Called after an optimizer has stepped."""
+
+    def after_optimizer_step(self, parameters: frozenset[int]) -> None:
+        """Called when all subscribers have counted the step."""
+
+
+#: In the order in which hooks were attached; all ranks run exchanges in this order.
+_counters: weakref.WeakValueDictionary[int, StepCounter] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_handles: list[RemovableHandle] = []
+
+
+class _Begun(threading.local):
+    """The optimizers of this thread whose steps have begun and not ended, or have raised."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+
+_begun = _Begun()
+
+
+def add_step_counter(counter: StepCounter) -> None:
+    """Notify a subscriber of steps, while it exists."""
+    _counters[next(_numbers)] = counter
+    if not _handles:
+        # Compilers must not trace when a rank sends messages.
+        before, after = map(torch.compiler.disable, (_before_step, _after_step))
+        _handles.append(register_optimizer_step_pre_hook(before))
+        _handles.append(register_optimizer_step_post_hook(after))
+
+
+def remove_step_counter(counter: StepCounter) -> None:
+    """Stop notifying a subscriber."""
+    for number, other in list(_counters.items()):
+        if other is counter:
+            del _counters[number]
+    if not _counters:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _begun.optimizers.append(weakref.ref(optimizer))
+    parameters = _parameters_of(optimizer)
+    for _, counter in sorted(_counters.items()):
+        counter.before_optimizer_step(optimizer, parameters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = _parameters_of(optimizer)
+    if _is_part_of_a_step(optimizer, parameters):
+        return
+    counters = [counter for _, counter in sorted(_counters.items())]
+    # A failed exchange must not keep other subscribers from counting.
+    for counter in counters:
+        counter.count_optimizer_step(parameters)
+    for counter in counters:
+        counter.after_optimizer_step(parameters)
+
+
+def _is_part_of_a_step(optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> bool:
+    """Whether this step is part of the step of another optimizer with the same parameters."""
+    others = [other for other in (ref() for ref in _begun.optimizers) if other is not None]
+    others = [other for other in others if other is not optimizer and _is_stepping(other)]
+    _begun.optimizers = [weakref.ref(other) for other in others]
+    return any(not _parameters_of(other).isdisjoint(parameters) for other in others)
+
+
+def _is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a method of the optimizer is on the call stack. A step that raised never ends."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        if code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+    return False
+
+
+# ---- the state of a training, which a rank receives when it joins --------------------------------
+
 
 #: If an optimizer has any of these hooks, its ``state_dict()`` may differ from its state.
 _STATE_HOOKS = (

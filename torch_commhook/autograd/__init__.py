@@ -9,11 +9,11 @@ A hook is a Python callable; or an operator (``torch.ops.x.y``) or a C++ functio
 which run without the GIL.
 """
 
-from torch_commhook.autograd.cpp_hook import cpp
 from torch_commhook.autograd.finite_check import FiniteCheck
 from torch_commhook.autograd.registration import (
     RemovableHandle,
     call_hooks,
+    cpp,
     register_hook,
     register_post_accumulate_grad_hook,
     register_posthook,

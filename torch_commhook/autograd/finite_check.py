@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.autograd.fully_sharded import is_fully_sharded, local_part
 from torch_commhook.autograd.registration import (
     RemovableHandle,
+    is_fully_sharded,
+    local_part,
     register_hook,
     register_post_accumulate_grad_hook,
 )
-from torch_commhook.native.check_ops import check_finite
+from torch_commhook.native.bucket_ops import check_finite
 
 
 class FiniteCheck:

@@ -1,19 +1,314 @@
-"""Registers hooks with the autograd engine."""
+"""Registers hooks with the autograd engine, for all modes."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle as TorchHandle
 
 from torch_commhook import _C
-from torch_commhook.autograd.cpp_hook import cpp
-from torch_commhook.autograd.fully_sharded import RegisteredHook, is_fully_sharded
-from torch_commhook.autograd.traced import TracedHook, needs_one_graph, traced
+from torch_commhook.native.bucket_ops import size_change, type_change
+from torch_commhook.native.runtime import hook_name
+
+# ---- determines which backward() Python code is a part of ----------------------------------------
+#
+# The autograd engine only reports the number of the innermost backward; the stack shows outer ones.
+
+
+_FUNCTION_FILE = torch.autograd.function.__file__
+_GRAPH_FILE = torch.autograd.graph.__file__
+
+
+def is_inside(file: str) -> bool:
+    """Whether a function of a file is on this thread's stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class RunningBackward:
+    """The outermost ``backward()`` on this thread's stack.
+
+    Attributes:
+        is_nested: whether another one runs inside a node of its graph, as in reentrant activation
+            checkpointing.
+        thread: the thread's number.
+    """
+
+    def __init__(self) -> None:
+        frame: Any = sys._getframe(1)
+        outermost: Any = None
+        self.is_nested = False
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_engine_run_backward" and code.co_filename == _GRAPH_FILE:
+                outermost = frame
+            elif (
+                outermost is not None
+                and code.co_name == "apply"
+                and code.co_filename == _FUNCTION_FILE
+                # A node's method; a function's own, which runs its forward, is a class method.
+                and code.co_varnames[0] == "self"
+            ):
+                self.is_nested = True
+            frame = frame.f_back
+        self.thread = threading.get_ident()
+        self._frame_id = id(outermost)
+        self._output: weakref.ref[Any] | None = None
+        if outermost is not None:
+            with suppress(LookupError, TypeError):  # no tensor, or one without a weak reference
+                self._output = weakref.ref(outermost.f_locals["t_outputs"][0])
+
+    def has_left(self, earlier: RunningBackward | None) -> bool:
+        """Whether an earlier one on this thread has ended, possibly by an exception."""
+        return earlier is not None and earlier.thread == self.thread and not earlier.is_same(self)
+
+    def is_same(self, other: RunningBackward) -> bool:
+        """Whether two are the same. Frames are reused; tensors seldom are."""
+        if self.thread != other.thread or self._frame_id != other._frame_id:
+            return False
+        if self._output is None or other._output is None:
+            return self._output is other._output
+        output = self._output()
+        return output is not None and output is other._output()
+
+
+# ---- hooks on parameters whose gradients fully_shard() or replicate() writes ---------------------
+
+
+def is_fully_sharded(tensor: Tensor) -> bool:
+    """Whether ``fully_shard()`` or ``replicate()`` writes a tensor's gradient.
+
+    Autograd computes gradients of the whole parameters instead. It never calls a hook of this one.
+    """
+    module = sys.modules.get("torch.distributed._composable_state")
+    if module is None or not hasattr(tensor, "device_mesh"):
+        return False
+    # Other threads may shard a model meanwhile; this copy is atomic.
+    for reference in list(module._module_state_mapping.data.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.13, or another state
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if group is not None and any(
+                tensor is each.sharded_param for each in group.fsdp_params
+            ):
+                return True
+    return False
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; other tensors unchanged."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+class _Hooks:
+    """The library's post-accumulate hooks of one parameter: one of PyTorch's hooks calls them.
+
+    So a hook may remove hooks, as with the engine; ``fully_shard`` itself refuses it.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+
+    def __call__(self, parameter: Tensor) -> None:
+        for hook in list(self.hooks.values()):
+            hook(parameter)
+
+
+class RegisteredHook:
+    """A hook of a sharded parameter; has the methods of ``_C.Registered``."""
+
+    def __init__(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        theirs: Any = parameter._post_accumulate_grad_hooks or {}
+        ours = next((each for each in theirs.values() if isinstance(each, _Hooks)), None)
+        if ours is None:
+            ours = _Hooks()
+            handle: Any = parameter.register_post_accumulate_grad_hook(ours)
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)  # before PyTorch's own
+        self._handle = TorchHandle(ours.hooks)
+        ours.hooks[self._handle.id] = hook
+
+    def is_registered(self) -> bool:
+        hooks = self._handle.hooks_dict_ref()
+        return hooks is not None and self._handle.id in hooks
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+# ---- autograd hooks in C++ -----------------------------------------------------------------------
+
+
+class cpp:  # noqa: N801 (named and written as hooks.cpp)
+    """A hook that is written in C++ and registered by name, for the functions of this module.
+
+    It runs without the GIL. Under compiled autograd it interrupts the compiled graph.
+    :func:`torch_commhook.load_cpp_hooks` loads such hooks; ``docs/cpp_hooks.md`` explains how to
+    write one. The object may also be called like a Python hook of its kind.
+
+    Args:
+        name: the hook's name.
+        options: the hook's options, checked against its registration.
+
+    Raises:
+        ValueError: there is no such hook, or an option breaks the hook's own rule.
+        TypeError: an option is unknown, missing, or of another type.
+        RuntimeError: the hook's factory threw it.
+
+    Example:
+        >>> autograd.cpp("no_such_hook")
+        Traceback (most recent call last):
+            ...
+        ValueError: cpp: there is no autograd hook 'no_such_hook' in C++, ...
+    """
+
+    def __init__(self, name: str, /, **options: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"cpp: name must be a str, got {_C.type_name(name)}")
+        self.native = _C.CppAutogradHook(name, options)
+
+    @property
+    def kind(self) -> str:
+        """Return ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``."""
+        return self.native.kind
+
+    @torch._disable_dynamo
+    def __call__(self, value: Any, *others: Any) -> Any:
+        hook = _C.AutogradHook(self, None, "", self.native, None, self.kind)
+        several = self.kind in ("prehook", "posthook")
+        values = list(value) if several else [value]
+        results = _C.call_autograd_hooks(
+            [hook], self.kind, values, list(others[0]) if others else []
+        )
+        if self.kind == "post_accumulate":
+            return None
+        return tuple(results) if several else results[0]
+
+    def __repr__(self) -> str:
+        return self.native.name
+
+
+# ---- autograd hooks for compiled autograd --------------------------------------------------------
+#
+# The compiler traces these functions with their checks; for eager code
+# csrc/runtime/autograd/autograd_hook_run.cpp has the same. The checked properties are known when
+# the hook is traced, and guarded.
+
+
+def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """A function that calls a hook of a kind and checks its result."""
+    name = f"hook '{hook_name(fn)}'"
+
+    def tensor_hook(grad: Tensor) -> Tensor:
+        result = fn(grad)
+        if result is None or result is grad:
+            return grad
+        return _checked(result, grad, name)
+
+    def tuple_hook(
+        values: Sequence[Tensor | None], *others: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        given = tuple(values)
+        result = fn(given, *(tuple(other) for other in others))
+        if result is None:
+            return given
+        if not isinstance(result, tuple):
+            raise TypeError(f"{name}: expected tuple, but hook returned '{_type_of(result)}'")
+        if len(result) != len(given):
+            raise RuntimeError(
+                f"{name} has returned an incorrect number of values (got {len(result)}, but "
+                f"expected {len(given)})"
+            )
+        new = []
+        for i, (value, was) in enumerate(zip(result, given, strict=True)):
+            if value is None or value is was:
+                new.append(value)
+            else:
+                new.append(_checked(value, was, f"{name}, value {i} of {len(given)}"))
+        return tuple(new)
+
+    def post_accumulate_hook(parameter: Tensor) -> None:
+        result = fn(parameter)
+        if result is not None and result is not parameter:
+            raise RuntimeError(f"{name}: Tensor post accumulate grad hooks should return None.")
+
+    if kind == "tensor":
+        return tensor_hook
+    return post_accumulate_hook if kind == "post_accumulate" else tuple_hook
+
+
+def needs_one_graph() -> bool:
+    """Whether the compiler that traces the caller takes no graph break."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
+# As torch.compiler.assume_constant_result, without the import of the compiler.
+needs_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class TracedHook:
+    """A hook in one graph with its tensor's computation; has the methods of ``_C.Registered``.
+
+    The compiler takes PyTorch's own methods there, which check the hook's result.
+
+    Args:
+        tensor: the tensor.
+        kind: ``tensor`` or ``post_accumulate``.
+        fn: the hook.
+    """
+
+    def __init__(self, tensor: Tensor, kind: str, fn: Callable[..., Any]) -> None:
+        self._is_registered = True
+        if kind == "tensor":
+            self._handle: Any = tensor.register_hook(fn)
+        else:
+            self._handle = tensor.register_post_accumulate_grad_hook(fn)
+
+    def is_registered(self) -> bool:
+        return self._is_registered
+
+    def remove(self) -> None:
+        if self._is_registered:
+            self._is_registered = False
+            self._handle.remove()
+
+
+def _checked(value: Any, was: Tensor | None, name: str) -> Tensor:
+    if was is None:
+        raise RuntimeError(f"{name}: can't replace a None gradient with a non-None value")
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected Variable, but hook returned '{_type_of(value)}'")
+    if value.dtype != was.dtype or value.layout != was.layout or value.device != was.device:
+        raise RuntimeError(f"{name} {type_change(was, value)}")
+    if value.shape != was.shape:
+        raise RuntimeError(f"{name} {size_change(was, value)}")
+    return value
+
+
+def _type_of(value: object) -> str:
+    return type(value).__name__
+
+
+# ---- registers hooks with the autograd engine ----------------------------------------------------
 
 
 class RemovableHandle:

@@ -1,6 +1,6 @@
-"""Ends a command on Ctrl-C with one line and exit code 130, without a traceback.
+"""What a command does before torch is imported: it ends on Ctrl-C, and prints its version.
 
-This module imports little, so that it takes effect before the import of torch, which takes seconds.
+This module imports little, since the import of torch takes seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ import os
 import signal
 import sys
 from typing import NoReturn
+
+from torch_commhook.native.stamp import operator_library, read_built_for
+
+# ---- ends a command on Ctrl-C with one line and exit code 130, without a traceback ---------------
+
 
 #: The exit code after Ctrl-C. As in a shell, it is 128 + the signal's number.
 INTERRUPTED = 130
@@ -54,3 +59,23 @@ def _end(number: int, frame: object) -> NoReturn:
             os.write(2, b"commhook: interrupted (Ctrl-C)\n")
     finally:
         os._exit(INTERRUPTED)
+
+
+# ---- --version: prints the version of the package, and of the torch that it was built for --------
+
+
+def version_text() -> str:
+    """Return ``torch_commhook 0.1.0, built for torch 2.13.0+cpu``, without importing torch."""
+    import torch_commhook
+
+    library = operator_library()
+    built_for = None if library is None else read_built_for(library)
+    build = "not built" if library is None else f"built for torch {built_for or 'unknown'}"
+    return f"torch_commhook {torch_commhook.__version__}, {build}"
+
+
+def end_after_version() -> None:
+    """If ``--version`` is the only argument, print the version and end, before torch loads."""
+    if sys.argv[1:] == ["--version"]:
+        print(version_text())
+        sys.exit()

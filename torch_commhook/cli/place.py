@@ -1,11 +1,21 @@
-"""Reads this process's place among the ranks from the environment variables of a launcher."""
+"""A process's place among the ranks: from a launcher's variables, from Slurm's, or of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import contextlib
+import faulthandler
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, NoReturn, Protocol, TypeVar
 
-from torch_commhook.cli.rank_process import LAUNCHER_PID
+from torch_commhook.cli import launcher as rank_process
+from torch_commhook.cli.launcher import LAUNCHER_PID
+
+# ---- reads this process's place among the ranks from the environment variables of a launcher -----
+
 
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
@@ -86,3 +96,175 @@ def _number(
     limit = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
     got = "nothing" if text is None else repr(text)
     raise PlaceError(f"environment variable {name}: must be a whole number {limit}, got {got}")
+
+
+# ---- translates the environment variables of Slurm's srun to those of torch.distributed ----------
+
+
+_LOWEST_PORT, _PORTS = 15000, 10000
+_SRUN = "srun has started this process, and environment variable"
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank's place, for one of several tasks of ``srun``.
+
+    ``MASTER_ADDR`` is the first host of the step. ``MASTER_PORT`` is 15000 plus the last four
+    digits of the sum of the job's number and the step's number. Both keep values that are set.
+
+    Args:
+        environment: the environment of the process.
+
+    Returns:
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, and
+        ``LOCAL_WORLD_SIZE`` if Slurm tells it. Empty if ``srun`` has not started the process (as in
+        a batch script), if the step has one task, or if a launcher in the step has set ``RANK``.
+
+    Raises:
+        PlaceError: a variable of Slurm is missing or wrong, or ``WORLD_SIZE`` has another value.
+    """
+    if "RANK" in environment or LAUNCHER_PID in environment:
+        return {}
+    is_step = "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment
+    if not is_step or "SLURM_PROCID" not in environment:  # a batch script has no step number
+        return {}
+    tasks = _task_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if tasks == 1:
+        return {}
+    hosts = _first_of(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    number = _task_number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
+    number += _task_number(environment, "SLURM_STEP_ID", "SLURM_STEPID")
+    found = {
+        "RANK": str(_task_number(environment, "SLURM_PROCID")),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(_task_number(environment, "SLURM_LOCALID")),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(hosts),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_LOWEST_PORT + number % _PORTS),
+    }
+    here = _tasks_here(environment)
+    if here is not None:
+        found["LOCAL_WORLD_SIZE"] = str(here)
+    if environment.get("WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
+        raise PlaceError(
+            f"environment variable WORLD_SIZE: must be the {tasks} tasks of the Slurm step, or "
+            f"not be set, got {environment['WORLD_SIZE']!r}"
+        )
+    return found
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a list in Slurm's notation: ``node[01-04,7],gpu1`` gives ``node01``.
+
+    Raises:
+        PlaceError: the text is no such list.
+    """
+    first = re.sub(r"\[([^\]\[,-]+)[^\]\[]*\]", r"\1", hosts.strip()).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", first):
+        raise PlaceError(f"the hosts of the Slurm step must be like node[01-04,7], got {hosts!r}")
+    return first
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """The number of tasks on this host, from a list such as ``2(x3),1``; None if unknown."""
+    per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE"))
+    if per_host is None or "SLURM_NODEID" not in environment:
+        return None
+    counts: list[int] = []
+    for part in per_host.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    number = _task_number(environment, "SLURM_NODEID")
+    return counts[number] if number < len(counts) else None
+
+
+def _first_of(environment: Mapping[str, str], *names: str) -> str:
+    """The value of the first variable that is set and not empty."""
+    for name in names:
+        if environment.get(name):
+            return environment[name]
+    raise PlaceError(f"{_SRUN} {' or '.join(names)} is missing; start it with srun --export=ALL")
+
+
+def _task_number(environment: Mapping[str, str], *names: str) -> int:
+    text = _first_of(environment, *names)
+    if not text.isdecimal():
+        raise PlaceError(f"{_SRUN} {' or '.join(names)} must be a whole number, got {text!r}")
+    return int(text)
+
+
+# ---- runs a subcommand on ranks: the process launches the ranks, or is one of them ---------------
+
+
+_Options = TypeVar("_Options", covariant=True)
+_T = TypeVar("_T")
+
+
+class ParseOptions(Protocol[_Options]):
+    """Parses and checks a command line; ends the process with a message if an option is wrong."""
+
+    def __call__(self, argv: Sequence[str], place: Place | None = None) -> _Options: ...
+
+
+def _say_nothing(options: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class RankedCommand(Generic[_T]):
+    """A subcommand that runs on ranks.
+
+    Attributes:
+        name: the subcommand's name.
+        build_parser: makes its parser.
+        parse_options: parses its options, for a rank if a place is given.
+        launch: starts ranks and waits for them; returns the exit code.
+        run_rank: runs a rank.
+        print_notes: prints remarks on the options, once for all ranks.
+    """
+
+    name: str
+    build_parser: Callable[[], argparse.ArgumentParser]
+    parse_options: ParseOptions[_T]
+    launch: Callable[[Sequence[str], _T], int]
+    run_rank: Callable[[_T, Place], object]
+    print_notes: Callable[[_T], object] = _say_nothing
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Run the subcommand; returns the exit code.
+
+        The process joins the world that the environment describes: by COMMHOOK_LAUNCHER_PID for
+        our own launcher, by RANK, WORLD_SIZE and MASTER_ADDR for torchrun and others, or by the
+        variables of Slurm's srun for one of several tasks. Otherwise the process launches its own
+        ranks and waits for them.
+        """
+        try:
+            os.environ.update(slurm_variables(os.environ))
+            place = read_place(os.environ)
+        except PlaceError as error:
+            self.build_parser().error(str(error))
+        if place is not None:
+            if place.launcher_pid is not None:
+                rank_process.tie_to_launcher(place.launcher_pid)
+            else:
+                rank_process.end_on_signals(place.rank, self.name)
+                rank_process.watch_parent()
+            self._be_rank(argv, place)
+        options = self.parse_options(argv)
+        self.print_notes(options)
+        return self.launch(argv, options)
+
+    def _be_rank(self, argv: Sequence[str], place: Place) -> NoReturn:
+        if place.rank == 0:
+            options = self.parse_options(argv, place)
+            if place.launcher_pid is None:  # our launcher has already printed them
+                self.print_notes(options)
+        else:  # rank 0 prints the errors, which are the same on all ranks
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+                options = self.parse_options(argv, place)
+        try:
+            faulthandler.enable()
+            self.run_rank(options, place)
+        except BaseException as error:
+            rank_process.fail(error, place.rank, self.name)
+        rank_process.finish()

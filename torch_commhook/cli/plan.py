@@ -6,41 +6,306 @@
 from __future__ import annotations
 
 import argparse
+import colorsys
 import json
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_commhook.cli import plan_sharded
-from torch_commhook.cli.default_hooks import (
-    DEFAULT_HOOKS,
-    DEFAULT_REPLICA_HOOKS,
-    DEFAULT_SHARD_HOOKS,
-)
+from torch_commhook.cli import plan_advice as plan_sharded
 from torch_commhook.cli.outputs import OutputError, check_picture
-from torch_commhook.cli.plan_advice import Advice, advise
-from torch_commhook.cli.plan_model import (
+from torch_commhook.cli.plan_advice import Advice, Layout, Loss, advise, judge_row, own_text
+from torch_commhook.cli.plan_advice import Cost as ShardedCost
+from torch_commhook.cli.plan_parser import (
     ModelError,
     Subject,
+    build_parser,
+    format_count,
+    format_rate,
+    format_seconds,
     model_of_factory,
     model_of_shapes,
     model_of_size,
     train_transformer,
 )
-from torch_commhook.cli.plan_numbers import format_rate
-from torch_commhook.cli.plan_parser import build_parser
-from torch_commhook.cli.plan_plot import RATES, draw_rates
-from torch_commhook.cli.plan_text import Question, sharded_table_of, spread_of, table_of, text_of
-from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
-from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.report import align_columns, format_bytes
+from torch_commhook.cli.train_config import (
+    DEFAULT_HOOKS,
+    DEFAULT_REPLICA_HOOKS,
+    DEFAULT_SHARD_HOOKS,
+    ShardedOptionError,
+    TrainConfig,
+    resolve_sharded,
+)
 from torch_commhook.hooks import allreduce
 from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
-from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, measure, plan
-from torch_commhook.planning.bench_times import with_bench_times
+from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, Model, measure, plan
+from torch_commhook.planning.measured import with_bench_times
 from torch_commhook.wording import pluralize
+
+# ---- draws the time of a step with each hook over links of different rates -----------------------
+
+
+#: The rates in bits per second: 10 Mbit/s to 100 Gbit/s, two in each factor of ten.
+RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
+#: Most people with colour blindness can tell the first ones apart.
+_COLORS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
+    *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
+)
+_LABEL_CHARACTERS = 90
+
+
+def draw_rates(
+    path: Path,
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    rates: Sequence[float] = RATES,
+    asked: float,
+    title: str,
+) -> None:
+    """Write a PNG with a line for each hook, in different colours.
+
+    Args:
+        path: the path of the picture.
+        seconds: the time of a step with each hook, in seconds, at each rate.
+        rates: the rates of links, in bits per second.
+        asked: the rate of the table. A vertical line marks it.
+        title: the title of the picture.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    labels = ["\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS)) for hook in seconds]
+    lines = sum(label.count("\n") + 1 for label in labels)
+    figure = Figure(figsize=(8, 5 + 0.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
+    axes: Any = figure.subplots()
+    colors = line_colors(len(labels))
+    for label, times, color in zip(labels, seconds.values(), colors, strict=True):
+        axes.plot(rates, times, label=label, color=color, marker="o", markersize=3)
+    axes.axvline(asked, color="0.6", linewidth=0.8, label=f"the given rate, {format_rate(asked)}")
+    axes.set(xscale="log", yscale="log", xlabel="rate of the link", ylabel="step (s)")
+    tens = [rate for rate in rates if str(round(rate))[0] == "1"]
+    axes.set_xticks(tens, [format_rate(rate) for rate in tens], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3, which="both")
+    axes.set_title("\n".join(textwrap.wrap(title, _LABEL_CHARACTERS)), fontsize="medium")
+    # Below the axes, where it covers no line.
+    figure.legend(loc="outside lower left", fontsize="small", frameon=False)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def line_colors(count: int) -> list[str]:
+    """Return ``count`` different colours."""
+    found = list(_COLORS[:count])
+    more = count - len(found)
+    for number in range(more):
+        parts = colorsys.hsv_to_rgb(number / more, 0.9, 0.45)
+        found.append("#" + "".join(f"{round(255 * part):02x}" for part in parts))
+    return found
+
+
+# ---- formats the answer of plan: the advice, the question, a table, and warnings -----------------
+
+
+_WIDTH = 100
+#: A hook pays if its step takes less than this share of the plain step.
+_LEAST_RATIO = 0.95
+
+
+@dataclass(frozen=True)
+class Question:
+    """The training and the link that ``plan`` predicts steps for.
+
+    Attributes:
+        model: the sizes of the model.
+        name: the name of the model; None if it has none.
+        world: the number of ranks.
+        nodes: the number of nodes; None if not given.
+        connections: the ``connections`` of ``attach``.
+        bits_per_second: the rate of each rank's link, each way.
+        delay_seconds: the delay of a message, one way.
+        link_file: the file that gives the link; None if there is none.
+        compute_seconds: the time of a step without communication.
+        is_measured: whether ``plan`` has measured this time.
+        threads: the threads of a rank.
+        optimizer: ``adamw`` or ``sgd``.
+    """
+
+    model: Model
+    name: str | None
+    world: int
+    nodes: int | None
+    connections: int
+    bits_per_second: float
+    delay_seconds: float
+    link_file: str | None
+    compute_seconds: float
+    is_measured: bool
+    threads: int
+    optimizer: str
+
+    def sentence(self, spread: str = "", link: str = "", step: str = "") -> str:
+        """The question in one sentence.
+
+        Args:
+            spread: the distribution of the model, after the ranks.
+            link: more about the link, after its rate.
+            step: more about the step, after its time.
+        """
+        ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes else "")
+        name = f" ({self.name})" if self.name else ""
+        wire = format_rate(self.bits_per_second)
+        if self.delay_seconds:
+            wire += f" and {self.delay_seconds * 1e3:.3g} ms"
+        source = f" ({self.link_file})" if self.link_file else ""
+        measured = ", measured here" if self.is_measured else ""
+        threads = pluralize(self.threads, "thread")
+        parameters = "parameter" if self.model.elements == 1 else "parameters"
+        return (
+            f"{format_count(self.model.elements)} {parameters}{name}, {ranks}{spread}, "
+            f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
+            f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
+        )
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer's class in PyTorch."""
+        return {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
+
+
+def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
+    """The text that ``plan`` prints.
+
+    Args:
+        advice: the recommended hook, and warnings.
+        question: the question in one sentence.
+        table: the lines of the table.
+    """
+    warnings = [_wrapped(f"Warning: {each}") for each in advice.warnings]
+    return "\n".join([_wrapped(advice.reason), "", question, *table, *warnings])
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
+    """The lines of the table for a model under DDP."""
+    on_nodes = question.nodes is not None
+    is_far = question.delay_seconds > 0 or on_nodes
+    has_connections = on_nodes or question.connections > 1
+    header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
+    header += [*["connections"] * has_connections, *["round trips"] * is_far]
+    header += ["wire", "computing", "step", "x plain", "pays"]
+    rows = [
+        (
+            cost.hook,
+            format_bytes(cost.bytes_sent),
+            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
+            *[str(cost.connections)] * has_connections,
+            *[f"{cost.round_trips:.3g}"] * is_far,
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
+            f"{cost.ratio:.2f}",
+            _pays(cost, question.optimizer, is_first=cost is costs[0]),
+        )
+        for cost in costs
+    ]
+    return align_columns(header, rows)
+
+
+def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: str) -> list[str]:
+    """The lines of the table for a sharded model, and notes on the memory of error feedback."""
+    has_replicas = layout.replicas is not None
+    header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
+    header += ["between replicas"] * has_replicas
+    header += ["wire", "computing", "step", "x plain", "pays"]
+    rows = [
+        [
+            cost.hook,
+            format_bytes(cost.scattered_bytes),
+            format_bytes(cost.forward_bytes),
+            format_bytes(cost.backward_bytes),
+            *[format_bytes(cost.reduced_bytes)] * has_replicas,
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
+            f"{cost.ratio:.2f}",
+            _pays(cost, optimizer, is_first=cost is costs[0]),
+        ]
+        for cost in costs
+    ]
+    return [*align_columns(header, rows), *_memory_notes(costs, layout)]
+
+
+def spread_of(layout: Layout) -> str:
+    """Describe the distribution of a sharded model over the ranks."""
+    spread = f"parameters sharded over {layout.shards} ranks"
+    if layout.replicas is not None:
+        spread = f"{layout.replicas} replicas, {spread} each"
+    if layout.after_forward == layout.shards:
+        return f", {spread} and freed after the forward"
+    if layout.after_forward == 1:
+        return f", {spread} and kept after the forward"
+    return f", {spread}, over {layout.after_forward} after the forward"
+
+
+def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
+    """Sentences on the memory of error feedback."""
+    of_all, of_shard = "of all shards", "of the rank's own shard"
+    notes = [
+        _memory_note(
+            own_text(cost.hook), cost.error_bytes, of_all if layout.replicas is None else of_shard
+        )
+        for cost in costs
+        if cost.error_bytes
+    ]
+    shard_error = max(cost.shard_error_bytes for cost in costs)
+    if shard_error:
+        notes.append(_memory_note("shard_hook", shard_error, of_all))
+    return list(dict.fromkeys(notes))
+
+
+def _memory_note(hook: str, count: float, shards: str) -> str:
+    return (
+        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients "
+        f"{shards}"
+    )
+
+
+def _bytes_or_unknown(count: float | None) -> str:
+    return "?" if count is None else format_bytes(count)
+
+
+def _times(*seconds: float) -> list[str]:
+    return list(map(format_seconds, seconds))
+
+
+def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
+    """The cell that says whether a hook makes the step shorter, or hurts the loss."""
+    if is_first:
+        return ""
+    if judge_row(cost.hook, optimizer).loss is Loss.HURTS:
+        return "hurts"
+    return "yes" if cost.ratio < _LEAST_RATIO else "no"
+
+
+# ---- plan: recommends a hook for a link, and predicts the time of a step with each hook ----------
+
 
 _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.

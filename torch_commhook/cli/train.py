@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torch_commhook.cli.place import Place
-from torch_commhook.cli.ranked_command import RankedCommand
-from torch_commhook.cli.train_options import TrainOptions, parse_options
-from torch_commhook.cli.train_parser import build_parser
+from torch_commhook.cli.place import Place, RankedCommand
+from torch_commhook.cli.train_options import TrainOptions, build_parser, parse_options
 
 
 def main(argv: Sequence[str]) -> int:

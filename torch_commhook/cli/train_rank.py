@@ -16,59 +16,54 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook.cli.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    read_checkpoint,
-    to_cpu,
-    write_checkpoint,
-)
-from torch_commhook.cli.loss_plot import draw_loss
+from torch_commhook.cli.launcher import is_asked_to_stop, stop_in_order, tell_first_step
 from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
+    Checkpoint,
+    CheckpointError,
     OutputError,
     check_apart,
     check_file,
     checkpoint_path,
     metrics_name,
-)
-from torch_commhook.cli.parallel import (
-    Traffic,
-    attach_hook,
-    load_optimizer,
-    plain_traffic,
-    shard,
-    whole_model,
-    whole_state,
+    open_logs,
+    read_checkpoint,
+    to_cpu,
+    write_checkpoint,
 )
 from torch_commhook.cli.place import Place
-from torch_commhook.cli.rank_process import is_asked_to_stop, stop_in_order, tell_first_step
 from torch_commhook.cli.report import (
     Reporter,
     RunResult,
     StepRecord,
+    draw_loss,
     format_bytes,
     format_final_loss,
     format_table,
     make_live_line,
     write_summary,
 )
-from torch_commhook.cli.step_log import open_logs
-from torch_commhook.cli.text_data import (
+from torch_commhook.cli.text_model import (
+    ByteTransformer,
     TextData,
+    Traffic,
+    attach_hook,
     held_out_windows,
+    load_optimizer,
+    plain_traffic,
     read_text,
+    shard,
     split_text,
     training_batch,
+    whole_model,
+    whole_state,
 )
 from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
-from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
-from torch_commhook.collectives.agreement import agree
-from torch_commhook.collectives.packed import gather_values, packed, unpacked
+from torch_commhook.collectives.agreement import agree, gather_values, packed, unpacked
 from torch_commhook.wording import pluralize
 
 _WARM_UP_STEPS = 20

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from torch_commhook.cli.launcher import LAUNCHER_FOLDER
 from torch_commhook.cli.place import Place
-from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 
 
 class WorldOptions(Protocol):

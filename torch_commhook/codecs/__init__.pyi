@@ -5,12 +5,12 @@ from torch_commhook.codecs.base import Shard as Shard
 from torch_commhook.codecs.base import register_codec as register_codec
 from torch_commhook.codecs.block_codec import BlockCodec as BlockCodec
 from torch_commhook.codecs.block_codec import BlockForm as BlockForm
-from torch_commhook.codecs.blockwise import blockwise as blockwise
-from torch_commhook.codecs.chunk_topk import chunk_topk as chunk_topk
-from torch_commhook.codecs.fp8 import fp8 as fp8
-from torch_commhook.codecs.randomk import randomk as randomk
-from torch_commhook.codecs.sign import sign as sign
-from torch_commhook.codecs.topk import topk as topk
+from torch_commhook.codecs.block_codec import blockwise as blockwise
+from torch_commhook.codecs.block_codec import fp8 as fp8
+from torch_commhook.codecs.block_codec import sign as sign
+from torch_commhook.codecs.sparse_codec import chunk_topk as chunk_topk
+from torch_commhook.codecs.sparse_codec import randomk as randomk
+from torch_commhook.codecs.sparse_codec import topk as topk
 from torch_commhook.native.bucket_ops import flatten as flatten
 from torch_commhook.native.bucket_ops import unflatten_into as unflatten_into
 

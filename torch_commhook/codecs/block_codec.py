@@ -1,5 +1,8 @@
-"""The base of codecs that send values in blocks: the form of a message, the methods, and the
-operators' fakes. In C++: ``csrc/ops/codecs/block_codec.h``."""
+"""Codecs that send values in blocks: ``blockwise``, ``fp8`` and ``sign``.
+
+The base has the form of a message, the methods, and the operators' fakes. In C++:
+``csrc/ops/codecs/block_codec.h``.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.codecs.base import Codec, Shard, text_of
-from torch_commhook.codecs.checks import (
+from torch_commhook.codecs.base import (
     ERROR_DTYPES,
+    Codec,
+    Shard,
     check_failed,
     check_memory,
     check_message,
     check_messages,
     check_ranks,
+    check_setting,
     check_values,
+    register_codec,
+    text_of,
 )
+
+# ---- the base ------------------------------------------------------------------------------------
+
 
 _MAX_BLOCK_SIZE = 4096
 _MOST_SHARDS = 1 << 20
@@ -409,3 +419,222 @@ def _known_bytes(
     if not all(isinstance(part, int) for part in parts):
         return None
     return sum(form.nbytes(part, shards) for part in parts)
+
+
+# ---- block quantisation: integers of 8, 4 or 2 bits, with a step for each block ------------------
+#
+# ``csrc/ops/codecs`` has the operators (``blockwise.cpp``), the arithmetic (``blockwise_math.h``)
+# and the CPU kernels (``blockwise_kernels.inl``).
+
+
+def _blockwise_form(op: str, *, bits: int, block_size: int, symmetric: bool) -> BlockForm:
+    torch._check_value(bits in (2, 4, 8), lambda: f"{op}: bits must be 2, 4 or 8, got {bits}")
+    check_block_size(op, block_size, 16 if bits == 2 else 8)
+    return BlockForm(block_size, bits, 1 if symmetric else 2)
+
+
+register_fakes("blockwise", _blockwise_form)
+
+
+@register_codec
+class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
+    """Integers of 8, 4 or 2 bits, with a step for each block of values.
+
+    Let p be a value in float32, times the scale, plus its error:
+
+    - symmetric: ``p ~ q * step``, ``step = max|p| / n``, q from -n to n, n = 127, 7 or 1;
+    - else: ``p ~ low + q * step``, ``step = (max - min) / n``, q from 0 to n, n = 255, 15 or 3.
+
+    Symmetric codes of 2 bits that are rounded to the nearest have a smaller step: the mean of the
+    magnitudes above 0.767 times the mean magnitude, at most ``max|p|``. For a Gaussian this is
+    1.224 sigma, the best of three levels; a message then loses 0.190 of its power. It loses nothing
+    if a few values are large and alike, and the others zero. Larger values decode to one step: use
+    error feedback. (As in Li, Zhang, Liu, "Ternary Weight Networks", 2016.)
+
+    Rounding to the nearest (ties to even) is off by at most half a step, apart from that case.
+    Stochastic rounding is off by less than a step, and unbiased. Its random numbers depend on seed,
+    step and the value's position only (Philox4x32-10, 16 bits for each value; the step's lowest 32
+    bits count). A block of zeros decodes to zeros. A block with an infinity or NaN decodes to NaN,
+    and its error stays unchanged; so does an asymmetric block if ``max - min`` exceeds float32.
+
+    Bytes for each value: ``bits / 8 + 4 / block_size``, plus ``4 / block_size`` if not symmetric.
+
+    Args:
+        bits: the number of bits of a value: 8, 4 or 2.
+        block_size: the number of values in a block; a multiple of 8 up to 4096, with 2 bits of 16.
+        symmetric: whether a block's range is symmetric around zero; else it reaches from the
+            block's smallest value to its largest.
+        rounding: ``"nearest"``, or ``"stochastic"``: unbiased, with twice the mean square error.
+
+    Raises:
+        TypeError: a setting has another type.
+        ValueError: a setting has another value.
+
+    Example:
+        >>> codec = codecs.blockwise(bits=4, block_size=8)
+        >>> values = torch.tensor([7.0, -3.0, 1.0, 0.4, 0.0, 2.0, -7.0, 5.0])
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values
+        tensor([ 7., -3.,  1.,  0.,  0.,  2., -7.,  5.])
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        block_size: int = 256,
+        symmetric: bool = True,
+        rounding: str = "nearest",
+    ) -> None:
+        check_setting("blockwise", "bits", bits, "an int")
+        check_setting("blockwise", "block_size", block_size, "an int")
+        check_setting("blockwise", "symmetric", symmetric, "a bool")
+        super().__init__(
+            "blockwise",
+            _blockwise_form("blockwise", bits=bits, block_size=block_size, symmetric=symmetric),
+            {"bits": bits, "block_size": block_size, "symmetric": symmetric},
+        )
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"blockwise: rounding must be 'nearest' or 'stochastic', got {rounding!r}"
+            )
+        self._rounding = rounding
+
+    @property
+    def bits(self) -> int:
+        """Of a value: 8, 4 or 2."""
+        bits: int = self._settings["bits"]
+        return bits
+
+    @classmethod
+    def examples(cls) -> list[blockwise]:
+        return [
+            cls(),
+            cls(bits=4),
+            cls(bits=8, symmetric=False),
+            cls(bits=4, block_size=64, symmetric=False),
+            cls(bits=2),
+            cls(bits=2, block_size=64, symmetric=False),
+            cls(rounding="stochastic"),
+        ]
+
+    @property
+    def is_random(self) -> bool:
+        return self._rounding == "stochastic"
+
+    def __repr__(self) -> str:
+        return text_of(type(self), {**self._settings, "rounding": self._rounding})
+
+
+# ---- 8-bit floats, with a scale for each block of values -----------------------------------------
+#
+# ``csrc/ops/codecs`` has the operators (``fp8.cpp``), the arithmetic (``fp8_math.h``) and the CPU
+# kernels (``fp8_kernels.inl``).
+
+
+def _fp8_form(op: str, *, format: str, block_size: int) -> BlockForm:
+    torch._check_value(
+        format in ("e4m3", "e5m2"),
+        lambda: f"{op}: format must be 'e4m3' or 'e5m2', got '{format}'",
+    )
+    check_block_size(op, block_size, 8)
+    return BlockForm(block_size, 8, 1)
+
+
+register_fakes("fp8", _fp8_form)
+
+
+@register_codec
+class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
+    """8-bit floats, with a scale for each block: ``p ~ q * step``, ``step = max|p| / largest``.
+
+    ``"e4m3"`` (``torch.float8_e4m3fn``) has magnitudes from 2^-9 to 448, and is off by at most 2^-4
+    of a value. ``"e5m2"`` has magnitudes from 2^-16 to 57344, and is off by at most 2^-3. Smaller
+    values are off by at most half of the smallest magnitude. A block with an infinity or NaN
+    decodes to NaN, and its error stays unchanged.
+
+    Bytes for each value: ``1 + 4 / block_size``.
+
+    Args:
+        format: ``"e4m3"`` or ``"e5m2"``.
+        block_size: the number of values in a block; a multiple of 8 up to 4096.
+
+    Raises:
+        TypeError: a setting has another type.
+        ValueError: a setting has another value.
+
+    Example:
+        >>> codec = codecs.fp8(block_size=8)
+        >>> values = torch.tensor([448.0, 1.0, 2.0, 3.0, 100.0, -0.5, 0.0, -448.0])
+        >>> message = torch.empty(codec.nbytes(8), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values
+        tensor([ 448.0000,    1.0000,    2.0000,    3.0000,   96.0000,   -0.5000,
+                   0.0000, -448.0000])
+    """
+
+    def __init__(self, format: str = "e4m3", block_size: int = 256) -> None:
+        check_setting("fp8", "format", format, "a str")
+        check_setting("fp8", "block_size", block_size, "an int")
+        super().__init__(
+            "fp8",
+            _fp8_form("fp8", format=format, block_size=block_size),
+            {"format": format, "block_size": block_size},
+        )
+
+    @classmethod
+    def examples(cls) -> list[fp8]:
+        return [cls(), cls("e5m2", 64)]
+
+
+# ---- signs: a bit for each value, with the mean magnitude of each block of values ----------------
+#
+# ``csrc/ops/codecs`` has the operators (``sign.cpp``) and the CPU kernels (``sign_kernels.inl``).
+
+
+def _sign_form(op: str, *, block_size: int) -> BlockForm:
+    check_block_size(op, block_size, 32)
+    return BlockForm(block_size, 1, 1)
+
+
+register_fakes("sign", _sign_form)
+
+
+@register_codec
+class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
+    """The sign of each value, and the mean magnitude of each block: ``p ~ s`` or ``-s``.
+
+    For a block with d values p, the squared error is ``|p|^2 - |p|_1^2 / d``, the least that any
+    magnitude achieves. For Gaussian values it is 1 - 2 / pi of their square. A block with an
+    infinity or NaN decodes to NaN, and its error stays unchanged. Without error feedback a sum of
+    signs can stop making progress.
+
+    Bytes for each value: ``1 / 8 + 4 / block_size``.
+
+    Args:
+        block_size: the number of values in a block; a multiple of 32 up to 4096.
+
+    Raises:
+        TypeError: a setting has another type.
+        ValueError: ``block_size`` has another value.
+
+    Example:
+        >>> codec = codecs.sign(block_size=32)
+        >>> values = torch.tensor([3.0, -1.0] * 16)
+        >>> message = torch.empty(codec.nbytes(32), dtype=torch.uint8)
+        >>> codec.encode([values], message)
+        >>> codec.decode(message, [values])
+        >>> values[:4], message.numel()
+        (tensor([ 2., -2.,  2., -2.]), 32)
+    """
+
+    def __init__(self, block_size: int = 1024) -> None:
+        check_setting("sign", "block_size", block_size, "an int")
+        form = _sign_form("sign", block_size=block_size)
+        super().__init__("sign", form, {"block_size": block_size})
+
+    @classmethod
+    def examples(cls) -> list[sign]:
+        return [cls(), cls(32)]

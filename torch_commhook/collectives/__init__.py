@@ -12,7 +12,7 @@ from torch_commhook.collectives.compressed_chunks import (
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import TracedFuture
-from torch_commhook.collectives.hierarchical import hierarchical_all_reduce
+from torch_commhook.collectives.hosts import hierarchical_all_reduce
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,

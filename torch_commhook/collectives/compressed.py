@@ -12,27 +12,24 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives.compressed_call import CompressedCall
-from torch_commhook.collectives.futures import completed, then_beside
-from torch_commhook.collectives.gloo_groups import group_timeout
-from torch_commhook.collectives.group_place import check_place, group_rank
-from torch_commhook.collectives.issuing import issue_all_reduce
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.message_error import begin_measuring
-from torch_commhook.collectives.plain import all_reduce_bytes, resolve_group
-from torch_commhook.collectives.stages import on_wire, timed, two_stages
-from torch_commhook.collectives.streams import beside
-from torch_commhook.collectives.sum_arguments import (
+from torch_commhook.collectives.compressed_call import (
+    CompressedCall,
+    MessageBuffers,
     SumArguments,
+    begin_measuring,
     check_arguments,
     check_out,
     listed_tensors,
 )
+from torch_commhook.collectives.futures import beside, completed, then_beside
+from torch_commhook.collectives.gloo_groups import check_place, group_rank, group_timeout
+from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.plain import all_reduce_bytes, resolve_group
+from torch_commhook.collectives.stages import on_wire, timed, traced_all_reduce, two_stages
 from torch_commhook.collectives.symmetric import symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
-from torch_commhook.collectives.traced_ops import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
-from torch_commhook.native.tensor_checks import check_flat
+from torch_commhook.native.bucket_ops import check_flat
 
 
 # Over 80 lines: the docstring describes each argument and error.

@@ -1,28 +1,368 @@
-"""The base of collectives of codecs' messages."""
+"""What collectives of codecs' messages share: arguments, memory, errors, and their base."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.codecs.error_decay import decay_error
-from torch_commhook.collectives.exchange import Place, exchanges, place_in
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.codecs.base import (
+    ERROR_DTYPES,
+    Codec,
+    check_decay,
+    decay_error,
+    decays_at_random,
+)
+from torch_commhook.collectives.futures import StreamNumber, is_capturing
+from torch_commhook.collectives.gloo_groups import exchanges, group_rank
 from torch_commhook.collectives.issuing import (
+    Place,
     issue_all_gather,
     issue_all_to_all,
     issue_gather_of_sizes,
+    place_in,
 )
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.stages import timed
-from torch_commhook.collectives.streams import is_capturing
-from torch_commhook.collectives.sum_arguments import SumArguments
-from torch_commhook.collectives.traced_ops import traced_all_gather, traced_all_to_all
-from torch_commhook.metrics import note_collective
+from torch_commhook.collectives.stages import timed, traced_all_gather, traced_all_to_all
+from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+
+# ---- memory for encoded messages -----------------------------------------------------------------
+
+
+class MessageBuffers:
+    """Memory for messages that is reused from call to call."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.stream = StreamNumber()  # the stream on which CUDA work uses them
+
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor with undefined contents: that of the last call with this name, if it fits."""
+        buffer = self._buffers.get(name)
+        if (
+            buffer is None
+            or buffer.shape != torch.Size(shape)
+            or buffer.dtype != dtype
+            or buffer.device != device
+        ):
+            with torch.inference_mode(False):  # otherwise no other call could write to it
+                buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+        return buffer
+
+    def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
+        return MessageBuffers, ()  # a copy needs no contents
+
+
+# ---- measures the error of a message, on a sample of its values ----------------------------------
+#
+# A measurement takes a few passes over the values. On all values it would cost more than the rest
+# of a step, in time and in memory. So large messages are measured on some of their values.
+
+
+#: The sample: all values of a small message, one in so many of a larger one, up to a maximum.
+_LEAST, _ONE_IN, _MOST = 1 << 14, 32, 1 << 20
+#: Consecutive values in a sample: whole blocks of any codec that has blocks.
+_PIECE = 1 << 12
+
+
+class MessageError:
+    """A sample of the values of a message, taken before the message is encoded.
+
+    Args:
+        sources: the values, as for a codec's ``encode``.
+        error: the error that is added to them; flat.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], error: Tensor | None) -> None:
+        numel = sum(tensor.numel() for tensor in sources)
+        self._places = _places(numel)
+        with torch.no_grad():
+            self._values = _values_at(sources, self._places)
+            if error is not None:
+                self._values += _values_at([error], self._places)
+
+    def note(
+        self, meter: CallMeter, codec: Codec, error: Tensor | None, rounding: Tensor | None
+    ) -> None:
+        """Record the message's error.
+
+        Args:
+            meter: records it.
+            codec: the codec that has encoded the message.
+            error: the message's error, if it is remembered. Otherwise the sample is encoded by
+                itself: a codec that chooses among all values then chooses among these.
+            rounding: the codec's ``rounding``.
+        """
+        values = self._values
+        with torch.no_grad():
+            if error is not None:
+                lost = _values_at([error], self._places)
+            else:
+                message = torch.empty(
+                    codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device
+                )
+                lost = torch.empty_like(values)
+                codec.encode([values], message, rounding=rounding)
+                codec.decode(message, [lost], rounding=rounding)
+                torch.sub(values, lost, out=lost)
+            norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (lost, values)]
+            meter.note_squares(norms[0].square(), norms[1].square())
+
+
+def begin_measuring(
+    meter: CallMeter | None, sources: Sequence[Tensor], error: Tensor | None
+) -> MessageError | None:
+    """Take a sample of the values to encode, if their error is to be measured.
+
+    Args:
+        meter: records the error; None to measure nothing.
+        sources, error: as for :class:`MessageError`.
+    """
+    if meter is None or not meter.is_due():
+        return None
+    return MessageError(sources, error)
+
+
+def _places(numel: int) -> list[tuple[int, int]]:
+    """The positions of the sample's values: pieces, each by begin and end."""
+    if numel <= _LEAST:
+        return [(0, numel)]
+    pieces = min(max(numel // _ONE_IN, _LEAST), _MOST) // _PIECE
+    between = numel // pieces // _PIECE * _PIECE
+    return [(i * between, i * between + _PIECE) for i in range(pieces)]
+
+
+def _values_at(tensors: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+    """Values of tensors, one after another, as float32.
+
+    Args:
+        tensors: tensors whose values are numbered in the order of ``flatten``.
+        places: pieces in ascending order.
+    """
+    found: list[Tensor] = []
+    waiting = list(reversed(places))
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.numel()
+        flat: Tensor | None = None
+        while waiting and waiting[-1][0] < end:
+            first, last = waiting.pop()
+            if flat is None:
+                flat = tensor.reshape(-1)
+            found.append(flat[first - begin : min(last, end) - begin])
+            if last > end:
+                waiting.append((end, last))
+        begin = end
+    if not found:
+        return tensors[0].new_empty(0, dtype=torch.float32)
+    return torch.cat([piece.to(torch.float32) for piece in found])
+
+
+# ---- the arguments of compressed sums, and their checks ------------------------------------------
+
+
+_LARGEST_FLOAT = int(sys.float_info.max)
+
+
+class SumArguments(NamedTuple):
+    """Arguments of ``compressed_all_reduce``, which describes them."""
+
+    codec: Codec
+    scale: float
+    error: Tensor | None
+    shard_error: Tensor | None
+    rounding: Tensor | None
+    buffers: MessageBuffers | None
+    meter: CallMeter | None
+    timeout: timedelta | None = None
+    error_decay: float = 1.0
+    #: Of the stages, if they were taken before.
+    places: tuple[Place | None, Place | None] = (None, None)
+
+
+def check_arguments(
+    op: str,
+    arguments: SumArguments,
+    numel: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    *,
+    encodes_once: bool = False,
+) -> None:
+    """Refuse arguments that would fail in a later stage, when other ranks are already waiting.
+
+    Args:
+        op: the function's name in errors.
+        arguments: the user's arguments.
+        numel: the number of elements of ``error``.
+        device: the tensors' device.
+        group: the group of the compressed sum.
+        encodes_once: whether no sum is encoded: ``rounding`` is then one pair of seed and step.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    _check_settings(op, arguments)
+    check_decay(f"{op}: error_decay", arguments.error_decay)
+    for name, tensor in (("error", arguments.error), ("shard_error", arguments.shard_error)):
+        if tensor is not None:
+            _check_dtype(op, name, tensor, *ERROR_DTYPES)
+            _check_error(op, name, tensor, device)
+    codec, rounding = arguments.codec, arguments.rounding
+    if rounding is not None:
+        _check_dtype(op, "rounding", rounding, torch.int64)
+    shape, content = ((2,), "seed and step") if encodes_once else ((2, 2), "rows of seed and step")
+    draws = codec.is_random or (
+        rounding is not None
+        and (
+            codec.rounds_error_at_random(arguments.error)
+            or decays_at_random(arguments.error, arguments.error_decay)
+        )
+    )
+    if draws and (rounding is None or rounding.shape != shape):
+        raise ValueError(
+            f"{op}: rounding must be of shape {shape} for {codec}, {content}, got "
+            f"{None if rounding is None else list(rounding.shape)}"
+        )
+    if torch.compiler.is_compiling():  # sizes may be dynamic
+        return
+    error, shard_error = arguments.error, arguments.shard_error
+    if error is not None and error.shape != (numel,):
+        raise ValueError(
+            f"{op}: error must be flat and hold {numel} elements, got sizes {list(error.shape)}"
+        )
+    if shard_error is not None and codec.exchange == "all_to_all":
+        begin, end = shard_range(codec, numel, rank=group_rank(group), world_size=group.size())
+        if shard_error.shape != (end - begin,):
+            raise ValueError(
+                f"{op}: shard_error must be flat and hold {end - begin} elements, got sizes "
+                f"{list(shard_error.shape)}"
+            )
+
+
+def _check_settings(op: str, arguments: SumArguments) -> None:
+    codec, scale = arguments.codec, arguments.scale
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{op}: codec must be a Codec, got {type(codec).__qualname__}")
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    if not isinstance(scale, numbers) or isinstance(scale, bool):
+        raise TypeError(f"{op}: scale must be a number, got {type(scale).__qualname__}")
+    if isinstance(scale, int) and not -_LARGEST_FLOAT <= scale <= _LARGEST_FLOAT:
+        got = f"an int of {scale.bit_length()} bits"
+        raise ValueError(f"{op}: scale must be a number that a float can hold, got {got}")
+    for name, value, kind in (
+        ("buffers", arguments.buffers, MessageBuffers),
+        ("meter", arguments.meter, CallMeter),
+        ("timeout", arguments.timeout, timedelta),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{op}: {name} must be a {kind.__name__} or None, got {type(value).__qualname__}"
+            )
+
+
+def _check_dtype(op: str, name: str, tensor: object, *dtypes: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__qualname__}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(map(str, dtypes))
+        raise TypeError(f"{op}: {name} must be of dtype {allowed}, got {tensor.dtype}")
+
+
+def _check_error(op: str, name: str, error: Tensor, device: torch.device) -> None:
+    if error.device != device:
+        raise ValueError(
+            f"{op}: {name} must be on the tensors' device, {device}, got {error.device}"
+        )
+    if error.layout is not torch.strided or error.dim() != 1:
+        raise ValueError(f"{op}: {name} must be dense and flat, got sizes {list(error.shape)}")
+    if not error.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got strides {list(error.stride())}")
+
+
+def check_out(
+    op: str, destinations: Sequence[Tensor], numel: int, as_many_as: str = "tensors"
+) -> None:
+    """Refuse tensors without exactly this number of elements.
+
+    Raises:
+        ValueError: they hold more or fewer.
+    """
+    room = sum(tensor.numel() for tensor in destinations)
+    if room != numel:
+        raise ValueError(
+            f"{op}: out must hold {numel} elements, as many as {as_many_as}, got {room}"
+        )
+
+
+def checked_sizes(op: str, sizes: Sequence[int], world_size: int) -> list[int]:
+    """Numbers of elements, one for each rank, checked.
+
+    Raises:
+        TypeError: they are no list of ints.
+        ValueError: there are more or fewer numbers, or one is negative.
+    """
+    if not isinstance(sizes, Sequence) or any(
+        not isinstance(size, int) or isinstance(size, bool) for size in sizes
+    ):
+        raise TypeError(f"{op}: sizes must be a list of ints, got {sizes!r}")
+    counts = list(sizes)
+    if len(counts) != world_size or any(count < 0 for count in counts):
+        raise ValueError(
+            f"{op}: sizes must be {world_size} numbers of at least 0, one for each rank, got "
+            f"{counts}"
+        )
+    return counts
+
+
+def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
+    if codec.exchange != "all_to_all":
+        return 0, 0
+    counts = [shard.numel for shard in codec.shards(numel, world_size)]
+    begin = sum(counts[:rank])
+    return begin, begin + counts[rank]
+
+
+def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A tensor or several that codecs support, as a list.
+
+    Raises:
+        ValueError: there are none, or they are on several devices.
+        TypeError: a value is not a tensor, or has another dtype.
+    """
+    if not isinstance(tensors, (Tensor, Iterable)):
+        raise TypeError(
+            f"{op}: {name} must be a tensor or a list of tensors, got {type(tensors).__qualname__}"
+        )
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not found:
+        raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
+    for i, tensor in enumerate(found):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name}[{i}] must be a tensor, got {type(tensor).__qualname__}")
+        if tensor.dtype not in BUCKET_DTYPES:
+            raise TypeError(
+                f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
+                f"bfloat16, got {tensor.dtype}"
+            )
+        if tensor.device != found[0].device:
+            raise ValueError(
+                f"{op}: {name}[{i}] must be on the device of {name}[0], {found[0].device}, got "
+                f"{tensor.device}"
+            )
+    return found
+
+
+# ---- the base of collectives of codecs' messages -------------------------------------------------
 
 
 class CompressedCall:

@@ -10,21 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, error_for, keep_error
-from torch_commhook.collectives.compressed_call import CompressedCall
-from torch_commhook.collectives.futures import then_beside
-from torch_commhook.collectives.group_place import check_place, group_rank
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.message_error import begin_measuring
-from torch_commhook.collectives.plain import resolve_group
-from torch_commhook.collectives.stages import on_wire, timed
-from torch_commhook.collectives.streams import beside
-from torch_commhook.collectives.sum_arguments import (
+from torch_commhook.collectives.compressed_call import (
+    CompressedCall,
+    MessageBuffers,
     SumArguments,
+    begin_measuring,
     check_arguments,
     check_out,
     checked_sizes,
     listed_tensors,
 )
+from torch_commhook.collectives.futures import beside, then_beside
+from torch_commhook.collectives.gloo_groups import check_place, group_rank
+from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.collectives.stages import on_wire, timed
 from torch_commhook.metrics import CallMeter, note_collective
 
 

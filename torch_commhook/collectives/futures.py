@@ -1,14 +1,165 @@
-"""The futures that collectives return."""
+"""The futures that collectives return, and the order and streams in which they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_commhook.spans import continued
+from torch_commhook.thread_values import ThreadValue, setting
+
+# ---- CUDA streams for collectives of several stages, beside the gradients' stream ----------------
+
+
+#: For each device. While one bucket is encoded, another's message is on the wire, and the sum of a
+#: third is encoded or decoded. With two streams, a bucket's encoding would wait for the decoding of
+#: the bucket before the last, and the wire for both.
+_STREAMS = 3
+
+#: The kinds of devices with streams.
+_WITH_STREAMS = frozenset({"cuda"})
+
+#: Tensors that a call uses: single tensors, or groups of them that are handled together.
+Used = Sequence[Tensor | Sequence[Tensor] | None]
+
+_numbers = itertools.count()
+_of_device: dict[tuple[int, int], torch.cuda.Stream] = {}
+_used: ThreadValue[UsedTensors] = ThreadValue()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device runs work asynchronously, on streams."""
+    return device.type in _WITH_STREAMS
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for a device is being captured into a CUDA graph instead of running."""
+    return has_streams(device) and torch.cuda.is_current_stream_capturing()
+
+
+class StreamNumber:
+    """The number of one of a device's streams, assigned in turn on first use."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def get(self) -> int:
+        if self._number is None:
+            self._number = next(_numbers) % _STREAMS
+        return self._number
+
+
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, number
+    if key not in _of_device:
+        # With priority: its work is short, and links are idle until it is done.
+        _of_device[key] = torch.cuda.Stream(index, priority=-1)
+    return _of_device[key]
+
+
+class _Use(NamedTuple):
+    device: torch.device
+    owner: torch.cuda.Stream  # the stream that owns the memory
+    user: torch.cuda.Stream
+    tensors: Used
+
+    def record(self) -> None:
+        """Tell the allocator not to reuse the memory until the stream is done with it."""
+        flat: list[Tensor] = []
+        for one in self.tensors:
+            if one is not None:
+                flat.extend([one] if isinstance(one, Tensor) else one)
+        # Gradients may be views of one bucket.
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in flat}.values():
+            if has_streams(tensor.device):
+                tensor.record_stream(self.user)
+
+
+class UsedTensors:
+    """Tensors that streams of the library still use, until somebody has waited for the result.
+
+    A reference protects a tensor's memory. It costs nothing per tensor, and the memory is free as
+    soon as somebody has waited for the result. If nobody waits, as after an error, or another
+    stream does, the allocator is told instead.
+    """
+
+    __slots__ = ("_uses",)
+
+    def __init__(self) -> None:
+        self._uses: list[_Use] = []
+
+    def add(self, use: _Use) -> None:
+        """Keep tensors that a stream uses."""
+        self._uses.append(use)
+
+    def waited_for(self) -> None:
+        """Release the tensors: the current stream now waits for all their uses."""
+        uses, self._uses = self._uses, []
+        for use in uses:
+            if torch.cuda.current_stream(use.device) != use.owner:
+                use.record()  # the owner does not wait
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __del__(self) -> None:
+        for use in self._uses:
+            use.record()
+
+
+def keeping(used: UsedTensors) -> setting[UsedTensors]:
+    """Let ``used`` keep the tensors of :func:`beside` on this thread inside the block."""
+    return setting(_used, used)
+
+
+@contextmanager
+def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterator[None]:
+    """Run the block's CUDA work on another stream, after the present work of the current one.
+
+    Nothing waits for this work: users of its results wait for a Future that is completed inside the
+    block. On other devices nothing changes.
+
+    Args:
+        device: the tensors' device.
+        number: the stream.
+        tensors: tensors that the block uses and that belong to the current stream. Their memory is
+            protected until then: by references if :func:`keeping` is active, or else by the
+            allocator.
+    """
+    if not has_streams(device):
+        yield
+        return
+    stream = _stream(device, number.get())
+    current = torch.cuda.current_stream(device)
+    if stream != current:
+        stream.wait_stream(current)
+        use = _Use(device, current, stream, tensors)
+        keeper = _used.value
+        if keeper is None:
+            use.record()
+        else:
+            keeper.add(use)
+    with torch.cuda.stream(stream):
+        yield
+
+
+def current_place(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A function whose contexts restore the present current stream, on any thread."""
+    if not has_streams(device):
+        return nullcontext
+    stream = torch.cuda.current_stream(device)
+    return lambda: torch.cuda.stream(stream)
+
+
+# ---- the futures that collectives return ---------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -191,7 +342,7 @@ def then_beside(
     callback: Callable[[torch.futures.Future[T]], Tensor],
     device: torch.device,
 ) -> torch.futures.Future[Tensor]:
-    """Run :func:`then` inside :func:`torch_commhook.collectives.streams.beside`.
+    """Run :func:`then` inside :func:`torch_commhook.collectives.futures.beside`.
 
     A device Future that is complete at once, such as NCCL's, leaves the wait to the stream. Here a
     stream without other work waits, and runs the callback's work too.
@@ -274,3 +425,78 @@ def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:
         stand_in.__cause__ = error
         error = stand_in
     future.set_exception(error)
+
+
+# ---- second stages of a step's collectives on the process group of the first stages --------------
+#
+# All backends over NCCL run the collectives of a group on one communicator, in order (``nccl-lazy``
+# has others for point-to-point messages). So a bucket's second stage must not be issued right
+# behind the first: the wire would be idle while a rank sums and encodes. It waits until the next
+# bucket's first stage has been issued, or until the last bucket has come. So the order depends on
+# the order of the buckets only, which is the same on all ranks.
+#
+# A separate communicator for second stages would not need this order. But collectives of two NCCL
+# communicators that run at once may deadlock, waiting for each other's resources on different
+# devices; NCCL and PyTorch warn about this. Each communicator also takes device memory.
+
+
+_stages: ThreadValue[SecondStages] = ThreadValue()
+
+
+class _Waiting(NamedTuple):
+    issue: Callable[[], None]
+    failed: Callable[[BaseException], None]
+
+
+class SecondStages:
+    """The second stages that wait in a step of one attached hook, in the order of its buckets."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Waiting] = deque()
+
+    def add(self, issue: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        """Let the next call of :meth:`issue` issue a stage.
+
+        Args:
+            issue: issues it. May raise.
+            failed: called with an error if it is not issued.
+        """
+        self._waiting.append(_Waiting(issue, failed))
+
+    def issue(self) -> None:
+        """Issue the waiting stages, in order.
+
+        Raises:
+            Exception: a stage raised it. The stages behind it fail too: other ranks would pair them
+                with the missing one.
+        """
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            try:
+                waiting.issue()
+            except BaseException as error:
+                waiting.failed(error)
+                self.give_up(error)
+                raise
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail the waiting stages: the step has failed on this rank, or was abandoned."""
+        while self._waiting:
+            self._waiting.popleft().failed(error)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+def issuing_later(stages: SecondStages) -> setting[SecondStages]:
+    """Let second stages of collectives that this thread begins inside the block wait in ``stages``.
+
+    The caller must not wait for a result inside the block, and must call
+    :meth:`SecondStages.issue` after the last bucket of a step.
+    """
+    return setting(_stages, stages)
+
+
+def current_second_stages() -> SecondStages | None:
+    """The waiting stages of the hook that this thread runs; None if no stage is to wait."""
+    return _stages.value

@@ -1,4 +1,4 @@
-"""Determines which ranks share a host, and makes process groups of nested parts of the ranks."""
+"""Which ranks share a host, groups of them, and sums that are exact inside a node."""
 
 from __future__ import annotations
 
@@ -8,17 +8,34 @@ import math
 import os
 import platform
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from torch_commhook.codecs.base import ERROR_DTYPES, Codec
+from torch_commhook.collectives.compressed import compressed_bytes, sum_compressed
+from torch_commhook.collectives.compressed_call import (
+    MessageBuffers,
+    SumArguments,
+    check_arguments,
+    check_out,
+    listed_tensors,
+    shard_range,
+)
+from torch_commhook.collectives.futures import beside, chained, completed, then, then_beside
 from torch_commhook.collectives.gloo_groups import (
+    check_place,
     destroy_group,
+    exchanges,
     group_and_inner,
     group_description,
     group_name,
+    group_rank,
     group_ranks,
     group_store,
     group_timeout,
@@ -26,6 +43,18 @@ from torch_commhook.collectives.gloo_groups import (
     is_known,
     make_group,
 )
+from torch_commhook.collectives.issuing import SECOND, Place, as_bytes, place_in
+from torch_commhook.collectives.plain import (
+    all_gather,
+    reduce_scatter,
+    resolve_group,
+    sum_of_shares,
+)
+from torch_commhook.metrics import CallMeter, WireMeter, counting, note_collective, tensor_bytes
+from torch_commhook.native import bucket_ops
+
+# ---- determines which ranks share a host ---------------------------------------------------------
+
 
 #: The name of the level whose units are the machines.
 HOST = "host"
@@ -263,3 +292,310 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
         found = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     made.append(found)
     return found
+
+
+# ---- sums that are exact inside a node and compressed between nodes ------------------------------
+
+
+def hierarchical_all_reduce(
+    tensors: Tensor | Sequence[Tensor],
+    codec: Codec,
+    *,
+    intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
+    scale: float = 1.0,
+    out: Tensor | Sequence[Tensor] | None = None,
+    carry: Tensor | None = None,
+    error: Tensor | None = None,
+    shard_error: Tensor | None = None,
+    error_decay: float = 1.0,
+    rounding: Tensor | None = None,
+    buffers: MessageBuffers | None = None,
+    meter: CallMeter | None = None,
+) -> torch.futures.Future[Tensor]:
+    """Return a Future of ``scale`` times the sum over all ranks, sent compressed between nodes.
+
+    A reduce-scatter in float32 inside the node gives each of its ranks the node's sum of one share
+    of the elements. :func:`compressed_all_reduce` sums the shares over the nodes. An all-gather
+    inside the node collects them. So links between nodes carry each element once per node,
+    compressed, and links inside a node carry exact values. All ranks get the same bits.
+
+    Nodes may be nested, as hosts in a rack: each level then sums the shares of the next inner
+    level.
+
+    On the CPU over Gloo the call waits for no stage, and stages of
+    several calls run at once: the thread that ends one stage issues the next. If a rank fails
+    between two stages, its later calls with this ``inter_group`` fail with the same error, and the
+    other ranks wait until the group's timeout. Attached hooks begin anew. In other cases
+    the call waits for all stages but the last; with CUDA tensors and NCCL the stream waits instead.
+
+    Args:
+        tensors: as for :func:`compressed_all_reduce`.
+        codec: the codec, the same on all ranks.
+        intra_group: the ranks of this node. All nodes have the same number of ranks. For nested
+            nodes a list with one group for each level, from the innermost outward: the ranks with
+            this rank's position in the parts of its node, one of each part.
+        inter_group: the ranks with this rank's position in their nodes, one of each node.
+        scale: the factor of the sum.
+        out: as for :func:`compressed_all_reduce`. Written.
+        carry: values to add to this rank's values, or None: float32 or bfloat16, flat, one element
+            per value. Set to zeros.
+        error: the errors of the node's earlier messages: float32 or bfloat16, with the share's
+            number of elements.
+        shard_error, error_decay, rounding, buffers, meter: as for :func:`compressed_all_reduce`,
+            applied to the share.
+
+    Returns:
+        A Future of ``out``; of its first tensor if it is a list.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
+
+    Example:
+        >>> def total(rank):
+        ...     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        ...     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        ...     return collectives.hierarchical_all_reduce(
+        ...         torch.ones(512),
+        ...         codecs.blockwise(bits=8),
+        ...         intra_group=nodes[rank // 2],
+        ...         inter_group=across[rank % 2],
+        ...     ).wait()
+        >>> run_ranks(total, 4)[0][:4]
+        tensor([4., 4., 4., 4.])
+    """
+    sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
+    intra_groups, inter_group = _checked_groups(intra_group, inter_group)
+    numel = sum(tensor.numel() for tensor in sources)
+    if out is None:
+        out = sources[0].new_empty(numel)
+    destinations = listed_tensors("hierarchical_all_reduce", "out", out)
+    check_out("hierarchical_all_reduce", destinations, numel)
+    place = place_in_node(intra_groups)
+    begin, end = share_range(numel, **place)
+    buffers = MessageBuffers() if buffers is None else buffers
+    arguments = SumArguments(
+        codec, scale, error, shard_error, rounding, buffers, meter, error_decay=error_decay
+    )
+    device = sources[0].device
+    check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
+    _check_carry(carry, numel)
+    used = (sources, destinations, carry, error, shard_error, rounding)
+    is_traced = torch.compiler.is_compiling()
+    mode = _mode_of_now(is_traced)
+
+    def finish(done: torch.futures.Future[Tensor]) -> Tensor:
+        return _write(done.value().view(-1)[:numel], destinations, mode)
+
+    stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
+    in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
+    with torch.no_grad(), stream:
+        flat = _flattened(sources, carry, buffers, place["ranks"])
+        if in_background:
+            gathered = _in_background(flat, end - begin, arguments, intra_groups, inter_group)
+            return then(gathered, finish, device)
+        own = flat
+        for group in intra_groups:
+            own = reduce_scatter(own, group=group).wait()
+        if end > begin:  # the last share may be shorter than the others
+            _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
+        for group in reversed(intra_groups[1:]):
+            own = all_gather(own, group=group).wait().view(-1)
+        return then_beside(all_gather(own, group=intra_groups[0]), finish, device)
+
+
+def _write(
+    sums: Tensor, destinations: list[Tensor], mode: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    with mode():
+        bucket_ops.unflatten_into(sums, destinations)
+    return destinations[0]
+
+
+def _checked_groups(
+    intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup], inter_group: dist.ProcessGroup
+) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup]:
+    given: list[Any] = [intra_group]
+    if isinstance(intra_group, (list, tuple)):
+        given = list(intra_group)
+    if not given:
+        raise ValueError("hierarchical_all_reduce: intra_group must have a level, got none")
+    intra_groups, inter_group = [resolve_group(each) for each in given], resolve_group(inter_group)
+    groups = [*intra_groups, inter_group]
+    for number, group in enumerate(groups):
+        if any(group is other for other in groups[:number]) and group.size() > 1:
+            raise ValueError(
+                "hierarchical_all_reduce: intra_group and inter_group must share this rank only, "
+                "got the same group"
+            )
+    for group in groups:
+        check_place("hierarchical_all_reduce", group)
+    return intra_groups, inter_group
+
+
+def _check_carry(carry: object, numel: int) -> None:
+    if carry is None:
+        return
+    if not isinstance(carry, Tensor) or carry.dtype not in ERROR_DTYPES:
+        raise TypeError(
+            "hierarchical_all_reduce: carry must be a tensor of float32 or bfloat16, or None"
+        )
+    if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
+        raise ValueError(
+            f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "
+            f"{list(carry.shape)}"
+        )
+
+
+def _mode_of_now(is_traced: bool) -> Callable[[], AbstractContextManager[object]]:
+    """The context for stages on other threads: only inference mode can write its tensors."""
+    if not is_traced and torch.is_inference_mode_enabled():
+        return torch.inference_mode
+    return torch.no_grad
+
+
+def _waits_for_nothing(device: torch.device, *groups: dist.ProcessGroup) -> bool:
+    """Whether all stages have places."""
+    return device.type == "cpu" and all(group.size() == 1 or exchanges(group) for group in groups)
+
+
+def _in_background(
+    flat: Tensor,
+    numel: int,
+    arguments: SumArguments,
+    intra_groups: Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
+) -> torch.futures.Future[Tensor]:
+    """Run all stages; the thread that ends one stage issues the next.
+
+    Args:
+        flat: this rank's values, one share for each rank of the node.
+        numel: the number of elements of this rank's own share, which may be shorter.
+        arguments: the arguments of the sum over the nodes.
+        intra_groups: the groups of the levels, from the innermost outward.
+        inter_group: the ranks with this rank's position in their nodes.
+
+    Returns:
+        A Future of all shares' sums, with as many elements as ``flat``.
+    """
+    # Taken here, by all ranks in the same order.
+    places = [
+        (place_in(group), place_in(group)) if group.size() > 1 else None for group in intra_groups
+    ]
+    if numel and inter_group.size() > 1:
+        has_two = arguments.codec.exchange == "all_to_all"
+        second = place_in(inter_group, SECOND) if has_two else None
+        arguments = arguments._replace(places=(place_in(inter_group), second))
+    # Here, since the threads that issue the stages count nothing.
+    if numel:
+        note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
+    nbytes = tensor_bytes(flat)
+    for group in intra_groups:
+        ranks = group.size()
+        for _ in ("reduce-scatter", "all-gather"):
+            note_collective(nbytes // ranks * (ranks - 1))
+        nbytes //= ranks
+    return _in_level(flat, numel, arguments, intra_groups, inter_group, places)
+
+
+def _in_level(
+    flat: Tensor,
+    numel: int,
+    arguments: SumArguments,
+    intra_groups: Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
+    places: Sequence[tuple[Place, Place] | None],
+) -> torch.futures.Future[Tensor]:
+    """Run the stages of :func:`_in_background` in the first of these levels, and beyond it.
+
+    Args:
+        flat, numel, arguments, intra_groups, inter_group: as there.
+        places: of the first and of the last stage in each level; None for one rank.
+    """
+    intra_group, *beyond = intra_groups
+    ranks, mode = intra_group.size(), _mode_of_now(False)
+    scatter, last = places[0] or (None, None)
+    first = sum_of_shares(flat, intra_group, scatter)
+    with mode():
+        gathered = flat.new_empty((ranks, flat.numel() // ranks))
+    outputs = [as_bytes(row) for row in gathered]
+    if last is not None:
+        last.form = str(flat.dtype)
+        last.expect_gather(outputs)
+
+    def over_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
+        if beyond:
+            with mode(), counting(WireMeter()):
+                return _in_level(own, numel, arguments, beyond, inter_group, places[1:])
+        if numel == 0:
+            return completed(own)
+
+        def summed(done: torch.futures.Future[Tensor]) -> Tensor:
+            done.value()  # written in place; raises an error
+            return own
+
+        with mode(), counting(WireMeter()):
+            sums = _start_over_nodes(own[:numel], arguments, inter_group)
+            return then(sums, summed, flat.device)
+
+    def in_node(sums: Tensor) -> torch.futures.Future[Tensor]:
+        if last is None:
+            return completed(sums)
+        with mode():
+            return last.gather(as_bytes(sums.view(-1)), outputs, gathered)
+
+    summed = chained(first, over_nodes, lambda own: own)
+    return chained(summed, in_node, lambda gathered: gathered)
+
+
+def _flattened(
+    sources: list[Tensor], carry: Tensor | None, buffers: MessageBuffers, ranks: int
+) -> Tensor:
+    """This rank's values in float32, padded to shares of one length."""
+    numel = sum(tensor.numel() for tensor in sources)
+    padded, device = (-(-numel // ranks) * ranks,), sources[0].device
+    if torch.compiler.is_compiling():  # the compiler plans memory itself
+        flat = torch.empty(padded, dtype=torch.float32, device=device)
+    else:
+        flat = buffers.get("flat", padded, torch.float32, device)
+    bucket_ops.flatten(sources, out=flat[:numel])
+    flat[numel:] = 0
+    if carry is not None:
+        flat[:numel] += carry
+        carry.zero_()
+    return flat
+
+
+def _start_over_nodes(
+    own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
+) -> torch.futures.Future[Tensor]:
+    """Start to replace a share's sum of the node by the sum of all nodes."""
+    return sum_compressed([own], [own], arguments, inter_group)
+
+
+def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements ``[begin, end)`` of which a rank of a node gets the node's sum."""
+    share = -(-numel // ranks)
+    return min(numel, share * rank), min(numel, share * (rank + 1))
+
+
+def place_in_node(intra_groups: Sequence[dist.ProcessGroup]) -> dict[str, int]:
+    """This rank's position in its node, and the node's number of ranks: they select its share."""
+    rank, ranks = 0, 1
+    for group in intra_groups:
+        rank, ranks = rank * group.size() + group_rank(group), ranks * group.size()
+    return {"rank": rank, "ranks": ranks}
+
+
+def inter_shard_range(
+    codec: Codec,
+    numel: int,
+    *,
+    intra_groups: Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
+) -> tuple[int, int]:
+    """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
+    begin, end = share_range(numel, **place_in_node(intra_groups))
+    ranks = {"rank": group_rank(inter_group), "world_size": inter_group.size()}
+    first, last = shard_range(codec, end - begin, **ranks)
+    return begin + first, begin + last

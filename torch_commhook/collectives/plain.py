@@ -1,4 +1,4 @@
-"""Collectives on uncompressed tensors."""
+"""Collectives on uncompressed tensors, and sums of 16-bit values in float32."""
 
 from __future__ import annotations
 
@@ -11,32 +11,194 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import Place, bytes_of_sum, sums_in_place
 from torch_commhook.collectives.futures import traced
-from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.gloo_groups import group_name, group_rank, is_destroyed, is_gloo
 from torch_commhook.collectives.issuing import (
+    Place,
+    as_bytes,
     as_real,
+    bytes_of_sum,
     issue_all_gather,
     issue_all_reduce,
     issue_all_to_all,
+    issued,
+    sums_in_place,
+    when_good,
 )
-from torch_commhook.collectives.plain_arguments import (
-    check_tensor,
-    check_timeout,
-    checked_sizes,
-    equal_shares,
-    result_tensor,
-)
-from torch_commhook.collectives.traced_ops import (
+from torch_commhook.collectives.stages import (
+    timed,
     traced_all_gather,
     traced_all_reduce,
     traced_all_to_all,
     traced_real,
+    two_stages,
 )
-from torch_commhook.collectives.works import issued, when_good
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.spans import continued, sent
+
+# ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
+
+
+def check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = False) -> None:
+    """Refuse tensors of which a backend would silently send the wrong memory.
+
+    Args:
+        op: the collective's name in errors.
+        tensor: the tensor to send.
+        sparse: whether sparse_coo is supported.
+        rows: whether it must have a first dimension, along which it is split.
+
+    Raises:
+        TypeError: it is not a tensor, or has a layout that cannot be sent.
+        ValueError: it has no memory, is not contiguous, or is a lazy conjugate or negative.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: tensor must be a torch.Tensor, got {type(tensor).__qualname__}")
+    if sparse and tensor.layout is torch.sparse_coo:
+        return
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: tensor must be dense (torch.strided), got layout {tensor.layout}")
+    if tensor.is_meta:
+        raise ValueError(f"{op}: tensor must have memory, got one on the meta device")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: tensor must be contiguous, got sizes {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())}; pass tensor.contiguous()"
+        )
+    if rows and not tensor.dim():
+        raise ValueError(f"{op}: tensor must have at least one dimension, got shape []")
+    if torch.compiler.is_compiling():
+        return
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < needed:
+        raise ValueError(f"{op}: tensor must have memory, got one whose storage has been freed")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{op}: tensor must be resolved, got a lazy conjugate or negative; pass "
+            "tensor.resolve_conj().resolve_neg()"
+        )
+
+
+def check_timeout(op: str, timeout: object) -> None:
+    """Raise a TypeError unless a timeout is a timedelta or None."""
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"{op}: timeout must be a timedelta or None, got {type(timeout).__qualname__}"
+        )
+
+
+def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> list[int]:
+    """Equal numbers of rows for all ranks.
+
+    Raises:
+        ValueError: the number of rows is not a multiple of the number of ranks.
+    """
+    if tensor.shape[0] % world_size:
+        raise ValueError(
+            f"{op}: tensor must have a multiple of {world_size} rows, equal shares for the ranks, "
+            f"{hint}got shape {list(tensor.shape)}"
+        )
+    return [tensor.shape[0] // world_size] * world_size
+
+
+def checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
+    """Numbers of rows for each rank, checked.
+
+    Raises:
+        TypeError: they are no list of ints.
+        ValueError: there is not one for each rank, or one is negative.
+    """
+    if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
+        raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")
+    sizes = list(given)
+    if len(sizes) != world_size or any(size < 0 for size in sizes):
+        raise ValueError(
+            f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
+            f"got {sizes}"
+        )
+    return sizes
+
+
+def result_tensor(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
+    """A tensor of this shape, with the dtype and device of ``tensor``: ``out`` if given.
+
+    Raises:
+        TypeError: ``out`` is not a tensor, or of another dtype.
+        ValueError: it has another shape or device, or is not contiguous.
+    """
+    if out is None:
+        return tensor.new_empty(shape)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{op}: out must be a torch.Tensor, got {type(out).__qualname__}")
+    if out.dtype != tensor.dtype:
+        raise TypeError(f"{op}: out must have dtype {tensor.dtype}, got {out.dtype}")
+    if out.shape != torch.Size(shape) or not out.is_contiguous() or out.device != tensor.device:
+        raise ValueError(
+            f"{op}: out must be contiguous, of shape {list(shape)} on {tensor.device}, got shape "
+            f"{list(out.shape)} with strides {list(out.stride())} on {out.device}"
+        )
+    return out
+
+
+# ---- the sum of a matrix's rows, each from one rank ----------------------------------------------
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """Sum the rows of a matrix in float32 and in order, and round the sum once.
+
+    On devices other than the CPU the device chooses the order.
+
+    Args:
+        rows: contiguous, of shape ``(rows, columns)``, with at least one row; float32, float16 or
+            bfloat16.
+        out: contiguous, of shape ``(columns,)``, of any dtype that buckets have. It shares no
+            memory with ``rows``. Written.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: the tensors are of another kind.
+    """
+    torch.ops.commhook.sum_rows(rows, out)
+    return out
+
+
+@torch.library.register_fake("commhook::sum_rows")
+def _sum_rows_fake(rows: Tensor, out: Tensor) -> None:
+    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"sum_rows: rows must be of dtype float32, float16 or bfloat16, got {rows.dtype}"
+        )
+    if out.dtype not in BUCKET_DTYPES:
+        raise TypeError(
+            f"sum_rows: out must be of dtype float64, float32, float16 or bfloat16, got {out.dtype}"
+        )
+    torch._check_value(
+        rows.dim() == 2 and rows.is_contiguous(),
+        lambda: (
+            "sum_rows: rows must be contiguous, of two dimensions, with one row or more, got sizes "
+            f"{list(rows.shape)} with strides {list(rows.stride())}"
+        ),
+    )
+    torch._check_value(
+        out.device == rows.device,
+        lambda: (
+            f"sum_rows: out must be on the device of the values, {rows.device}, got {out.device}"
+        ),
+    )
+    torch._check_value(
+        out.dim() == 1 and out.shape[0] == rows.shape[1] and out.is_contiguous(),
+        lambda: (
+            f"sum_rows: out must be contiguous, of sizes [{rows.shape[1]}], got sizes "
+            f"{list(out.shape)} with strides {list(out.stride())}"
+        ),
+    )
+
+
+# ---- collectives on uncompressed tensors ---------------------------------------------------------
+
 
 # Its name changes with torch; the old one warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -385,3 +547,71 @@ def _sum(shares: Tensor) -> Tensor:
     """Sum over the first dimension, rounded once."""
     dtype = torch.float32 if shares.dtype in (torch.float16, torch.bfloat16) else shares.dtype
     return shares.sum(0, dtype=dtype).to(shares.dtype)
+
+
+# ---- sums of 16-bit values in float32 ------------------------------------------------------------
+#
+# An all-reduce in 16 bits rounds each partial sum to 16 bits, so its error grows with the number of
+# ranks. Here each rank receives its shard from all ranks, sums it in float32, and rounds the sum
+# once. The bytes on the wire are those of a ring all-reduce.
+
+
+#: From this number of ranks on, 16-bit values are summed in float32. With fewer ranks a second
+#: stage would cost connections for little: at 7 ranks a mean in bfloat16 is off by 0.0030, summed
+#: in float32 by 0.0019.
+LEAST_RANKS = 8
+
+
+def padded_numel(numel: int, ranks: int) -> int:
+    """The smallest number of elements of at least ``numel`` that ranks can divide evenly."""
+    return -(-numel // ranks) * ranks
+
+
+def wide_all_reduce(
+    wire: Tensor, numel: int, shards: Tensor | None, *, group: dist.ProcessGroup
+) -> torch.futures.Future[Tensor]:
+    """Sum 16-bit values over all ranks: in float32, and rounded once.
+
+    An all-to-all and an all-gather, run by :func:`two_stages`. All ranks get the same bits. Each
+    rank sends ``4 (W - 1) / W`` bytes for each element of ``wire``.
+
+    Args:
+        wire: flat and contiguous, float16 or bfloat16, with :func:`padded_numel` elements. Written
+            in eager code.
+        numel: the number of elements of the result; later ones of ``wire`` are padding.
+        shards: memory for as many elements, of the same dtype and device; None while a compiler
+            traces, since it plans memory itself.
+        group: the process group.
+
+    Returns:
+        A Future of the sum, flat: in eager code a view of ``wire``.
+    """
+    ranks = group.size()
+    shard = wire.numel() // ranks
+    is_traced = shards is None  # read once: other threads cannot tell whether a compiler traces
+    sums = wire.new_empty(shard)
+
+    def add_up(received: Tensor) -> Tensor:
+        with timed(None, "encode"):
+            return sum_rows(received.view(ranks, shard), sums)
+
+    def issue_second(tensor: Tensor, place: Place | None) -> torch.futures.Future[Tensor]:
+        if is_traced:
+            return traced_all_gather(tensor, group, is_second=True)
+        return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
+
+    def expect(place: Place) -> None:
+        # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
+        place.form = str(wire.dtype)
+        place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
+
+    return two_stages(
+        lambda: all_to_all(wire, out=shards, group=group),
+        add_up,
+        issue_second,
+        lambda gathered: gathered.view(-1)[:numel],
+        expect=expect,
+        second_bytes=(tensor_bytes(sums) * (ranks - 1),) * 2,
+        device=wire.device,
+        group=group,
+    )

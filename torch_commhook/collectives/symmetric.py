@@ -25,17 +25,16 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import Codec, Shard
+from torch_commhook.codecs.base import MOST_RANKS, Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather_in_step
+from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_known
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.streams import is_capturing
-from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
-from torch_commhook.collectives.symmetric_trial import (
+from torch_commhook.collectives.symmetric_memory import (
     TRIAL_TIMEOUT,
     MissedRankError,
+    SymmetricBuffers,
     trial_shards,
     try_out,
 )

@@ -1,20 +1,114 @@
-"""One bucket's memory on every rank, for compressed sums without a collective."""
+"""One bucket's memory on every rank, for sums without a collective; it is tried before its use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_commhook.collectives.symmetric_ops import (
-    MOST_SECONDS,
-    control_words,
-    symmetric_barrier,
-    symmetric_gather,
-)
+from torch_commhook.codecs.base import Shard, check_failed, check_message, check_ranks
+from torch_commhook.codecs.block_codec import BlockCodec
+
+# ---- the operators of ranks that share memory, as typed functions with their fakes ---------------
+#
+# In C++: ``csrc/ops/symmetric``, ``cuda/symmetric.cu``.
+
+
+#: The longest timeout of a barrier.
+MOST_SECONDS = 1e9
+
+
+def control_words(ranks: int) -> int:
+    """The size of a rank's controls: a signal of each rank, its number of barriers, its failure."""
+    return ranks + 2
+
+
+def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) -> None:
+    """Wait until all ranks have called it as often, and see their earlier writes.
+
+    On CUDA the current stream waits, not the caller. After the timeout a rank gives up: the last of
+    its controls becomes 1 plus the rank that was missing. From then on it waits for nobody, and the
+    others give up at the first barrier that it does not reach.
+
+    Args:
+        controls: each rank's controls, in order, in shared memory: int64, of shape
+            ``(control_words(ranks),)``, zeros before the first call.
+        rank: this rank.
+        timeout: seconds until it gives up, above 0 and at most :data:`MOST_SECONDS`.
+
+    Raises:
+        TypeError, ValueError: tensors, rank or timeout are of another kind.
+        NotImplementedError: the tensors' device is neither the CPU nor CUDA.
+    """
+    torch.ops.commhook.symmetric_barrier(controls, rank, timeout=timeout)
+
+
+def symmetric_gather(
+    shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
+) -> None:
+    """Copy the shards of all ranks into one message, one after another.
+
+    Args:
+        shards: the shard of each rank, in order; 1 to 16 of them: contiguous, uint8, with a
+            multiple of 4 bytes, at an address that is a multiple of 4.
+        message: contiguous, uint8, as long as all shards together. It shares no memory with them.
+            Written.
+        failed: one int64. If it is not zero, no shard is read, and all bytes become 255: the values
+            of such a message are NaN.
+
+    Raises:
+        TypeError, ValueError: the tensors are of another kind.
+    """
+    torch.ops.commhook.symmetric_gather(shards, message, failed=failed)
+
+
+@torch.library.register_fake("commhook::symmetric_barrier")
+def _symmetric_barrier_fake(controls: Sequence[Tensor], rank: int, *, timeout: float) -> None:
+    op = "symmetric_barrier"
+    ranks = len(controls)
+    check_ranks(op, "controls", ranks, 2)
+    torch._check_value(
+        0 <= rank < ranks,
+        lambda: (
+            f"{op}: rank must be at least 0 and below {ranks}, the number of controls, got {rank}"
+        ),
+    )
+    for i, each in enumerate(controls):
+        if each.dtype is not torch.int64:
+            raise TypeError(f"{op}: controls[{i}] must be of dtype int64, got {each.dtype}")
+        torch._check_value(
+            each.shape == (control_words(ranks),),
+            lambda i=i, each=each: (
+                f"{op}: controls[{i}] must be flat and hold {control_words(ranks)} numbers, two "
+                f"more than there are ranks, got sizes {list(each.shape)}"
+            ),
+        )
+
+
+@torch.library.register_fake("commhook::symmetric_gather")
+def _symmetric_gather_fake(
+    shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
+) -> None:
+    op = "symmetric_gather"
+    check_ranks(op, "shards", len(shards), 1)
+    sizes = [shard.numel() for shard in shards]
+    for i, shard in enumerate(shards):
+        check_message(op, f"shards[{i}]", shard, None)
+    check_message(
+        op,
+        "message",
+        message,
+        sum(sizes) if all(isinstance(size, int) for size in sizes) else None,
+    )
+    check_failed(op, failed)
+
+
+# ---- one bucket's memory on every rank, for compressed sums without a collective -----------------
+
 
 _ALIGNMENT = 256  # of each region, in bytes: two sectors of 128
 
@@ -134,3 +228,183 @@ class _Views(NamedTuple):
     shards: list[Tensor]  # this rank's shard in the message of each rank
     sum: Tensor  # this rank's
     sums: list[Tensor]  # of each rank
+
+
+# ---- tests memory that ranks share, before gradients use it --------------------------------------
+#
+# All ranks sum a few fixed blocks through the memory. Each rank knows the values of all, so it
+# computes on its own device the result of the collectives.
+
+
+#: How long a rank waits for another. The ranks have met just before.
+TRIAL_TIMEOUT = timedelta(seconds=10)
+
+_SUMS = 2  # the second overwrites the first, and keeps errors
+_BLOCKS = 3  # of each rank's shard
+
+
+class MissedRankError(RuntimeError):
+    """A barrier has failed: another rank did not reach it in time, or had given up."""
+
+
+def trial_shards(codec: BlockCodec, ranks: int) -> list[Shard]:
+    """The parts of a test message, one for each rank."""
+    return codec.shards(_numel(codec, ranks), ranks)
+
+
+def try_out(
+    memory: SymmetricBuffers,
+    codec: BlockCodec,
+    ranks: int,
+    device: torch.device,
+    *,
+    timeout: timedelta = TRIAL_TIMEOUT,
+) -> None:
+    """Sum fixed values through the memory of all ranks, and compare the bits.
+
+    All ranks must call it at about the same time. It waits for the device, and at most ``timeout``
+    at each of four barriers; after a missing rank it waits at none. The memory can be used for
+    other sums afterwards if no rank has raised.
+
+    Args:
+        memory: unused memory, with room for :func:`trial_shards`.
+        codec: the codec of the messages.
+        ranks: the number of ranks.
+        device: the memory's device.
+        timeout: the timeout of each barrier. After one timeout a rank waits at no later barrier.
+
+    Raises:
+        MissedRankError: a barrier has failed.
+        RuntimeError: the bits differ from those of the collectives. The message says which.
+    """
+    try:
+        right = [_expected(codec, memory.rank, ranks, step, device) for step in range(_SUMS)]
+        # All sums are issued before the first is checked, as in consecutive steps.
+        got = [_shared(memory, codec, ranks, step, device, timeout) for step in range(_SUMS)]
+        missed = int(memory.failed)
+        if missed:
+            raise MissedRankError(f"it missed rank {missed - 1} at a barrier")
+        for one, other in zip(got, right, strict=True):
+            _compare(codec, "values of a sum", one.total, other.total)
+            _compare(codec, "errors of a sum", one.shard_error, other.shard_error)
+    except BaseException:
+        with suppress(RuntimeError):  # from a device that cannot continue
+            memory.give_up()
+        raise
+    finally:
+        if device.type == "cuda":  # no rank may free memory that another still reads
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(device)
+
+
+def _numel(codec: BlockCodec, ranks: int) -> int:
+    # The last block is shorter.
+    return codec.block_size * _BLOCKS * ranks - codec.block_size // 2 - 3
+
+
+class _Given(NamedTuple):
+    """A rank's input to a sum."""
+
+    values: Tensor
+    error: Tensor | None
+    shard_error: Tensor
+    rounding: tuple[Tensor | None, Tensor | None]
+
+
+class _Result(NamedTuple):
+    total: Tensor
+    shard_error: Tensor
+
+
+def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.device) -> _Given:
+    """Fixed values: integers times a power of two, so that all devices have the same bits."""
+    places = torch.arange(_numel(codec, ranks), dtype=torch.int64, device=device)
+    drawn = (places * 7919 + rank * 104_729 + step * 1_299_709) % 4001 - 2000
+    larger = 2 ** (places // codec.block_size % 5)  # blocks have different parameters
+    values = (drawn * larger).to(torch.float32) * 2.0**-9
+    shard_error = values[: trial_shards(codec, ranks)[rank].numel].flip(0) * 2.0**-6
+    rounding: tuple[Tensor | None, Tensor | None] = (None, None)
+    if codec.is_random:
+        seeds = torch.tensor(
+            [[7 + rank, step], [90 + rank, step]], dtype=torch.int64, device=device
+        )
+        rounding = seeds[0], seeds[1]
+    error = values.flip(0) * 2.0**-6 if step > 0 else None
+    return _Given(values, error, shard_error, rounding)
+
+
+def _scale(ranks: int, step: int) -> float:
+    return 1.0 / ranks if step > 0 else 1.0
+
+
+def _message(numel: int, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=torch.uint8, device=device)
+
+
+def _shared(
+    memory: SymmetricBuffers,
+    codec: BlockCodec,
+    ranks: int,
+    step: int,
+    device: torch.device,
+    timeout: timedelta,
+) -> _Result:
+    """This rank's part of a sum through the memory, as ``compressed_all_reduce`` computes it."""
+    given = _given(codec, memory.rank, ranks, step, device)
+    shards = trial_shards(codec, ranks)
+    sizes = [shard.nbytes for shard in shards]
+    views = memory.views(sizes)
+    codec.encode(
+        [given.values], views.message, shards=ranks, error=given.error, rounding=given.rounding[0]
+    )
+    memory.barrier(timeout)
+    codec.reduce_shards(
+        views.shards,
+        views.sum,
+        shards[memory.rank].numel,
+        scale=_scale(ranks, step),
+        error=given.shard_error,
+        rounding=given.rounding[1],
+        failed=memory.failed,
+    )
+    memory.barrier(timeout)
+    message = _message(sum(sizes), device)
+    memory.gather(views.sums, message)
+    total = torch.zeros_like(given.values)
+    codec.decode(message, [total], shards=ranks)
+    return _Result(total, given.shard_error)
+
+
+def _expected(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.device) -> _Result:
+    """The collectives' result on a rank, with the parts of all ranks computed here."""
+    given = [_given(codec, each, ranks, step, device) for each in range(ranks)]
+    shards = trial_shards(codec, ranks)
+    sizes = [shard.nbytes for shard in shards]
+    messages = torch.empty((ranks, sum(sizes)), dtype=torch.uint8, device=device)
+    for one, message in zip(given, messages, strict=True):
+        codec.encode([one.values], message, shards=ranks, error=one.error, rounding=one.rounding[0])
+    sums = []
+    for owner, part in enumerate(messages.split(sizes, dim=1)):
+        sums.append(_message(sizes[owner], device))
+        codec.reduce(
+            part.contiguous(),
+            sums[owner],
+            shards[owner].numel,
+            scale=_scale(ranks, step),
+            error=given[owner].shard_error,
+            rounding=given[owner].rounding[1],
+        )
+    total = torch.zeros_like(given[rank].values)
+    codec.decode(torch.cat(sums), [total], shards=ranks)
+    return _Result(total, given[rank].shard_error)
+
+
+def _compare(codec: BlockCodec, what: str, got: Tensor, right: Tensor) -> None:
+    differs = (got.view(torch.int32) != right.view(torch.int32)).nonzero().view(-1)
+    if len(differs):
+        place = int(differs[0])
+        raise RuntimeError(
+            f"{len(differs)} of {len(right)} {what} with {codec} differ from those of the "
+            f"collectives, first number {place}: {float(got[place])} instead of "
+            f"{float(right[place])}"
+        )

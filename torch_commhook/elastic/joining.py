@@ -12,14 +12,380 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.elastic import transfer
-from torch_commhook.elastic.pieces import Part, Pieces
+from torch_commhook.collectives.agreement import check_length, packed, unpacked
+
+# ---- A model's parameters and their optimizer state, split into pieces for a new rank ------------
+
+
+#: One value of an optimizer's state for some elements of a parameter, and whether the value has the
+#: parameter's shape. If it has, the values of these elements, flat. Otherwise the whole value.
+#: Tensors of more than one element then come with the parameter's first element, since the
+#: optimizer needs one of each, and with its last. Plain tuples: a new rank unpickles no class.
+Remembered = tuple[Any, bool]
+
+#: Some elements of a parameter: its number, the flat index of the first element, the elements,
+#: flat, and each optimizer's state of them by name; None for an optimizer without state.
+Part = tuple[int, int, Tensor, list[dict[str, Remembered] | None]]
+
+
+class Pieces:
+    """The elements of all parameters, one after the other.
+
+    Args:
+        parameters: the model's parameters, in the same order on all ranks. Parameters that only the
+            optimizers have are added.
+        optimizers: the optimizers of these parameters.
+
+    Attributes:
+        numel: the number of places of all parameters: one for each element, and one for an empty
+            parameter.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._optimizers = list(optimizers)
+        of_optimizers = (
+            each
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        )
+        by_id = {id(each): each for each in (*parameters, *of_optimizers)}
+        self._parameters = list(by_id.values())
+        self._starts = list(accumulate(map(_length, self._parameters), initial=0))
+        self.numel: int = self._starts.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self._parameters)
+
+    def take(self, first: int, nbytes: int) -> tuple[list[Part], int]:
+        """Copy elements from a place on.
+
+        Args:
+            first: the place.
+            nbytes: the approximate number of bytes; at least one element is copied. A parameter
+                that is not contiguous is copied completely.
+
+        Returns:
+            The copies, and the place after them.
+        """
+        parts: list[Part] = []
+        at = first
+        while at < self.numel and (nbytes > 0 or not parts):
+            index = bisect_right(self._starts, at) - 1
+            parameter, begin = self._parameters[index], at - self._starts[index]
+            end = _length(parameter)
+            if parameter.is_contiguous():
+                of_element = max(1, self._bytes_of_element(parameter))
+                end = min(end, begin + max(1, nbytes // of_element))
+            parts.append(self._copied(index, begin, end))
+            nbytes -= sum(_bytes_of(parts[-1]))
+            at = self._starts[index] + end
+        return parts, at
+
+    def whole(self, indices: Collection[int]) -> list[Part]:
+        """Copy all elements of some parameters."""
+        return [self._copied(index, 0, self._parameters[index].numel()) for index in indices]
+
+    @torch.no_grad()
+    def put(self, parts: Sequence[Part]) -> None:
+        """Write elements that another rank has copied."""
+        for number, first, elements, states in parts:
+            parameter = self._parameters[number]
+            _write(parameter, first, elements)
+            for optimizer, values in zip(self._optimizers, states, strict=True):
+                if values is None:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                state = optimizer.state[parameter]
+                for name, (value, is_of_elements) in values.items():
+                    if is_of_elements:
+                        whole = _like(parameter, value, state.get(name))
+                        _write(whole, first, value)
+                        value = whole
+                    state[name] = value
+                if first == 0:  # all of these come with the first element
+                    for name in state.keys() - values.keys():
+                        del state[name]
+
+    def others(self) -> list[dict[Any, Any]]:
+        """Each optimizer's state that belongs to no parameter, by name."""
+        return [
+            {name: value for name, value in each.state.items() if not isinstance(name, Tensor)}
+            for each in self._optimizers
+        ]
+
+    def put_others(self, others: Sequence[dict[Any, Any]]) -> None:
+        """Write the state that another rank's :meth:`others` returned."""
+        for optimizer, values in zip(self._optimizers, others, strict=True):
+            own = optimizer.state
+            for name in [name for name in own if not isinstance(name, Tensor)]:
+                del own[name]
+            own.update(values)
+
+    def sums(self) -> list[int]:
+        """A checksum for each parameter, of its bits and its optimizer state.
+
+        Different bits give different numbers, except with a chance of 1 in billions.
+        """
+        return [self._sum(parameter) for parameter in self._parameters]
+
+    def _sum(self, parameter: Tensor) -> int:
+        total = sum_of_bits(parameter)
+        for place, optimizer in enumerate(self._optimizers, 2):
+            total += place * _sum_of(optimizer.state.get(parameter, {}))
+        return total
+
+    def _bytes_of_element(self, parameter: Tensor) -> int:
+        states = (optimizer.state.get(parameter, {}) for optimizer in self._optimizers)
+        sizes: list[int] = [
+            value.element_size()
+            for state in states
+            for value in state.values()
+            if _goes_along(value, parameter)
+        ]
+        return parameter.element_size() + sum(sizes)
+
+    def _copied(self, index: int, begin: int, end: int) -> Part:
+        parameter = self._parameters[index]
+        states: list[dict[str, Remembered] | None] = []
+        for optimizer in self._optimizers:
+            if parameter not in optimizer.state:
+                states.append(None)
+                continue
+            values: dict[str, Remembered] = {}
+            for name, value in optimizer.state[parameter].items():
+                if _goes_along(value, parameter):
+                    values[name] = _flat(value, begin, end), True
+                elif not isinstance(value, Tensor):
+                    values[name] = value, False
+                elif value.numel() == 1 or begin == 0 or end >= parameter.numel():
+                    values[name] = value.detach().clone(), False
+            states.append(values)
+        return index, begin, _flat(parameter, begin, end), states
+
+
+def _length(parameter: Tensor) -> int:
+    """The number of a parameter's places. Empty parameters may have optimizer state too."""
+    return max(1, parameter.numel())
+
+
+def _goes_along(value: object, parameter: Tensor) -> bool:
+    """Whether a value of an optimizer's state has one element for each of the parameter's."""
+    return (
+        isinstance(value, Tensor)
+        and value.numel() > 1
+        and value.shape == parameter.shape
+        and value.is_contiguous() == parameter.is_contiguous()
+    )
+
+
+def _flat(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor.detach().reshape(-1)[begin:end].clone()
+
+
+def _write(tensor: Tensor, first: int, value: Tensor) -> None:
+    if value.numel() == tensor.numel():
+        tensor.copy_(value.view(tensor.shape))
+    else:
+        tensor.view(-1)[first : first + value.numel()].copy_(value)
+
+
+def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
+    """A tensor with a value for each of a parameter's elements; ``before`` itself if it fits."""
+    if _goes_along(before, parameter):
+        assert isinstance(before, Tensor)
+        if before.dtype == value.dtype:
+            return before
+    return torch.zeros_like(parameter, dtype=value.dtype)
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """A checksum of a tensor's elements in order, whatever its strides: 32 bits."""
+    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
+
+
+def _sum_of(value: Any) -> int:
+    """A checksum of a value of an optimizer's state."""
+    if isinstance(value, Tensor):
+        return sum_of_bits(value)
+    if isinstance(value, Mapping):
+        value = [each for key in sorted(value, key=str) for each in (str(key), value[key])]
+    if isinstance(value, (list, tuple)):
+        return sum(place * _sum_of(each) for place, each in enumerate(value, 1))
+    return zlib.crc32(repr(value).encode())
+
+
+def _bytes_of(part: Part) -> Iterator[int]:
+    _, _, elements, states = part
+    yield elements.nbytes
+    for state in states:
+        for value, _ in (state or {}).values():
+            yield value.nbytes if isinstance(value, Tensor) else 8
+
+
+# ---- sends the state of a training to a new rank -------------------------------------------------
+
+
+#: Bytes of a message.
+_PIECE = 4 << 20
+# The tags of a step's end and of exchanges are above.
+_TAG = (1 << 30) - 64
+
+
+def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    """Send bytes to a rank of a group, in pieces. Returns when they are sent.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    send_number(data.numel(), group, rank)
+    for piece in data.split(_PIECE):
+        _send(piece, group, rank)
+
+
+def receive(group: dist.ProcessGroup, rank: int, own: int) -> Tensor:
+    """Receive the bytes that a rank of a group sends by :func:`send`.
+
+    Args:
+        group: the group.
+        rank: the sender's place in it.
+        own: the bytes of this rank's parameters and buffers, for :func:`check_length`.
+
+    Raises:
+        RuntimeError: the connection was closed.
+        ValueError: the announced length is impossible.
+    """
+    length = receive_number(group, rank)
+    check_length(length, own)
+    data = torch.empty(length, dtype=torch.uint8, device="cpu")
+    for piece in data.split(_PIECE):
+        _receive(piece, group, rank)
+    return data
+
+
+def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
+    """Send an int to a rank of a group.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    _send(torch.tensor([number], dtype=torch.int64, device="cpu"), group, rank)
+
+
+def receive_number(group: dist.ProcessGroup, rank: int) -> int:
+    """Receive the number that a rank of a group sends by :func:`send_number`.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    number = torch.zeros(1, dtype=torch.int64, device="cpu")
+    _receive(number, group, rank)
+    return int(number)
+
+
+def send_numbers(numbers: Sequence[int], group: dist.ProcessGroup, rank: int) -> None:
+    """Send ints to a rank of a group.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    send_number(len(numbers), group, rank)
+    if numbers:
+        _send(torch.tensor(numbers, dtype=torch.int64, device="cpu"), group, rank)
+
+
+def receive_numbers(group: dist.ProcessGroup, rank: int, most: int) -> list[int]:
+    """Receive the numbers that a rank of a group sends by :func:`send_numbers`.
+
+    Args:
+        group: the group.
+        rank: the sender's place in it.
+        most: the largest number of numbers.
+
+    Raises:
+        RuntimeError: the connection was closed.
+        ValueError: the rank announces more numbers.
+    """
+    length = receive_number(group, rank)
+    if not 0 <= length <= most:
+        raise ValueError(
+            f"torch_commhook: rank {rank} of the group must send from 0 to {most} numbers, "
+            f"got {length}"
+        )
+    numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
+    if length:
+        _receive(numbers, group, rank)
+    return numbers.tolist()
+
+
+def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    group.send([message], rank, _TAG).wait()
+
+
+def _receive(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    group.recv([message], rank, _TAG).wait()
+
+
+def states_of(objects: Sequence[Any]) -> list[Any]:
+    """Return the state of each object."""
+    return [each.state_dict() for each in objects]
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's parameter groups, without the parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Load the settings that :func:`groups_of` returned.
+
+    Raises:
+        ValueError: the optimizers have different numbers of groups.
+    """
+    if len(optimizer.param_groups) != len(groups):
+        raise ValueError(
+            f"Elastic: optimizers must be the same on all ranks: another rank's has {len(groups)} "
+            f"groups of parameters, this one's {len(optimizer.param_groups)}"
+        )
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own.update(given)
+
+
+def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
+    """Load the states that :func:`states_of` returned.
+
+    Raises:
+        ValueError: the ranks have different numbers of objects.
+    """
+    if len(objects) != len(states):
+        raise ValueError(
+            f"Elastic: state must be the same on all ranks: another rank has {len(states)} "
+            f"objects, this one {len(objects)}"
+        )
+    for each, state in zip(objects, states, strict=True):
+        each.load_state_dict(state)
+
+
+# ---- sends a new rank the state of a training in pieces ------------------------------------------
+
 
 _T = TypeVar("_T")
 
@@ -101,17 +467,17 @@ class Donor:
 
     def _send(self) -> None:
         if self._head is not None:
-            transfer.send(self._head, self._group, self._place)
+            send(self._head, self._group, self._place)
             self._head = None
-            at = transfer.receive_number(self._group, self._place)
+            at = receive_number(self._group, self._place)
             self._at = min(max(0, at), self._pieces.numel)
         parts, self._at = self._pieces.take(self._at, self._bytes)
-        piece = transfer.packed((self._at, parts))
+        piece = packed((self._at, parts))
         # A wait for a late rank must not make its pieces smaller.
-        transfer.receive_number(self._group, self._place)  # the new rank has started
+        receive_number(self._group, self._place)  # the new rank has started
         began = time.monotonic()
-        transfer.send(piece, self._group, self._place)
-        transfer.receive_number(self._group, self._place)  # the piece has arrived
+        send(piece, self._group, self._place)
+        receive_number(self._group, self._place)  # the piece has arrived
         self._took = time.monotonic() - began if parts else 0.0
 
     def wait(self) -> None:
@@ -130,12 +496,12 @@ class Donor:
             rest: flat bytes.
         """
 
-        def send() -> None:
+        def send_rest() -> None:
             sums = self._pieces.sums()
-            transfer.send(transfer.packed(sums), self._group, self._place)
-            transfer.send(rest, self._group, self._place)
+            send(packed(sums), self._group, self._place)
+            send(rest, self._group, self._place)
             try:
-                wanted = transfer.receive_numbers(self._group, self._place, len(sums))
+                wanted = receive_numbers(self._group, self._place, len(sums))
                 if not set(wanted) <= set(range(len(sums))):
                     raise ValueError(f"torch_commhook: it asks for parameters {wanted}")
             except ValueError as error:  # its own fault: this rank continues
@@ -143,9 +509,9 @@ class Donor:
                 return
             if wanted:
                 parts = self._pieces.whole(wanted)
-                transfer.send(transfer.packed(parts), self._group, self._place)
+                send(packed(parts), self._group, self._place)
 
-        self._sends = InBackground(send)
+        self._sends = InBackground(send_rest)
 
 
 class NewRank:
@@ -179,16 +545,16 @@ class NewRank:
         """
         at, self._piece, own = self.at, None, self._pieces.nbytes
 
-        def receive() -> tuple[int, list[Part]]:
+        def receive_piece() -> tuple[int, list[Part]]:
             if is_first:
-                transfer.receive(group, donor, own)  # this rank has a head already
-                transfer.send_number(at, group, donor)
-            transfer.send_number(1, group, donor)
-            piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor, own))
-            transfer.send_number(1, group, donor)
+                receive(group, donor, own)  # this rank has a head already
+                send_number(at, group, donor)
+            send_number(1, group, donor)
+            piece: tuple[int, list[Part]] = unpacked(receive(group, donor, own))
+            send_number(1, group, donor)
             return piece
 
-        self._receives = InBackground(receive)
+        self._receives = InBackground(receive_piece)
 
     def receive(self) -> None:
         """Wait for the piece of the step.
@@ -222,11 +588,11 @@ class NewRank:
             ValueError: the donor's bytes can't be read, or contain more than plain values.
         """
         own = self._pieces.nbytes
-        sums = transfer.unpacked(transfer.receive(group, donor, own))
-        load(transfer.unpacked(transfer.receive(group, donor, own)))
+        sums = unpacked(receive(group, donor, own))
+        load(unpacked(receive(group, donor, own)))
         pairs = enumerate(zip(sums, self._pieces.sums(), strict=True))
         wanted = [index for index, (theirs, mine) in pairs if theirs != mine]
-        transfer.send_numbers(wanted, group, donor)
+        send_numbers(wanted, group, donor)
         if wanted:
-            self._pieces.put(transfer.unpacked(transfer.receive(group, donor, own)))
+            self._pieces.put(unpacked(receive(group, donor, own)))
         return len(wanted)

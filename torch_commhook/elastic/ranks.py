@@ -3,30 +3,258 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_commhook.addresses import with_port
+from torch_commhook import _C
+from torch_commhook.addresses import family_of, interfaces, loopback, with_port
 from torch_commhook.collectives.gloo_groups import destroy_group, make_group
-from torch_commhook.elastic.door import Door
-from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
-from torch_commhook.elastic.settings import Elastic, host_and_port
-from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.collectives.wire import close_in_forks, number_and_inode
+from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, StoreSigns, View
 from torch_commhook.metrics import MembershipEvent
-from torch_commhook.step.connected_group import remove_address
-from torch_commhook.step.peer_error import PeerError
-from torch_commhook.step.rendezvous import can_append, hashed, innermost
+from torch_commhook.step.connected_group import (
+    PeerError,
+    can_append,
+    hashed,
+    innermost,
+    read_now,
+    remove_address,
+)
 from torch_commhook.step.step_group import StepGroup, tell_unreachable
+
+# ---- tests whether the members of a training can connect to each other ---------------------------
+
+
+#: The number of members that are tried at once.
+_AT_ONCE = 64
+
+
+class Door:
+    """A port of this process that others can connect to, and the ports of others.
+
+    The process never accepts these connections: it suffices that the system does.
+
+    Args:
+        store: where members find each other's ports.
+        own: this process's number.
+        timeout: seconds after which a member counts as unreachable.
+    """
+
+    def __init__(self, store: dist.Store, own: int, timeout: float) -> None:
+        self._store = store
+        self._own = own
+        self._timeout = timeout
+        address = own_address(store)
+        self._socket = socket.create_server((address, 0), family=family_of(address), backlog=1024)
+        close_in_forks(self)
+        port: int = self._socket.getsockname()[1]
+        store.set(_key(own), f"{address} {port}")
+
+    def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
+        """The members that this process cannot connect to."""
+        if not ranks:
+            return frozenset()
+        with ThreadPoolExecutor(min(len(ranks), _AT_ONCE)) as pool:
+            reached = pool.map(self._reaches, ranks)
+            return frozenset(
+                rank for rank, is_there in zip(ranks, reached, strict=True) if not is_there
+            )
+
+    def _reaches(self, rank: int) -> bool:
+        with suppress(OSError, RuntimeError, ValueError, OverflowError):
+            host, _, port = (read_now(self._store, _key(rank)) or "").rpartition(" ")
+            with socket.create_connection((host, int(port)), timeout=self._timeout):
+                return True
+        return False
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """The descriptor and inode of the port's socket."""
+        number = self._socket.fileno()
+        return [] if number < 0 else [number_and_inode(number)]
+
+    def close(self) -> None:
+        """Close the port, and remove it from the store."""
+        self._socket.close()
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.delete_key(_key(self._own))
+
+
+def _key(rank: int) -> str:
+    return f"door/{rank}"
+
+
+def own_address(store: dist.Store) -> str:
+    """The address of this process's host, as others see it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        found = interfaces().get(interface)
+        if found:
+            return found[0]
+    host = getattr(innermost(store), "host", None)
+    if host:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with suppress(OSError):
+                ((*_, towards), *_) = socket.getaddrinfo(host, 1, family, socket.SOCK_DGRAM)
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(towards)  # sends nothing
+                    address: str = probe.getsockname()[0]
+                    return address
+    return loopback()
+
+
+# ---- settings of a training that continues when ranks are lost -----------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Settings for :func:`attach`: training continues when ranks are lost, and admits new ranks.
+
+    See ``docs/elastic.md``.
+
+    Attributes:
+        min_ranks: the smallest number of ranks that trains. Fewer ranks wait for ``grace``, and
+            then raise :class:`TooFewRanksError`.
+        name: the training's name in the store, such as ``"first-run"``. All processes that give one
+            name and one store train together, so each training needs its own.
+        grace: seconds within which the ranks agree on who is left. A rank is lost when its process
+            ends, or when it shows no sign of life for half of this time.
+        state: objects that a new rank receives beside the model's parameters and buffers and the
+            hook's shared memory: optimizers, schedulers, any objects with ``state_dict()`` and
+            ``load_state_dict()``. The same on all ranks, in the same order.
+        store: where the ranks meet: ``"host:port"`` or, with an IPv6 address, ``"[::1]:29400"``, as
+            of ``python -m torch_commhook store``; or a store of ``torch.distributed``. It must live
+            as long as the training. None means ``MASTER_ADDR`` and ``MASTER_PORT``, where
+            ``torchrun`` runs one.
+        ranks: the number of ranks that begins; None for those that arrive within ``grace`` of one
+            another.
+        timeout: seconds that a new rank waits for admission, and that a collective may take.
+        straggler: a rank is slow in a step if its computing time exceeds this many times the median
+            of all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
+            None compares nothing.
+        straggler_steps: a rank is named after this many consecutive slow steps; with ``local_sgd``,
+            rounds.
+        leave_out_stragglers: whether the others continue without such a rank, if ``min_ranks`` are
+            left. It raises :class:`LeftOutError`.
+
+    Raises:
+        TypeError, ValueError: an attribute has a wrong type or value.
+
+    Example:
+        >>> settings = Elastic(min_ranks=6, name="first-run", grace=5.0, straggler=2.0)
+        >>> settings.min_ranks, settings.timeout
+        (6, 1800.0)
+    """
+
+    min_ranks: int
+    name: str
+    grace: float = 10.0
+    state: Sequence[Any] = ()
+    store: str | dist.Store | None = None
+    ranks: int | None = None
+    timeout: float = 1800.0
+    straggler: float | None = None
+    straggler_steps: int = 10
+    leave_out_stragglers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("min_ranks", "ranks", "straggler_steps"):
+            value = getattr(self, name)
+            if name == "ranks" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Elastic: {name} must be an int, got {_C.type_name(value)}")
+            if value < 1:
+                raise ValueError(f"Elastic: {name} must be at least 1, got {value}")
+        if self.ranks is not None and self.ranks < self.min_ranks:
+            raise ValueError(
+                f"Elastic: ranks must be at least min_ranks, {self.min_ranks}, got {self.ranks}"
+            )
+        for name in ("grace", "timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Elastic: {name} must be a number of s, got {_C.type_name(value)}")
+            if not 0 < value <= 1e6:
+                raise ValueError(f"Elastic: {name} must be a positive number of s, got {value}")
+        self._check_straggler()
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(
+                f"Elastic: name must be a text that only this training has, got {self.name!r}"
+            )
+        if self.store is not None and not isinstance(self.store, (str, dist.Store)):
+            raise TypeError(
+                "Elastic: store must be 'host:port', a store of torch.distributed or None, got "
+                f"{_C.type_name(self.store)}"
+            )
+        if isinstance(self.store, str):
+            host_and_port(self.store)
+        if isinstance(self.state, (str, bytes)) or not isinstance(self.state, Sequence):
+            raise TypeError(f"Elastic: state must be a list, got {_C.type_name(self.state)}")
+        for number, each in enumerate(self.state):
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(each, method, None)):
+                    raise TypeError(
+                        f"Elastic: state[{number}] must have {method}(), got {_C.type_name(each)}"
+                    )
+
+    def _check_straggler(self) -> None:
+        factor = self.straggler
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+            raise TypeError(
+                f"Elastic: straggler must be a number or None, got {_C.type_name(factor)}"
+            )
+        if factor is not None and not 1 < factor <= 1e6:
+            raise ValueError(f"Elastic: straggler must be a number above 1, got {factor}")
+        if not isinstance(self.leave_out_stragglers, bool):
+            raise TypeError(
+                "Elastic: leave_out_stragglers must be a bool, got "
+                f"{_C.type_name(self.leave_out_stragglers)}"
+            )
+        if self.leave_out_stragglers and factor is None:
+            raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")
+
+
+def host_and_port(store: str) -> tuple[str, int]:
+    """The host and port of a store's text.
+
+    Args:
+        store: ``host:port``. An IPv6 address may be in brackets: ``[::1]:29400``.
+
+    Raises:
+        ValueError: the text is not ``host:port``.
+    """
+    host, _, port = store.rpartition(":")
+    is_v6 = ":" in host
+    if host.startswith("[") and host.endswith("]"):
+        host, is_v6 = host[1:-1], True
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+    if is_v6:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(
+                "Elastic: store must be 'host:port', or '[address]:port' with an IPv6 address, "
+                f"got {store!r}"
+            ) from None
+    return host, int(port)
+
+
+# ---- the ranks of a training that continues when some are lost, seen from one of them ------------
+
 
 _log = logging.getLogger("torch_commhook.elastic")
 

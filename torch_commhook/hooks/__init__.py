@@ -9,10 +9,9 @@ Each codec of :mod:`torch_commhook.codecs` has a hook of the same name.
 from typing import Any
 
 from torch_commhook.codecs.base import CODECS, RESERVED_NAMES
-from torch_commhook.hooks.adaptive import adaptive
 from torch_commhook.hooks.auto import auto
 from torch_commhook.hooks.base import Hook
-from torch_commhook.hooks.compressed import compressed, hook_of_codec
+from torch_commhook.hooks.compressed import adaptive, compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd

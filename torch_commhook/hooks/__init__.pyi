@@ -2,9 +2,9 @@
 # For a codec of your own, write compressed(codec): tools do not know a hook of its name.
 import torch.distributed as dist
 
-from torch_commhook.hooks.adaptive import adaptive as adaptive
 from torch_commhook.hooks.auto import auto as auto
 from torch_commhook.hooks.base import Hook as Hook
+from torch_commhook.hooks.compressed import adaptive as adaptive
 from torch_commhook.hooks.compressed import compressed as compressed
 from torch_commhook.hooks.cpp import cpp as cpp
 from torch_commhook.hooks.hierarchical import hierarchical as hierarchical

@@ -1,13 +1,13 @@
-"""The base class of all hooks of the library."""
+"""The base class of all hooks, and what it says of them to wrappers, reducers and compilers."""
 
-# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, and
-# does not accept strings.
+from __future__ import annotations
 
 import copy
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,17 +18,115 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.group_place import group_rank
-from torch_commhook.collectives.streams import is_capturing
-from torch_commhook.hooks.traits import HookTraits, Trait
-from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.bucket_with_memory import BucketWithMemory, memory_of, set_memory
+from torch_commhook.collectives.futures import is_capturing
+from torch_commhook.collectives.gloo_groups import group_rank
+from torch_commhook.memory.bucket_memory import (
+    BucketMemory,
+    BucketWithMemory,
+    ShardedBucket,
+    memory_of,
+    set_memory,
+)
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.jump_watch import JumpWatch
-from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.watches import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name, hook_on_bucket
 from torch_commhook.spans import active, bucket_label, spans_of
+
+# ---- properties of a hook that its wrappers and the reducers depend on ---------------------------
+
+
+@dataclass(frozen=True)
+class HookTraits:
+    """The traits of a hook.
+
+    Attributes:
+        is_lossy: whether a message holds less than the gradients, so that results depend on the
+            parameters that share a bucket.
+        takes_error: whether the next message can carry the errors of earlier ones.
+        keeps_error: whether the hook remembers a message's error, and sends it with the next.
+        splits_buckets: whether the hook averages parts of a bucket one by one.
+        settles_buckets: whether the hook decides about all buckets of a step together.
+        has_stages: whether a collective follows another one, at any number of ranks.
+        keeps_ranks_apart: whether each rank takes several steps on its own gradients, so that
+            parameters and optimizer state differ among ranks.
+        scales_steps: whether ``Hook.step_scale`` is called; all results then wait for the last.
+        chooses: whether the hook measures in the first steps which of several hooks to use.
+    """
+
+    is_lossy: bool = False
+    takes_error: bool = False
+    keeps_error: bool = False
+    splits_buckets: bool = False
+    settles_buckets: bool = False
+    has_stages: bool = False
+    keeps_ranks_apart: bool = False
+    scales_steps: bool = False
+    chooses: bool = False
+
+    @classmethod
+    def of_any(cls, hooks: Iterable[Any]) -> HookTraits:
+        """The traits that at least one of these hooks has."""
+        hooks = list(hooks)
+        # By the hooks' attributes: a user's class may define them directly.
+        return cls(
+            **{one.name: any(getattr(hook, one.name) for hook in hooks) for one in fields(cls)}
+        )
+
+
+class Trait:
+    """An attribute of a hook that reads the trait of the same name.
+
+    A class or an object may replace it by a bool or a property.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, hook: Any, owner: Any = None) -> bool:
+        value: bool = getattr((owner if hook is None else hook).traits, self._name)
+        return value
+
+
+# ---- the mark of hooks that compilers can trace --------------------------------------------------
+
+
+def traceable(hook: Any) -> Any:
+    """Mark a hook as traceable by compilers. A decorator for functions, classes and objects.
+
+    Under compiled autograd such a hook becomes part of the compiled backward. Its collectives must
+    be those of :mod:`torch_commhook.collectives` or ``torch.distributed._functional_collectives``.
+    Other hooks interrupt the compiled graph once, at the end of backward, and run outside it.
+
+    Args:
+        hook: a function, a class or an object.
+
+    Returns:
+        The hook itself.
+
+    Example:
+        >>> @traceable
+        ... def mean(state, bucket):
+        ...     group = bucket.process_group()
+        ...     buffer = bucket.scaled_buffer(1 / collectives.resolve_group(group).size())
+        ...     return collectives.all_reduce(buffer, group=group)
+        >>> simulate(mean, [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 4.0])]]).result
+        [tensor([2., 3.])]
+    """
+    hook._commhook_traceable = True
+    return hook
+
+
+def is_traceable(hook: object) -> bool:
+    """Whether :func:`traceable` has marked a hook."""
+    return getattr(hook, "_commhook_traceable", False) is True
+
+
+# ---- the base class of all hooks of the library --------------------------------------------------
+
+
+# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, and
+# does not accept strings.
 
 
 class Hook(ABC):
@@ -95,7 +193,7 @@ class Hook(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
 
-    def hooks_inside(self) -> "Sequence[Hook]":
+    def hooks_inside(self) -> Sequence[Hook]:
         """The hooks that do this hook's work, if any."""
         return ()
 
@@ -123,7 +221,7 @@ class Hook(ABC):
         for hook in self.hooks_inside():
             hook.check_ranks(group)
 
-    def check_parameters(self, named: "Sequence[tuple[str, Tensor]]") -> None:
+    def check_parameters(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Refuse a model whose parameters do not fit the hook.
 
         Called before the hook is used.
@@ -150,7 +248,7 @@ class Hook(ABC):
     def step_scale(
         self,
         results: Sequence[Tensor],
-        past: "Mapping[int, bool]",
+        past: Mapping[int, bool],
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
         """Return a factor for a step's results, before they are written.
@@ -299,7 +397,7 @@ class Hook(ABC):
         self.check_shards()
         raise NotImplementedError(f"{self}: has no average_shard()")
 
-    def shards(self, memory: BucketMemory) -> "list[str]":
+    def shards(self, memory: BucketMemory) -> list[str]:
         """The names of its memory of a bucket's parts; see :meth:`BucketMemory.shard`."""
         return [name for hook in self.hooks_inside() for name in hook.shards(memory)]
 
@@ -359,7 +457,7 @@ class Hook(ABC):
     # Copies share the group, and have buffers of their own. Process groups belong to one process,
     # so pickles leave them out.
 
-    def __copy__(self) -> "Hook":
+    def __copy__(self) -> Hook:
         return self._with_state(
             {
                 name: copy.copy(value)
@@ -369,12 +467,12 @@ class Hook(ABC):
             }
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         for group in self._given_groups():
             memo[id(group)] = group
         return self._with_state(copy.deepcopy(self.__dict__, memo))
 
-    def _with_state(self, state: dict[str, Any]) -> "Hook":
+    def _with_state(self, state: dict[str, Any]) -> Hook:
         hook = type(self).__new__(type(self))
         hook.__dict__.update(state)
         return hook
@@ -411,7 +509,7 @@ def check_is_chosen(where: str, hook: Hook) -> None:
 
 
 def step_scale_of(
-    hook: Hook, results: Sequence[Tensor], past: "Mapping[int, bool]", loss_scale: Tensor | None
+    hook: Hook, results: Sequence[Tensor], past: Mapping[int, bool], loss_scale: Tensor | None
 ) -> Tensor | None:
     """``hook.step_scale(...)``. A hook without the argument ``loss_scale`` sees scaled results."""
     if loss_scale is None or not hook._takes_loss_scale:
@@ -509,7 +607,7 @@ class Workspaces:
     def __len__(self) -> int:
         return len(self._buffers)
 
-    def __reduce__(self) -> tuple[type["Workspaces"], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Workspaces], tuple[()]]:
         return Workspaces, ()  # a copy needs no contents of buffers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives.group_place import is_seen_by_cpp
+from torch_commhook.collectives.gloo_groups import is_seen_by_cpp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
 from torch_commhook.spans import current_spans

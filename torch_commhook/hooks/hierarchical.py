@@ -15,22 +15,19 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather
-from torch_commhook.collectives.gloo_groups import group_ranks, is_destroyed
-from torch_commhook.collectives.group_place import group_rank
-from torch_commhook.collectives.hierarchical import (
-    hierarchical_all_reduce,
-    inter_shard_range,
-    place_in_node,
-    share_range,
-)
+from torch_commhook.collectives.gloo_groups import group_rank, group_ranks, is_destroyed
 from torch_commhook.collectives.hosts import (
     HOST,
     Nesting,
     group_over,
+    hierarchical_all_reduce,
+    inter_shard_range,
     known_group,
     label_of_host,
     nest,
     numbered_labels,
+    place_in_node,
+    share_range,
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, check_dense, result_tensor

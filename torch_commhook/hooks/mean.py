@@ -8,19 +8,18 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import all_reduce, all_to_all
-from torch_commhook.collectives.futures import then_beside
-from torch_commhook.collectives.plain import issue_reduce_scatter
-from torch_commhook.collectives.stages import timed
-from torch_commhook.collectives.streams import beside
-from torch_commhook.collectives.wide_sum import (
+from torch_commhook.collectives.futures import beside, then_beside
+from torch_commhook.collectives.plain import (
     LEAST_RANKS,
+    issue_reduce_scatter,
     padded_numel,
     sum_rows,
     wide_all_reduce,
 )
+from torch_commhook.collectives.stages import timed
 from torch_commhook.hooks.base import Hook, Workspaces, average_scale, check_dense
 from torch_commhook.hooks.expressions import SHORT_DTYPES
-from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.bucket_memory import ShardedBucket
 
 
 class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)

@@ -15,14 +15,11 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, completed, then_all
-from torch_commhook.hooks.base import Hook, check_is_chosen, result_tensor
-from torch_commhook.hooks.compressed import hook_of_codec
+from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen, result_tensor
+from torch_commhook.hooks.compressed import hook_of_codec, no_hook
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.hooks.no_hooks import no_hook
-from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.hooks.wrappers import error_feedback
-from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native import bucket_ops
 

@@ -10,21 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.codecs.error_decay import decay_error, decays_at_random
+from torch_commhook.codecs.base import decay_error, decays_at_random
+from torch_commhook.collectives.futures import beside, is_capturing
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
-from torch_commhook.collectives.stages import timed, two_stages
-from torch_commhook.collectives.streams import beside, is_capturing
-from torch_commhook.collectives.traced_ops import traced_all_reduce
-from torch_commhook.hooks.base import Hook, average_scale, check_dense
-from torch_commhook.hooks.low_rank.operators import (
+from torch_commhook.collectives.stages import timed, traced_all_reduce, two_stages
+from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense
+from torch_commhook.hooks.low_rank import (
+    Plan,
+    flat_source,
+    left_factors,
+    memory_order,
+    plan_of,
     powersgd_left,
     powersgd_restore,
     powersgd_right,
+    restore,
+    right_factors,
 )
-from torch_commhook.hooks.low_rank.plan import Plan, flat_source, memory_order, plan_of
-from torch_commhook.hooks.low_rank.steps import left_factors, restore, right_factors
-from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.metrics import CallMeter
 

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.codecs.checks import ERROR_DTYPES
-from torch_commhook.codecs.error_decay import check_decay
-from torch_commhook.hooks.base import Hook, check_is_chosen, step_scale_of
+from torch_commhook.codecs.base import ERROR_DTYPES, check_decay
+from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen, step_scale_of
+from torch_commhook.hooks.compressed import no_hook
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.hooks.no_hooks import no_hook
-from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.replays import cannot_be_captured
-from torch_commhook.memory.sharded_bucket import ShardedBucket
-from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
-from torch_commhook.native.tensor_checks import check_dense
+from torch_commhook.memory.watches import cannot_be_captured
+from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense, flatten_stats
 
 
 class Wrapper(Hook):

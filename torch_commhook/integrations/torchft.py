@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft.process_group import ManagedProcessGroup
 
 from torch_commhook.attachment.attaching import attach
-from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.handle import HookHandle
-from torch_commhook.attachment.printed_hook import printed_hook
 from torch_commhook.attachment.reducer_road import ReducerRoad
+from torch_commhook.attachment.road import printed_hook
 from torch_commhook.attachment.sharded.fsdp import trains_shards
+from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.collectives.futures import completed
 from torch_commhook.hooks.base import Hook
 from torch_commhook.integrations.attached_model import hook_of

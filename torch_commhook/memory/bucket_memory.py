@@ -1,29 +1,63 @@
-"""A hook's memory of one bucket between steps.
-
-It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
-them; a new bucket begins with the pieces of its parameters.
-"""
+"""The memory of hooks for a bucket, also a sharded one, and the memory that steps reuse."""
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
 from torch_commhook.codecs.base import write_saturated
-from torch_commhook.codecs.seeds import mix_seeds
-from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.memory.parameter_store import ParameterStore, add_to_error
-from torch_commhook.memory.scratch import Scratch
-from torch_commhook.memory.states import FOLDED_INTO
+from torch_commhook.codecs.sparse_codec import mix_seeds
+from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.memory.states import FOLDED_INTO, ParameterStore, add_to_error
 from torch_commhook.metrics import CallMeter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+# ---- float tensors that the buckets of a model share ---------------------------------------------
+
+
+class Scratch:
+    """Tensors for one call each; afterwards the next call of any bucket reuses them.
+
+    There are as many as buckets that were processed at once. Any thread may take and give.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a flat tensor of at least ``numel`` elements with undefined contents."""
+        try:
+            kept = self._free.pop()
+        except IndexError:
+            kept = None
+        if kept is not None and kept.numel() >= numel:
+            if kept.dtype == dtype and kept.device == device:
+                return kept
+        with torch.inference_mode(False):  # otherwise no other call could write to it
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, tensor: Tensor) -> None:
+        """Return a tensor of :meth:`take`, so that others can use it."""
+        self._free.append(tensor)
+
+
+# ---- A hook's memory of one bucket between steps -------------------------------------------------
+#
+# It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
+# them; a new bucket begins with the pieces of its parameters.
 
 
 class ModelMemory(Protocol):
@@ -432,3 +466,103 @@ class BucketMemory:
             loaded = self._store.pop_loaded_shard(parameter, kind)
             if loaded is not None:
                 self._store.add_lost(parameter, kind, loaded, self.factors[name])
+
+
+# ---- A bucket that carries its hook's memory -----------------------------------------------------
+
+
+class BucketWithMemory(GradBucket):
+    """A bucket with its hook's memory, as hooks of the library get it. A copy has no memory.
+
+    Args:
+        parameters: the parameters of its gradients.
+        memory: the hook's memory of the bucket; None for hooks that are not the library's.
+        settings: the other arguments of :class:`torch_commhook.GradBucket`.
+    """
+
+    __slots__ = ("memory",)
+
+    memory: BucketMemory | None
+
+    def __init__(
+        self, parameters: Sequence[Tensor], *, memory: BucketMemory | None = None, **settings: Any
+    ) -> None:
+        super().__init__(parameters, **settings)
+        self.memory = memory
+
+    @classmethod
+    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
+        """As :meth:`GradBucket.from_torch`; the bucket has no memory yet."""
+        made = super().from_torch(bucket, process_group)
+        made.memory = None
+        return made
+
+    @classmethod
+    def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
+        """Make a bucket over another one, with its own memory: the same buffer, nothing copied."""
+        return cls(
+            bucket.parameters(),
+            buffer=bucket.buffer(),
+            index=bucket.index(),
+            bucket_count=bucket.bucket_count(),
+            sparse_grad_indices=bucket.sparse_grad_indices(),
+            process_group=bucket.process_group(),
+            memory=memory,
+        )
+
+    def _class_of_copies(self) -> type[GradBucket]:
+        return GradBucket
+
+
+#: For buckets that users make and pass to hooks of the library.
+_memories: weakref.WeakKeyDictionary[GradBucket, BucketMemory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(bucket: GradBucket) -> BucketMemory | None:
+    """The memory of the bucket's hook; None if it was not requested."""
+    return bucket.memory if isinstance(bucket, BucketWithMemory) else _memories.get(bucket)
+
+
+def set_memory(bucket: GradBucket, memory: BucketMemory) -> None:
+    """Set the memory of this bucket for all hooks that get it."""
+    if isinstance(bucket, BucketWithMemory):
+        bucket.memory = memory
+    else:
+        _memories[bucket] = memory
+
+
+# ---- A bucket of whose sum each rank gets a shard ------------------------------------------------
+
+
+class ShardedBucket(BucketWithMemory):
+    """Gradients of sharded parameters, which a reduce-scatter is to sum over the ranks.
+
+    Its buffer has equally many elements for each rank, in rank order: that rank's shard of each
+    parameter, one after another, with padding if a parameter's rows do not divide evenly.
+
+    Args:
+        parameters: for each rank and parameter a placeholder with the shard's shape. Its values are
+            meaningless.
+        memory: the hook's memory of the bucket.
+        shard: memory for this rank's share of the sum, ``numel() // ranks`` elements. Written.
+        scale: the factor of the sum.
+        op: the same as an operation of the process group.
+        settings: the other arguments of :class:`torch_commhook.GradBucket`.
+    """
+
+    __slots__ = ("op", "scale", "shard")
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        memory: BucketMemory | None,
+        shard: Tensor,
+        scale: float,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        **settings: Any,
+    ) -> None:
+        super().__init__(parameters, memory=memory, **settings)
+        self.shard = shard
+        self.scale = scale
+        self.op = op

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.parameter_store import add_to_error
-from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.memory.sharded_states import (
     SHARD_HOOK,
     SHARDS,
+    ShardedParameter,
     choices_key,
     number_of_shards,
     of_part,
@@ -24,7 +23,14 @@ from torch_commhook.memory.sharded_states import (
     shared_key,
     without_part,
 )
-from torch_commhook.memory.states import ERROR, FOLDED_INTO, Remembered, checked_state, load_error
+from torch_commhook.memory.states import (
+    ERROR,
+    FOLDED_INTO,
+    Remembered,
+    add_to_error,
+    checked_state,
+    load_error,
+)
 
 
 class UnshardedMemory(HookMemory):

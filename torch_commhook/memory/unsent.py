@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES, GRADIENT_DTYPES
-from torch_commhook.native.tensor_checks import check_dense, check_flat, check_used, span_of
+from torch_commhook.native.bucket_ops import (
+    BUCKET_DTYPES,
+    GRADIENT_DTYPES,
+    check_dense,
+    check_flat,
+    check_used,
+    span_of,
+)
 
 _ROW = 6
 _NOTHING = -1

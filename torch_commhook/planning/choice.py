@@ -20,17 +20,15 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce
+from torch_commhook.hooks.auto import FirstSteps, random_sample
 from torch_commhook.hooks.base import Hook
-from torch_commhook.hooks.first_steps import FirstSteps, random_sample
 from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.planning.hook_work import HookError
 from torch_commhook.planning.link import MeasuredLink, measure_rate, measure_round_trip
 from torch_commhook.planning.measured import Measured, measure
-from torch_commhook.planning.model import Model, Parameter
-from torch_commhook.planning.schedule import PAYLOAD, through_seconds
-from torch_commhook.planning.wire import Wire
+from torch_commhook.planning.model import HookError, Model, Parameter
+from torch_commhook.planning.wire import PAYLOAD, Wire, through_seconds
 
 #: The share of a step that a hook must save to replace ``allreduce()``.
 LEAST_GAIN = 0.05

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_commhook import hooks
-from torch_commhook.collectives.exchange import FEW_RANKS
 from torch_commhook.collectives.hosts import HOST, nest
-from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
+from torch_commhook.collectives.issuing import FEW_RANKS
+from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.planning.model import Model
-from torch_commhook.planning.schedule import with_places
-from torch_commhook.process_group.gloo_messages import Traffic, is_each_to_each, messages_of
+from torch_commhook.planning.wire import with_places
+from torch_commhook.process_group.operations import Traffic, is_each_to_each, messages_of
 from torch_commhook.process_group.simulated.link import Issued
 
 #: Above this number of ranks formulas replace a simulation, which would take minutes.
@@ -57,7 +57,7 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Formula | Non
     """The traffic of a hook by formulas; None for a hook without formulas.
 
     Args:
-        hook: a hook from :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        hook: a hook from :func:`torch_commhook.planning.model.unwrap_hook`.
         model: the model; its gradients are float32.
         ranks: the number of ranks on all nodes.
         nodes: the number of nodes, with equally many consecutive ranks each.
@@ -289,7 +289,7 @@ def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
     """The number of shares that ranks encode, and a hook that encodes one share as ``hook`` does.
 
     Args:
-        hook: a hook from :func:`torch_commhook.planning.hook_work.unwrap_hook`.
+        hook: a hook from :func:`torch_commhook.planning.model.unwrap_hook`.
         ranks: the number of the model's ranks.
     """
     inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook

@@ -1,13 +1,4 @@
-"""Measures the computing time and the traffic of hooks in a step, independently of the link.
-
-The computing time is measured on this machine, on a bucket of random gradients. These have the
-shapes of the model's parameters, or are square matrices if only the model's size is known. The
-bytes are counted with ranks that are threads. Formulas give the bytes of ``powersgd`` from the
-parameters' shapes, and those of most hooks among more than 16 ranks or on several nodes.
-
-If a hook changes after some steps, the figures describe it after the change. The figures of a hook
-that keeps ranks apart for some steps are means over these steps.
-"""
+"""Predicts steps from measurements: of the hooks in this process, or of ``bench``."""
 
 from __future__ import annotations
 
@@ -22,27 +13,43 @@ import torch
 from torch_commhook import hooks as library_hooks
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.native.runtime import check_hook, hook_name
-from torch_commhook.planning.buckets import BUCKET_CAPS_MB
 from torch_commhook.planning.formulas import (
     MODEL,
     MOST_SIMULATED,
+    bytes_out_of_node,
     count_connections,
+    count_messages,
     encoding_of,
     formula_of,
     with_ranks_per_node,
     without_memory,
 )
-from torch_commhook.planning.hook_work import (
+from torch_commhook.planning.link import LinkFile
+from torch_commhook.planning.model import (
+    BUCKET_CAPS_MB,
     MOST_MEASURED,
     HookError,
+    Model,
+    Parameter,
+    bucket_sizes,
     measure_pass,
     measure_seconds,
     record_traffic,
     unwrap_hook,
 )
-from torch_commhook.planning.model import Model, Parameter
-from torch_commhook.planning.schedule import agreement_of
+from torch_commhook.planning.wire import PAYLOAD, agreement_of, round_trips, through_seconds
 from torch_commhook.process_group.simulated.link import Issued
+
+# ---- measures the computing time and the traffic of hooks in a step ------------------------------
+#
+# The computing time is measured on this machine, on a bucket of random gradients. These have the
+# shapes of the model's parameters, or are square matrices if only the model's size is known. The
+# bytes are counted with ranks that are threads. Formulas give the bytes of ``powersgd`` from the
+# parameters' shapes, and those of most hooks among more than 16 ranks or on several nodes.
+#
+# If a hook changes after some steps, the figures describe it after the change. The figures of a
+# hook that keeps ranks apart for some steps are means over these steps.
+
 
 Hook = str | Callable[..., Any]
 Members = dict[str, list[Sequence[int]]]
@@ -300,3 +307,230 @@ def _compute_seconds(
 def _add_up(gradient: Any) -> None:
     """The other work of a rank of a node: gather gradients, add up its share, write results."""
     gradient.copy_(gradient.clone() + gradient)
+
+
+# ---- predicts the cost of a step with a hook over a link -----------------------------------------
+#
+# A third of the step's computing is the forward. The rest is the backward, which fills the buckets
+# in turn. Hooks compute on the same processor. A full bucket's messages go on the wire at once, and
+# wait for one another as Gloo's do.
+#
+# A hook that keeps ranks apart for some steps sends after the last of them. Computing hides its
+# exchange only if that continues in the background of the next steps, as with ``delay=`` of
+# ``local_sgd``. The time of a step is then the mean over all steps.
+
+
+#: A backward computes twice as many products as a forward.
+_FORWARD = 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Measured):
+    """The cost of a hook in one step.
+
+    Attributes:
+        wire_seconds: the time of the bytes on the link, with the headers of their packets.
+        round_trips: the number of consecutive round trips in a step.
+        messages: the number of messages that a rank sends.
+        node_bytes: the bytes that a node's ranks send to other nodes; None if unknown.
+        step_seconds: the time of a step: the computing, and the communication that it does not
+            hide.
+        ratio: ``step_seconds`` divided by that of the first hook.
+    """
+
+    wire_seconds: float
+    round_trips: float
+    messages: float
+    node_bytes: float | None
+    step_seconds: float
+    ratio: float
+
+
+def plan(
+    measured: Sequence[Measured],
+    *,
+    bits_per_second: float,
+    compute_seconds: float = 0.0,
+    buckets: Sequence[int] = (1,),
+    delay_seconds: float = 0.0,
+) -> list[Cost]:
+    """The cost of each hook. The first one is the baseline of the ratios.
+
+    Args:
+        measured: the figures of :func:`measure`.
+        bits_per_second: the rate of each rank's link, each way.
+        compute_seconds: the time of a step without communication.
+        buckets: the elements of each bucket, as from :func:`bucket_sizes`.
+        delay_seconds: the delay of a message, one way.
+    """
+    costs: list[Cost] = []
+    shares = [size / sum(buckets) for size in buckets]
+    for each in measured:
+        step = step_seconds(
+            each,
+            bits_per_second=bits_per_second,
+            compute_seconds=compute_seconds,
+            buckets=buckets,
+            delay_seconds=delay_seconds,
+        )
+        first = costs[0].step_seconds if costs else step
+        costs.append(
+            Cost(
+                **vars(each),
+                wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
+                round_trips=_round_trips(each, shares),
+                messages=_messages(each, shares),
+                node_bytes=_node_bytes(each, shares),
+                step_seconds=step,
+                ratio=step / first if first else 1.0,
+            )
+        )
+    return costs
+
+
+def _round_trips(measured: Measured, shares: Sequence[float]) -> float:
+    """Consecutive round trips in a step, including those that computing hides."""
+    shares = [share / measured.fragments for share in shares]
+    once = round_trips(measured.chains, measured.agreement, shares, is_ddp=measured.is_ddp)
+    return once * measured.fragments / measured.every
+
+
+def _messages(measured: Measured, shares: Sequence[float]) -> float:
+    shares = [share / measured.fragments for share in shares]
+    chains = [
+        count_messages(issued, (), shares, is_ddp=measured.is_ddp) for issued in measured.chains
+    ]
+    once = sum(chains) + count_messages((), measured.agreement, shares)
+    return once * measured.fragments / measured.every
+
+
+def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
+    if not measured.members:
+        return None
+    chains = [bytes_out_of_node(each, measured.members, shares) for each in measured.chains]
+    return sum(chains) / measured.every
+
+
+def step_seconds(
+    measured: Measured,
+    *,
+    bits_per_second: float,
+    compute_seconds: float = 0.0,
+    buckets: Sequence[int] = (1,),
+    delay_seconds: float = 0.0,
+) -> float:
+    """The time of a step in seconds. Buckets travel while the backward computes the next ones.
+
+    Args:
+        measured: the figures of :func:`measure`.
+        bits_per_second, compute_seconds, buckets, delay_seconds: as for :func:`plan`.
+    """
+    elements = sum(buckets)
+    shares = [size / elements for size in buckets]
+    ready, computed = [0.0] * len(buckets), 0.0
+    if measured.overlaps:
+        computed, in_backward = compute_seconds * _FORWARD, compute_seconds * (1 - _FORWARD)
+        for place, share in enumerate(shares):
+            computed += (in_backward + measured.compute_seconds) * share
+            ready[place] = computed
+    through = through_seconds(
+        measured.chains,
+        measured.agreement,
+        ready=ready,
+        shares=[share / measured.fragments for share in shares],
+        computed=computed,
+        bits_per_second=bits_per_second * PAYLOAD,
+        latency=delay_seconds,
+        is_ddp=measured.is_ddp,
+    )
+    if measured.overlaps:
+        return through
+    step = compute_seconds + measured.compute_seconds
+    waits = max(0.0, through - measured.delay * step)
+    return step + waits * measured.fragments / measured.every
+
+
+# ---- derives hooks' computing times from the steps that commhook bench measured between ranks ----
+
+
+#: The largest share of a step on the wire. Above it the step says too little about computing.
+_MOST_WIRE = 0.5
+_HALVINGS = 20
+#: A smaller model's step is mostly fixed costs, which do not grow with the model.
+_LEAST_ELEMENTS = 1 << 20
+#: The name of bench's row without a hook, and the key of its model's number of elements.
+_ALONE, _ELEMENTS = "no communication", "elements"
+
+
+def with_bench_times(
+    measured: Sequence[Measured], file: LinkFile, *, elements: int, world_size: int
+) -> list[Measured]:
+    """The hooks with the computing times of a ``commhook bench`` file, if it fits all of them.
+
+    The file fits a hook if it has a step of the hook among the same number of ranks, with less than
+    half of the step on the wire. The hook's computing time is the one with which the planned step
+    is as long as the measured one. If the file does not fit one of the hooks, all keep their times:
+    ranks that share a machine slow each other, so the two kinds of times do not compare. A file of
+    a model that is small, and smaller than this one, fits no hook.
+
+    Args:
+        measured: the figures of :func:`torch_commhook.planning.measure` for a model.
+        file: a file of ``commhook bench``.
+        elements: the number of the model's elements.
+        world_size: the number of its ranks.
+    """
+    there = file.machine.get(_ELEMENTS)
+    if isinstance(there, bool) or not isinstance(there, (int, float)) or not 1 <= there < math.inf:
+        return list(measured)
+    if file.link is None or file.ranks != world_size or there < min(elements, _LEAST_ELEMENTS):
+        return list(measured)
+    seconds = {each.hook: each.seconds for each in file.hooks}
+    alone = seconds.get(_ALONE, 0.0)
+    scale = there / elements
+    found = []
+    for each in measured:
+        took = seconds.get(each.hook)
+        own = None if took is None else _computing(_scaled(each, scale), took, alone, file, there)
+        if own is None:
+            return list(measured)
+        found.append(replace(each, compute_seconds=own / scale))
+    return found
+
+
+def _scaled(measured: Measured, factor: float) -> Measured:
+    """The figures of the same hook on a model that is ``factor`` times as large."""
+
+    def of(chain: Sequence[Issued]) -> tuple[Issued, ...]:
+        return tuple(each.scaled(factor) for each in chain)
+
+    return replace(
+        measured,
+        bytes_sent=measured.bytes_sent * factor,
+        issued=of(measured.issued),
+        beside=tuple(of(chain) for chain in measured.beside),
+    )
+
+
+def _computing(
+    measured: Measured, took: float, alone: float, file: LinkFile, elements: float
+) -> float | None:
+    """Seconds that a hook computes in a step of ``took`` seconds; None if the step cannot tell."""
+    assert file.link is not None
+    link, buckets = file.link, bucket_sizes(round(elements))
+
+    def planned(seconds: float) -> float:
+        return step_seconds(
+            replace(measured, compute_seconds=seconds),
+            bits_per_second=link.bits_per_second,
+            compute_seconds=alone,
+            buckets=buckets,
+            delay_seconds=link.delay_seconds,
+        )
+
+    if planned(0.0) - alone > _MOST_WIRE * took or planned(0.0) > took:
+        return None
+    least, most = 0.0, took
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if planned(middle) < took else (least, middle)
+    return (least + most) / 2

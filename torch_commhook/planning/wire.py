@@ -1,22 +1,141 @@
-"""Times messages between all ranks of a group.
-
-All ranks send to all others at once, as hooks do. Ranks base their decisions on shared numbers
-(:meth:`Wire.shared`), so they issue the same messages.
-"""
+"""Messages on the wire: their order in a step, and how they are measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchanges, place_in
-from torch_commhook.collectives.gloo_groups import lacks_cpu
-from torch_commhook.collectives.issuing import issue_all_to_all
+from torch_commhook.collectives.gloo_groups import exchanges, lacks_cpu
+from torch_commhook.collectives.issuing import issue_all_to_all, place_in
 from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.process_group.operations import (
+    Traffic,
+    has_a_thread,
+    merged,
+    messages_of,
+    on_transport,
+)
+from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.process_group.throttled import GlooGroup, SlowLink
+
+# ---- predicts when the collectives of a step end, over a link of given rate and delay ------------
+#
+# The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`.
+
+
+#: The share of an Ethernet frame that is not headers (Ethernet, IP and TCP).
+PAYLOAD = 1448 / 1514
+#: The most messages of a collective's part that the model follows one by one: over all buckets, and
+#: the least for a bucket.
+_MOST_FOLLOWED = 50_000
+_LEAST_FOLLOWED = 4
+#: Gloo's threads in a group of init_process_group.
+_DDP_THREADS = 2
+#: Of the library's own groups, which have no threads: as many as there are buckets.
+_MOST_UNDER_WAY = 1 << 20
+
+
+def through_seconds(
+    chains: Sequence[Sequence[Issued]],
+    agreement: Sequence[Issued],
+    *,
+    ready: Sequence[float],
+    shares: Sequence[float],
+    computed: float = 0.0,
+    bits_per_second: float,
+    latency: float,
+    is_ddp: bool = False,
+) -> float:
+    """The time at which a step's last collective ends, in seconds.
+
+    All chains of a bucket begin at once. In a chain, each collective waits for the one before it.
+    At the end the ranks agree.
+
+    Args:
+        chains: the calls of a rank with all gradients in one bucket.
+        agreement: the calls at the end of a step.
+        ready: the time at which each bucket is full, in seconds.
+        shares: each bucket's share of the gradients.
+        computed: the time at which the step's computing ends, in seconds.
+        bits_per_second: the rate of the link, each way.
+        latency: the delay of a message, one way, in seconds.
+        is_ddp: whether DDP issues the calls itself, on a group with two Gloo threads. None then has
+            a place.
+    """
+    link = SlowLink(bits_per_second, latency)
+    most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
+    groups: dict[str, GlooGroup] = {}
+    end = computed
+
+    def go_on(chain: list[Issued], when: float) -> None:
+        nonlocal end
+        if not chain:
+            end = max(end, when)
+            return
+        (name, traffic), rest = (chain[0].group, chain[0].traffic), chain[1:]
+        group = groups.get(name)
+        if group is None:
+            group = groups[name] = GlooGroup(link, _DDP_THREADS if is_ddp else _MOST_UNDER_WAY)
+        issue = group.issue if has_a_thread(traffic) else group.send
+        parts = merged(messages_of(traffic), most)
+        issue(when, parts, partial(go_on, rest))
+
+    for when, share in zip(ready, shares, strict=True):
+        for issued in chains:
+            chain = [each.scaled(share) for each in issued]
+            chain = chain if is_ddp else with_places(chain)
+            link.at(when, partial(go_on, chain))
+    link.finish()
+    link.at(end, partial(go_on, list(agreement)))
+    link.finish()
+    return end
+
+
+def with_places(chain: list[Issued]) -> list[Issued]:
+    """The calls over the library's transport, where hooks' collectives have places."""
+    return [replace(each, traffic=on_transport(each.traffic)) for each in chain]
+
+
+def round_trips(
+    chains: Sequence[Sequence[Issued]],
+    agreement: Sequence[Issued],
+    shares: Sequence[float],
+    *,
+    is_ddp: bool = False,
+) -> float:
+    """The number of consecutive round trips in a step, if all buckets are full at the same time.
+
+    Args:
+        chains, agreement, shares, is_ddp: as for :func:`through_seconds`.
+    """
+    return through_seconds(
+        chains,
+        agreement,
+        ready=[0.0] * len(shares),
+        shares=shares,
+        bits_per_second=float("inf"),
+        latency=0.5,
+        is_ddp=is_ddp,
+    )
+
+
+def agreement_of(world_size: int) -> list[Issued]:
+    """The calls of a rank at the end of a step, by which all ranks agree that it succeeded."""
+    if world_size == 1:
+        return []
+    return [Issued("", on_transport(Traffic("allreduce", world_size, 1, 0.0)))]
+
+
+# ---- times messages between all ranks of a group -------------------------------------------------
+#
+# All ranks send to all others at once, as hooks do. Ranks base their decisions on shared numbers
+# (:meth:`Wire.shared`), so they issue the same messages.
 
 
 class Wire:

@@ -1,33 +1,36 @@
 """Process groups and works in Python."""
 
 from torch_commhook.collectives.wire import register_backend
-from torch_commhook.process_group.base import ProcessGroup
-from torch_commhook.process_group.broadcast import broadcast_coalesced
-from torch_commhook.process_group.compressed import CompressedProcessGroup
-from torch_commhook.process_group.faults import (
+from torch_commhook.process_group.base import (
+    CompletionHookArgs,
+    PostHookArgs,
+    PreHookArgs,
+    ProcessGroup,
+    WorkInfo,
+    register,
+)
+from torch_commhook.process_group.compressed import CompressedProcessGroup, broadcast_coalesced
+from torch_commhook.process_group.faulty import (
     Corrupt,
     Delay,
     Drop,
     DroppedRankError,
     Fail,
     Fault,
+    FaultyProcessGroup,
     Hang,
     Injected,
     InjectedError,
 )
-from torch_commhook.process_group.faulty import FaultyProcessGroup
-from torch_commhook.process_group.group_hooks import (
-    CompletionHookArgs,
-    PostHookArgs,
-    PreHookArgs,
-    WorkInfo,
-)
 from torch_commhook.process_group.operations import HookOpName
-from torch_commhook.process_group.recording import Counters, Record, RecordingProcessGroup
-from torch_commhook.process_group.registration import register
+from torch_commhook.process_group.recording import (
+    Counters,
+    Record,
+    RecordingProcessGroup,
+    merge_traces,
+)
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.throttled import ThrottledProcessGroup
-from torch_commhook.process_group.trace import merge_traces
 from torch_commhook.process_group.work import FollowedWork, Work, WrapperWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 

@@ -1,26 +1,318 @@
-"""The base class of process groups in Python."""
+"""The base class of process groups in Python, their hooks, and their registration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks, is_known
-from torch_commhook.collectives.group_place import group_rank
-from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.process_group.group_hooks import (
-    CompletionHookArgs,
-    GroupHooks,
-    PostHookArgs,
-    PreHookArgs,
-    WorkInfo,
+from torch_commhook.collectives.gloo_groups import (
+    group_and_inner,
+    group_rank,
+    group_ranks,
+    has_group,
+    is_known,
+    make_known,
 )
-from torch_commhook.process_group.work import take_over
+from torch_commhook.native.runtime import left_to_python
+from torch_commhook.process_group.operations import Call, describe
+from torch_commhook.process_group.work import on_completion, take_over
+
+# ---- hooks of process groups ---------------------------------------------------------------------
+#
+# They have the names of torch 2.15, on every torch. There they exist for PyTorch's own backends;
+# here for every ``torch_commhook.ProcessGroup``, whether Python or C++ calls it.
+
+
+@dataclass(frozen=True)
+class PreHookArgs:
+    """An operation that is about to be issued.
+
+    Attributes:
+        name: a ``HookOpName``.
+        async_op: whether the caller asked for a Work.
+        input_tensors: the tensors that are read.
+        output_tensors: the tensors that are written; the same ones for an operation in place.
+        root: the rank with the source or the result, or the peer; else -1.
+        op_id: the call's number on this group, the same for all its hooks.
+        operation: the method, by its newest name.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_pre_hook(1, lambda args: seen.append(args.input_tensors[0].numel()))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [4]
+    """
+
+    name: Any
+    async_op: bool
+    input_tensors: list[Tensor]
+    output_tensors: list[Tensor]
+    root: int
+    op_id: int
+    operation: str
+
+
+@dataclass(frozen=True)
+class PostHookArgs:
+    """An operation that was issued.
+
+    Attributes:
+        name, async_op, op_id, operation: as in :class:`PreHookArgs`.
+        work: its Work; None if the method returns none.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_post_hook(1, lambda args: seen.append((args.operation, args.op_id)))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [('allreduce', 0)]
+    """
+
+    name: Any
+    async_op: bool
+    work: Any
+    op_id: int
+    operation: str
+
+
+@dataclass(frozen=True)
+class CompletionHookArgs:
+    """An operation that has completed.
+
+    Attributes:
+        completion_key: c10d's key of its Work; 0 if there is none.
+        duration_ms: the time from issue to completion, in milliseconds.
+        name, op_id, operation: as in :class:`PreHookArgs`.
+        sizes: the sizes of its inputs, or of its outputs if it reads nothing.
+        dtype: the dtype of the first of these; None without tensors.
+        nbytes: the total bytes of these.
+        start, end: the times of issue and completion, in seconds of a monotonic clock that all
+            processes of a machine share.
+        error: the operation's error, also if issuing it raised one; else None. (torch 2.15 calls
+            completion hooks only after success.)
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group.register_completion_hook(1, lambda args: seen.append(args.nbytes))
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen
+        >>> run_ranks(reduce, 2)[0]
+        [16]
+    """
+
+    completion_key: int
+    duration_ms: float
+    name: Any
+    op_id: int
+    operation: str
+    sizes: tuple[torch.Size, ...]
+    dtype: torch.dtype | None
+    nbytes: int
+    start: float
+    end: float
+    error: BaseException | None
+
+
+class WorkInfo(NamedTuple):
+    """The argument of ``_register_on_completion_hook``'s hook, as PyTorch's ``WorkInfo``.
+
+    Attributes:
+        op_type: the operation, such as ``"ALLREDUCE"``.
+        seq: the operation's number on the group.
+        time_started, time_finished: times of a monotonic clock.
+        active_duration: the time from start to end.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     seen = []
+        ...     group._register_on_completion_hook(seen.append)
+        ...     group.allreduce([torch.ones(4)]).wait()
+        ...     return seen[0].op_type
+        >>> run_ranks(reduce, 2)[0]
+        'ALLREDUCE'
+    """
+
+    op_type: str
+    seq: int
+    time_started: timedelta
+    time_finished: timedelta
+    active_duration: timedelta
+
+
+Hook = Callable[..., None]
+KINDS = ("pre", "post", "completion", "abort")
+
+
+class GroupHooks:
+    """The hooks of one group, by kind and id. They run in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[str, dict[int, Hook]] = {kind: {} for kind in KINDS}
+        self.op_ids = itertools.count()
+
+    def __bool__(self) -> bool:
+        return any(self._hooks.values())
+
+    def add(self, kind: str, hook_id: int, hook: Hook) -> None:
+        if isinstance(hook_id, bool) or not isinstance(hook_id, int):
+            raise TypeError(
+                f"register_{kind}_hook: hook_id must be an int, got {_C.type_name(hook_id)}"
+            )
+        if not -(1 << 63) <= hook_id < 1 << 63:
+            raise ValueError(
+                f"register_{kind}_hook: hook_id must be an int of 64 bits, got {hook_id}"
+            )
+        if not callable(hook):
+            raise TypeError(
+                f"register_{kind}_hook: hook must be callable, got {_C.type_name(hook)}"
+            )
+        # A new dict, since other threads may be iterating over the old one.
+        self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
+
+    def remove(self, kind: str, hook_id: int) -> None:
+        self._hooks[kind] = {key: hook for key, hook in self._hooks[kind].items() if key != hook_id}
+
+    def has(self, kind: str, hook_id: int) -> bool:
+        return hook_id in self._hooks[kind]
+
+    def of(self, kind: str) -> list[Hook]:
+        return list(self._hooks[kind].values())
+
+
+class HookedGroup(Protocol):
+    """The interface of a group with hooks, such as ``ProcessGroup`` in ``base.py``."""
+
+    @property
+    def _hooks(self) -> GroupHooks: ...
+
+
+def run_with_hooks(
+    group: HookedGroup,
+    operation: str,
+    method: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """Call a method of a group with the group's hooks around it. C++ calls this."""
+    hooks = group._hooks
+    if hooks in _local.running:  # what a hook itself calls is not told to hooks
+        return method(*arguments, **keywords)
+    if operation == "abort":
+        for hook in hooks.of("abort"):
+            try:
+                hook()
+            except Exception as error:  # other hooks must still run
+                _C.report_unraisable(error, hook)
+        return method(*arguments, **keywords)
+    call = describe(operation, arguments[1:], keywords)
+    if call is None:
+        return method(*arguments, **keywords)
+    op_id = next(hooks.op_ids)
+    before = PreHookArgs(
+        call.name, call.async_op, call.inputs, call.outputs, call.root, op_id, operation
+    )
+    with _running(hooks):
+        for hook in hooks.of("pre"):
+            hook(before)
+    completed = _Completed(hooks, call, op_id) if hooks.of("completion") else None
+    try:
+        work = method(*arguments, **keywords)
+    except BaseException as error:
+        if completed is not None:
+            completed(_C.steady_seconds(), error)
+        raise
+    work = _C.as_work(work)
+    for_hooks = work if isinstance(work, torch.distributed.Work) else None
+    if completed is not None:
+        if for_hooks is not None:
+            completed.key = _C.completion_key(for_hooks)
+        work = on_completion(work, [*call.inputs, *call.outputs], completed)
+    after = PostHookArgs(call.name, call.async_op, for_hooks, op_id, operation)
+    with _running(hooks):
+        for hook in hooks.of("post"):
+            hook(after)
+    return work
+
+
+class _Local(threading.local):
+    """The hooks that this thread is running."""
+
+    def __init__(self) -> None:
+        self.running: list[GroupHooks] = []
+
+
+_local = _Local()
+
+
+@contextmanager
+def _running(hooks: GroupHooks) -> Iterator[None]:
+    _local.running.append(hooks)
+    try:
+        yield
+    finally:
+        _local.running.pop()
+
+
+class _Completed:
+    """Calls the completion hooks of one operation; on any thread, and never raises."""
+
+    def __init__(self, hooks: GroupHooks, call: Call, op_id: int) -> None:
+        self._hooks = hooks
+        # Without the tensors, which belong to the caller.
+        self._about = (call.sizes, call.dtype, call.nbytes)
+        self._name, self._operation, self._op_id = call.name, call.operation, op_id
+        self._start = _C.steady_seconds()
+        self.key = 0
+
+    def __call__(self, end: float, error: BaseException | None) -> None:
+        sizes, dtype, nbytes = self._about
+        args = CompletionHookArgs(
+            self.key,
+            (end - self._start) * 1e3,
+            self._name,
+            self._op_id,
+            self._operation,
+            sizes,
+            dtype,
+            nbytes,
+            self._start,
+            end,
+            error,
+        )
+        with _running(self._hooks):
+            for hook in self._hooks.of("completion"):
+                try:
+                    hook(args)
+                except Exception as raised:
+                    _C.report_unraisable(raised, hook)
+
+
+_C.set_run_with_hooks(left_to_python(run_with_hooks))
+
+
+# ---- the base class of process groups in Python --------------------------------------------------
+
 
 #: The key of the hook that PyTorch's older interface registers; it has no id.
 _ON_COMPLETION_ID = -(1 << 63)
@@ -209,3 +501,126 @@ def _kind(group: dist.ProcessGroup) -> str:
 def _work_info(args: CompletionHookArgs) -> WorkInfo:
     started, finished = timedelta(seconds=args.start), timedelta(seconds=args.end)
     return WorkInfo(args.name.name, args.op_id, started, finished, finished - started)
+
+
+# ---- registers process groups in Python with torch.distributed -----------------------------------
+
+
+def register(
+    group: dist.ProcessGroup | Callable[..., dist.ProcessGroup],
+    name: str,
+    *,
+    devices: str | Sequence[str] = ("cpu", "cuda"),
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Register a process group, or a class of them, with ``torch.distributed``.
+
+    A class becomes a backend: ``init_process_group(name, ...)`` and ``new_group(backend=name)``
+    make groups of it. A group becomes known under ``name``: the functions of ``torch.distributed``
+    and ``DeviceMesh.from_group`` accept it, and functional collectives find it by its name, also in
+    compiled code. ``torch.distributed.destroy_process_group(group)`` removes it.
+
+    Args:
+        group: a subclass of ``torch.distributed.ProcessGroup``, or another callable
+            ``group(store, rank, size)``; or a process group.
+        name: for a class: lower-case letters, digits and underscores. For a group: a name that no
+            other group has.
+        devices: for a class: the device types that it supports, one or several.
+        ranks: for a group: the global rank of each of its ranks. The default is those of the group
+            that it wraps, or 0, 1, 2 and so on for a group of your own.
+
+    Raises:
+        TypeError: ``group`` is neither a class nor a group; ``name`` is not a string.
+        ValueError: the name is taken, or no backend's name; the number of ``ranks`` is not the
+            group's size; they are not given, and this rank is not 0, 1, 2 and so on.
+
+    Example:
+        >>> def reduce(rank):
+        ...     group = process_group.WrapperProcessGroup(dist.group.WORLD)
+        ...     process_group.register(group, "wrapped")
+        ...     values = torch.ones(2)
+        ...     dist.all_reduce(values, group=group)
+        ...     dist.destroy_process_group(group)
+        ...     return values
+        >>> run_ranks(reduce, 2)[0]
+        tensor([2., 2.])
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
+    if not name:
+        raise ValueError("register: name must have at least one character, got ''")
+    if isinstance(group, dist.ProcessGroup):
+        _register_group(group, name, ranks)
+    elif callable(group):
+        _register_backend(group, name, devices)
+    else:
+        raise TypeError(
+            f"register: group must be a ProcessGroup, or a class of them, got {_C.type_name(group)}"
+        )
+
+
+def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequence[str]) -> None:
+    if not name.isidentifier() or not name.isascii() or name != name.lower():
+        raise ValueError(
+            "register: name must be of lower-case letters, digits and underscores for a backend, "
+            f"got {name!r}"
+        )
+    if name in dist.Backend.backend_list:
+        raise ValueError(f"register: there is a backend {name!r} already")
+
+    def checked(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        group = make(store, rank, size)
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"torch_commhook: backend {name!r} must make a ProcessGroup, got "
+                f"{_C.type_name(group)}"
+            )
+        try:
+            group.set_timeout(timeout)
+        except RuntimeError as error:  # of backends without a timeout
+            if "does not support setting timeout" not in str(error):
+                raise
+        return group
+
+    devices = [devices] if isinstance(devices, str) else list(devices)
+    dist.Backend.register_backend(name, checked, devices=devices)
+
+
+def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | None) -> None:
+    if has_group(name):
+        raise ValueError(f"register: there is a process group {name!r} already")
+    if is_known(group):
+        raise ValueError(
+            f"register: the group is known already, as {group.group_name!r}; "
+            "torch.distributed.destroy_process_group(group) forgets it"
+        )
+    if ranks is None:
+        ranks = _default_ranks(group)
+    if not isinstance(ranks, Sequence) or any(not isinstance(rank, int) for rank in ranks):
+        raise TypeError(f"register: ranks must be a list of ints or None, got {ranks!r}")
+    if any(rank < 0 for rank in ranks):
+        raise ValueError(f"register: ranks must be at least 0, got {list(ranks)}")
+    if len(ranks) != group.size() or len(set(ranks)) != len(ranks):
+        raise ValueError(
+            f"register: ranks must be {group.size()} different ones, got {list(ranks)}"
+        )
+    make_known(group, name, ranks, group.name())
+
+
+def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The global ranks of a group, if the user does not give them.
+
+    Raises:
+        ValueError: they are unknown, and this process has another rank than its number suggests.
+    """
+    known = group_ranks(group)
+    if known is not None:
+        return known
+    ranks, own = range(group.size()), group_rank(group)
+    if dist.is_initialized() and own != dist.get_rank():
+        raise ValueError(
+            f"register: ranks must be given, since torch.distributed does not know those of "
+            f"{_C.type_name(group)}, nor of a group that it wraps; it has rank {own} of "
+            f"{group.size()} on global rank {dist.get_rank()}"
+        )
+    return ranks

@@ -14,14 +14,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec
-from torch_commhook.codecs.seeds import mix_seeds
+from torch_commhook.codecs.sparse_codec import mix_seeds
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.compressed_chunks import (
     compressed_all_gather,
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import then
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.gloo_groups import group_rank
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 

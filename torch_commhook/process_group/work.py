@@ -1,19 +1,105 @@
-"""The base class of Work in Python, and Work around another Work."""
+"""Work in Python: its base class, Work around another Work, and when a Work has completed."""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import heapq
+import itertools
+import os
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.collectives.futures import is_driven_by_wait
+from torch_commhook.native.runtime import left_to_python
+
+# ---- calls functions at given times, on a thread that ends when no call is pending ---------------
+
+
+#: In seconds. A wait beyond Python's own, much higher limit raises an error.
+_LONGEST_WAIT = 3600.0
+
+
+class Timers:
+    """Calls functions at times of ``_C.steady_seconds()``, in order.
+
+    Functions must be short. Their exceptions go to ``sys.unraisablehook``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._numbers = itertools.count()
+        self._start_anew()
+        if hasattr(os, "register_at_fork"):  # a child has no such thread, but maybe a held lock
+            os.register_at_fork(after_in_child=self._start_anew)
+        # A thread that is in C++ when the interpreter ends, and then asks for the GIL, aborts.
+        atexit.register(self._close)
+
+    def _start_anew(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: list[tuple[float, int, Callable[[], object]]] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def call_at(self, when: float, function: Callable[[], object]) -> int:
+        """Call ``function()`` at a time. Returns a number for :meth:`cancel`."""
+        number = next(self._numbers)
+        with self._changed:
+            if self._is_closed:
+                return number
+            heapq.heappush(self._pending, (when, number, function))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            elif self._pending[0][1] == number:
+                self._changed.notify()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Cancel a call; do nothing if it was made already."""
+        with self._changed:
+            self._pending = [entry for entry in self._pending if entry[1] != number]
+            heapq.heapify(self._pending)
+            self._changed.notify()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._pending.clear()
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._pending:
+                    wait = self._pending[0][0] - _C.steady_seconds()
+                    if wait <= 0:
+                        break
+                    self._changed.wait(min(wait, _LONGEST_WAIT))
+                if not self._pending:
+                    self._thread = None
+                    return
+                function = heapq.heappop(self._pending)[2]
+            try:
+                function()
+            except Exception as error:
+                _C.report_unraisable(error, function)
+            del function  # and its references, before the wait for the next one
+
+
+# ---- the base class of Work in Python, and Work around another Work ------------------------------
+
 
 #: C++ passes this if no timeout is given.
 _NO_TIMEOUT = timedelta(0)
@@ -240,3 +326,104 @@ class FollowedWork(WrapperWork):
         value = done.value()  # raises the work's error
         result = self._follow()
         return value if result is None else result
+
+
+# ---- detects when a Work has completed -----------------------------------------------------------
+
+
+#: Called with the time of completion, in seconds of ``_C.steady_seconds()``, and the error or None.
+Done = Callable[[float, BaseException | None], None]
+
+_POLL_SECONDS, _LONGEST_PAUSE = 5e-4, 2e-2
+_TIMERS = Timers("commhook-completion")
+
+
+def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
+    """Call ``done(end, error)`` once a Work has completed.
+
+    A Work with a Future calls from the thread that completes it. On an accelerator a Future is
+    complete once the operation is queued, so a thread polls the Work instead; it lives only while
+    there is such Work. A Work without a Future calls when it is waited for.
+
+    Args:
+        work: a Work; anything else counts as complete.
+        tensors: the tensors that it reads and writes.
+        done: called once. Its exceptions go to ``sys.unraisablehook``.
+
+    Returns:
+        The Work to return in its place.
+    """
+    if not isinstance(work, torch.distributed.Work):
+        done(_C.steady_seconds(), None)
+        return work
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        _TIMERS.call_at(0.0, lambda: _watch(work, done))
+        return work
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError):  # backends raise these, and our own Work
+        return _ObservedWork(work, done)
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"{_C.type_name(work)}.get_future: must return a torch.futures.Future, got "
+            f"{_C.type_name(future)}"
+        )
+    if is_driven_by_wait(future):
+        return _ObservedWork(work, done)
+    _C.on_completion(future, done)
+    return work
+
+
+def error_of(work: Any) -> BaseException | None:
+    """The error of a completed Work, or None."""
+    if work.is_success():
+        return None
+    return _C.work_exception(work) or RuntimeError("the work has failed")
+
+
+class _ObservedWork(WrapperWork):
+    def __init__(self, work: Any, done: Done) -> None:
+        super().__init__(work)
+        self._done: Done | None = done
+
+    def _finish(self, error: BaseException | None) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(_C.steady_seconds(), error)
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            result = self.work.wait(*timeout)
+        except BaseException as error:
+            self._finish(error)
+            raise
+        self._finish(None)
+        return bool(result)
+
+    def synchronize(self) -> None:
+        self.work.synchronize()
+        self._finish(None)
+
+    def is_completed(self) -> bool:
+        completed = self.work.is_completed()
+        if completed:
+            self._finish(error_of(self.work))
+        return bool(completed)
+
+
+def _watch(work: Any, done: Done, pause: float = _POLL_SECONDS) -> None:
+    if not _ask(work, done):
+        longer = min(1.1 * pause, _LONGEST_PAUSE)
+        _TIMERS.call_at(_C.steady_seconds() + pause, lambda: _watch(work, done, longer))
+
+
+def _ask(work: Any, done: Done) -> bool:
+    """Whether a Work needs no more polling."""
+    try:
+        if not work.is_completed():
+            return False
+        error = error_of(work)
+    except Exception as raised:
+        error = raised
+    done(_C.steady_seconds(), error)
+    return True

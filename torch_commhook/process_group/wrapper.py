@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.collectives.group_place import group_rank, is_seen_by_cpp
+from torch_commhook.collectives.gloo_groups import group_rank, is_seen_by_cpp
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
 from torch_commhook.process_group.work import have_all_names

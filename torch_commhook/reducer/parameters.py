@@ -1,15 +1,23 @@
-"""The parameters of a reducer: checks of their gradients, and writes to them."""
+"""The parameters of a reducer: checks, writes, use, and the hooks that report gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from torch_commhook.native.bucket_ops import GRADIENT_DTYPES
-from torch_commhook.native.tensor_checks import check_dense
-from torch_commhook.reducer.buckets import destinations
+from torch_commhook import _C
+from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
+from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense
+from torch_commhook.native.runtime import left_to_python
+from torch_commhook.reducer.buckets import BucketState, destinations
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import NoAgreement, StepGroup
+
+# ---- the parameters of a reducer: checks of their gradients, and writes to them ------------------
 
 
 class ReducerParameters:
@@ -91,3 +99,279 @@ class ReducerParameters:
                     "those of nn.Embedding and nn.EmbeddingBag with sparse=True, whose weight "
                     "is used nowhere else"
                 )
+
+
+# ---- records the parameters whose gradients the ranks have not averaged yet ----------------------
+
+
+class ParameterUse:
+    """The parameters that got a gradient in a backward, or in earlier ones under no_sync().
+
+    A failed step, or a backward that an exception ends, changes nothing here: the gradients that it
+    has written differ among ranks until a step averages them.
+
+    Args:
+        parameters: the reducer's parameters.
+        touched: for each parameter, whether a backward may have written to its gradient since the
+            last step: uint8, on the CPU. The counter of gradients sets it.
+
+    Attributes:
+        touched: as given.
+    """
+
+    def __init__(self, parameters: ReducerParameters, touched: Tensor) -> None:
+        self._parameters = parameters
+        self.touched = touched
+        self.all_are_own()
+
+    def all_are_own(self) -> None:
+        """Treat all existing gradients as this rank's own."""
+        self.touched.fill_(1)
+
+    def set_before(self, used: Sequence[bool]) -> None:
+        """Mark parameters as used in a backward that did not synchronise.
+
+        Args:
+            used: for each parameter, whether it was used.
+        """
+        self.touched.copy_(torch.tensor(used, dtype=torch.uint8, device="cpu"))
+
+    def forget(self) -> None:
+        """Note that the gradients of earlier backward passes have been averaged."""
+        self.touched.zero_()
+
+    def locally_used(
+        self, buckets: Sequence[BucketState], agreement: StepGroup | NoAgreement
+    ) -> Tensor:
+        """Whether this rank has used each parameter: uint8, on the CPU.
+
+        Raises:
+            RuntimeError: it has not used all of them, and cannot tell the other ranks.
+        """
+        used = torch.ones(len(self._parameters), dtype=torch.uint8, device="cpu")
+        missing = missing_in(buckets)
+        if missing:
+            self.leave_out(used, self.touched, missing, needs_all=needs_all(agreement))
+        return used
+
+    def leave_out(
+        self, used: Tensor, touched: Tensor, missing: Sequence[int], *, needs_all: bool
+    ) -> None:
+        """Clear the flags of parameters without a gradient.
+
+        Args:
+            used: one flag for each parameter: uint8, on the CPU. Written.
+            touched: as :attr:`touched`.
+            missing: the numbers of the parameters without a gradient in this backward.
+            needs_all: whether this rank cannot tell the other ranks.
+
+        Raises:
+            RuntimeError: there are such parameters, and the rank cannot tell.
+        """
+        is_touched = touched.tolist()
+        unused = [
+            number
+            for number in missing
+            if not is_touched[number] or self._parameters.tensors[number].grad is None
+        ]
+        if unused and needs_all:
+            names = [self._parameters.names[number] for number in sorted(unused)]
+            raise RuntimeError(
+                f"torch_commhook: parameters {names} got no gradient, and over this process group "
+                "ranks do not tell each other which they used; freeze them "
+                "(requires_grad_(False)) before the hook is attached, or let the loss depend on "
+                "them"
+            )
+        used[unused] = 0
+
+
+def missing_in(buckets: Sequence[BucketState]) -> list[int]:
+    """The numbers of the parameters without a gradient in a backward."""
+    return [
+        number
+        for bucket in buckets
+        if bucket.pending
+        for number, arrived in zip(bucket.members, bucket.arrived, strict=True)
+        if arrived is None
+    ]
+
+
+def needs_all(agreement: StepGroup | NoAgreement) -> bool:
+    """Whether all ranks must use all parameters, because they cannot tell each other."""
+    return agreement.size > 1 and not agreement.shares_used
+
+
+# ---- the hooks on a reducer's parameters, which notify it of gradients ---------------------------
+
+
+class ParameterHooks:
+    """A post-accumulate-grad hook on each parameter: C++ counts in eager code, Python if compiled.
+
+    The hooks are registered once, since another thread's backward may be running over them.
+
+    Args:
+        listener: the object that C++ notifies of gradients and full buckets; see ``arrivals.h``.
+        parameters: the reducer's parameters.
+
+    Attributes:
+        arrivals: counts gradients.
+        called: the hooks that compiled autograd calls.
+    """
+
+    def __init__(self, listener: _C.ArrivalsListener, parameters: ReducerParameters) -> None:
+        self.arrivals = _C.Arrivals(listener, len(parameters))
+        self.called: set[Callable[..., None]] = set()
+        self._parameters = parameters
+        self._handles: list[RemovableHandle] = []
+        for number, parameter in enumerate(parameters.tensors):
+            handle: Any = parameter.register_post_accumulate_grad_hook(_nothing)
+            self._handles.append(handle)
+            _C.count_arrivals(parameter, handle.id, self.arrivals, number)
+
+    @property
+    def are_removed(self) -> bool:
+        """Whether no parameter has such a hook any more."""
+        return not self._handles
+
+    def renew(
+        self, ready_hook: Callable[[str], Callable[[Tensor], None]], buckets: list[int]
+    ) -> None:
+        """Update the hooks for rebuilt buckets.
+
+        Args:
+            ready_hook: returns the function that compiled autograd calls with the named parameter.
+            buckets: the bucket of each parameter.
+        """
+        self.called.clear()
+        for name, handle in zip(self._parameters.names, self._handles, strict=True):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hook = hooks[handle.id] = left_to_python(ready_hook(name))
+                self.called.add(hook)
+        self.arrivals.assign(buckets)
+
+    def remove(self) -> None:
+        """Remove the hooks, and stop counting."""
+        self.arrivals.close()
+        for parameter, handle in zip(self._parameters.tensors, self._handles, strict=True):
+            _C.stop_counting(parameter)
+            handle.remove()
+        self._handles.clear()
+        self.called.clear()
+
+
+def _nothing(parameter: Tensor) -> None:
+    pass
+
+
+# ---- A reducer's present buckets -----------------------------------------------------------------
+
+
+class FormedBuckets:
+    """A reducer's buckets, which are rebuilt once the order of the gradients is known.
+
+    Args:
+        parameters: the reducer's parameters.
+        capacity_bytes: the capacity of a bucket.
+        as_views: whether gradients stay in the buckets' memory, as views.
+
+    Attributes:
+        all: the buckets, in order.
+        places: by parameter name: its bucket, and its place there.
+    """
+
+    def __init__(
+        self, parameters: ReducerParameters, *, capacity_bytes: int, as_views: bool
+    ) -> None:
+        self._parameters = parameters
+        self._capacity_bytes = capacity_bytes
+        self._as_views = as_views
+        self.all: list[BucketState] = []
+        self.places: dict[str, tuple[BucketState, int]] = {}
+
+    def fill_in_order(self, order: Sequence[int]) -> None:
+        """Fill buckets with the parameters in an order of their numbers."""
+        parameters, order = self._parameters, list(order)
+        assigned = assign_buckets(
+            [parameters.tensors[i] for i in order],
+            [parameters.sparse[i] for i in order],
+            self._capacity_bytes,
+        )
+        self._form([[order[place] for place in places] for places in assigned])
+
+    def fill_as(self, buckets: Sequence[Sequence[str]], names: Sequence[str]) -> bool:
+        """Copy the buckets of a model with the same parameters. Their dtypes may differ.
+
+        Args:
+            buckets: the names of the parameters in each bucket.
+            names: the names there of the reducer's parameters.
+
+        Returns:
+            Whether the parameters are the same. If not, nothing changes.
+        """
+        numbers = {name: number for number, name in enumerate(names)}
+        if sorted(numbers) != sorted(name for bucket in buckets for name in bucket):
+            return False
+        parameters, assigned = self._parameters, []
+        for bucket in buckets:
+            members = [numbers[name] for name in bucket]
+            kinds = split_by_kind(
+                [parameters.tensors[i] for i in members], [parameters.sparse[i] for i in members]
+            )
+            assigned += [[members[place] for place in places] for places in kinds]
+        self._form(assigned)
+        return True
+
+    def _form(self, assigned: Sequence[Sequence[int]]) -> None:
+        parameters = self._parameters
+        self.all = [
+            BucketState(
+                index,
+                members,
+                [parameters.tensors[i] for i in members],
+                sparse=parameters.sparse[members[0]],
+                as_views=self._as_views,
+            )
+            for index, members in enumerate(assigned)
+        ]
+        self.places.clear()
+        for bucket in self.all:
+            for place, number in enumerate(bucket.members):
+                self.places[parameters.names[number]] = bucket, place
+
+    def clear(self) -> None:
+        """Release all buckets."""
+        self.places.clear()
+        self.all.clear()
+
+    def names(self) -> list[list[str]]:
+        """The names of each bucket's parameters."""
+        return [[self._parameters.names[i] for i in bucket.members] for bucket in self.all]
+
+    def bucket_of_each(self) -> list[int]:
+        """The bucket of each parameter, by number."""
+        bucket_of = [0] * len(self._parameters)
+        for bucket in self.all:
+            for number in bucket.members:
+                bucket_of[number] = bucket.index
+        return bucket_of
+
+    def set_arrived(self, missing: set[int]) -> None:
+        """Tell the buckets which gradients are missing in an eager backward."""
+        for bucket in self.all:
+            if not missing:
+                bucket.pending = 0
+                continue
+            here = [number not in missing for number in bucket.members]
+            bucket.pending = here.count(False)
+            bucket.arrived = [
+                parameter if has else None
+                for parameter, has in zip(bucket.parameters, here, strict=True)
+            ]
+
+    def prepare_memory(self, attached: Attached | None) -> None:
+        """Let the hook ask for its memory of each bucket, outside of compilers."""
+        for bucket in self.all:
+            bucket.memory = (
+                None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
+            )

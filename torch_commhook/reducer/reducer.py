@@ -21,22 +21,55 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
-from torch_commhook.autograd.running_backward import RunningBackward
-from torch_commhook.collectives.streams import is_capturing
-from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.reducer import misuse
-from torch_commhook.reducer.bucket_order import BucketOrder
-from torch_commhook.reducer.compiled_step import CompiledBackward, CompiledStep, TracedState
+from torch_commhook.autograd.registration import RunningBackward
+from torch_commhook.collectives.futures import is_capturing
+from torch_commhook.native.runtime import left_to_python
+from torch_commhook.reducer.buckets import BucketOrder
+from torch_commhook.reducer.compiled_step import (
+    CompiledBackward,
+    CompiledStep,
+    TracedState,
+    expected_hooks,
+    note_backward,
+    reducers,
+)
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
-from torch_commhook.reducer.formed_buckets import FormedBuckets
-from torch_commhook.reducer.parameter_hooks import ParameterHooks
-from torch_commhook.reducer.parameter_use import ParameterUse
-from torch_commhook.reducer.parameters import ReducerParameters
-from torch_commhook.reducer.recovery import Recovery
-from torch_commhook.reducer.repeatable_step import RepeatableStep
-from torch_commhook.reducer.tracing import expected_hooks, note_backward, reducers
+from torch_commhook.reducer.parameters import (
+    FormedBuckets,
+    ParameterHooks,
+    ParameterUse,
+    ReducerParameters,
+)
+from torch_commhook.reducer.repeatable_step import Recovery, RepeatableStep
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
+
+# ---- the errors of backward passes that cannot be averaged ---------------------------------------
+
+
+NOT_NESTED = (
+    "torch_commhook: a parameter's hook was called outside of backward(), or in one that is nested "
+    "in a compiled one; reentrant activation checkpointing under compiled autograd needs "
+    "torch.utils.checkpoint(..., use_reentrant=False)"
+)
+
+TWO_AT_ONCE = (
+    "torch_commhook: another backward() of this model began in another thread before this one had "
+    "ended; a model's backward passes that a hook averages must come one after another"
+)
+
+
+def came_again(name: str) -> RuntimeError:
+    """The error for a parameter's second gradient after the first has been sent."""
+    return RuntimeError(
+        f"torch_commhook: parameter '{name}' got a gradient after its bucket had been sent; a "
+        "parameter that is used in several segments of reentrant activation checkpointing needs "
+        "torch.utils.checkpoint(..., use_reentrant=False)"
+    )
+
+
+# ---- data parallelism without DDP's reducer ------------------------------------------------------
+
 
 _engine = torch.autograd.Variable._execution_engine
 _current_task = torch._C._current_graph_task_id
@@ -225,7 +258,7 @@ class Reducer:
     def enter_backward(self) -> None:
         """Note the first gradient of a backward, or of another one nested in it or around it."""
         if compiled_autograd.in_compiled_autograd_region:
-            raise RuntimeError(misuse.NOT_NESTED)
+            raise RuntimeError(NOT_NESTED)
         task, eager = _current_task(), self._eager
         if eager is not None and task == eager.task:  # another of its threads was here before
             return
@@ -272,7 +305,7 @@ class Reducer:
             step.start_full()
         except BaseException as error:
             if eager.number != self._begun_count:  # this is not the running backward
-                raise RuntimeError(misuse.TWO_AT_ONCE) from error
+                raise RuntimeError(TWO_AT_ONCE) from error
             self._abort(step, error)
 
     @left_to_python
@@ -280,7 +313,7 @@ class Reducer:
         """Note a second gradient for a parameter of a full bucket."""
         step = None if self._eager is None else self._eager.step
         if step is not None and step.has_started(number):
-            self._abort(step, misuse.came_again(self.parameters.names[number]))
+            self._abort(step, came_again(self.parameters.names[number]))
 
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
@@ -296,7 +329,7 @@ class Reducer:
     @left_to_python
     def _end_of_backward(self, nested: bool, number: int) -> None:
         if number != self._begun_count:
-            raise RuntimeError(misuse.TWO_AT_ONCE)
+            raise RuntimeError(TWO_AT_ONCE)
         if self._eager is None:
             return
         missing = set(self._arrivals.missing())
@@ -333,7 +366,7 @@ class Reducer:
     def _begin_compiled(self) -> CompiledBackward:
         expected = expected_hooks(self.key)
         if not expected:
-            raise RuntimeError(misuse.NOT_NESTED)
+            raise RuntimeError(NOT_NESTED)
         if not _is_compiling():
             self._begun_count += 1
         attached, step = self._synchronising_hook(), None

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives import resolve_group
+from torch_commhook.buckets.grad_bucket import GradBucket, checked_result
+from torch_commhook.collectives import TracedFuture, resolve_group
 from torch_commhook.collectives.agreement import gathering_through
-from torch_commhook.collectives.futures import driven
-from torch_commhook.collectives.gloo_groups import group_name
-from torch_commhook.collectives.group_place import check_not_managed
-from torch_commhook.collectives.pipeline import SecondStages, issuing_later
-from torch_commhook.collectives.streams import UsedTensors, is_capturing, keeping
-from torch_commhook.hooks.base import Hook, step_scale_of
+from torch_commhook.collectives.futures import (
+    SecondStages,
+    UsedTensors,
+    driven,
+    is_capturing,
+    issuing_later,
+    keeping,
+)
+from torch_commhook.collectives.gloo_groups import check_not_managed, group_name
+from torch_commhook.hooks.base import Hook, checked_result_dtype, is_traceable, step_scale_of
+from torch_commhook.hooks.compressed import check_is_hook
 from torch_commhook.hooks.cpp import cpp
-from torch_commhook.hooks.no_hooks import check_is_hook
-from torch_commhook.hooks.traceable import is_traceable
-from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.jump_watch import JumpWatch
-from torch_commhook.memory.loss_scale import scale_of
-from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.watches import JumpWatch, scale_of
 from torch_commhook.metrics import (
     BucketTraffic,
     HookStats,
@@ -41,12 +44,132 @@ from torch_commhook.metrics import (
 )
 from torch_commhook.native.runtime import check_hook_of, hook_name, run_hook
 from torch_commhook.spans import active, bucket_label, spans_of
-from torch_commhook.step.choosing import Choosing
-from torch_commhook.step.hook_call import HookCall, run_average
-from torch_commhook.step.ranks_apart import RanksApart
-from torch_commhook.step.seen_collectives import SeenCollectives
-from torch_commhook.step.stages import BucketStages
+from torch_commhook.step.link import SeenCollectives
+from torch_commhook.step.stages import BucketStages, RanksApart
 from torch_commhook.step.step_group import StepGroup
+
+# ---- A running call of a hook on one bucket: started, awaited, checked ---------------------------
+
+
+#: How long a failed rank waits for its own running collectives.
+DRAIN_SECONDS = 60.0
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+@dataclass(eq=False)
+class HookCall:
+    """A running call of a hook on one bucket.
+
+    Attributes:
+        bucket: the hook's bucket.
+        future: a Future of the result.
+        dtype: the dtype that the result must have.
+        where: names hook and bucket in errors.
+        traffic: the call's traffic (None bytes if the hook does not use the library's collectives).
+        local: the gradients before the hook, if post-hooks need them.
+        used: tensors that the library's streams use until :attr:`future` is waited for.
+        look: notes whether the hook has issued collectives that nobody has counted. Called once the
+            result is there, before the library issues other messages.
+    """
+
+    bucket: GradBucket
+    future: Any
+    dtype: torch.dtype
+    where: str
+    traffic: BucketTraffic
+    local: tuple[Tensor, ...] | None = None
+    used: UsedTensors | None = None
+    look: Callable[[], None] | None = None
+
+    @classmethod
+    def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
+        """Start a hook of the library on a bucket, without stages around it."""
+        used = UsedTensors()
+        with keeping(used):
+            result, dtype, traffic = run_average(hook, bucket)
+        future = _C.as_future(result, where)
+        return cls(bucket, future, dtype, where, traffic, used=used)
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """Wait for the result, and check it. While a compiler traces, this returns at once.
+
+        Args:
+            timeout: the longest time of a collective.
+
+        Raises:
+            TimeoutError: it takes longer.
+            Exception: as :meth:`result`.
+        """
+        # Traced calls date from before a graph break.
+        if not (_is_compiling() or isinstance(self.future, TracedFuture)):
+            _C.wait_for_result(self.future, self.where, timeout.total_seconds())
+        return self.result()
+
+    def result(self) -> Tensor:
+        """Wait for the result without a limit, and check it.
+
+        Raises:
+            Exception: the hook's error, or as :func:`checked_result`.
+        """
+        value = self.future.wait()
+        if self.look is not None:
+            self.look()
+        if self.used is not None:
+            self.used.waited_for()
+        return checked_result(value, self.bucket, self.dtype, self.where)
+
+    def drain(self, deadline: float) -> None:
+        """Wait for running collectives, and ignore their results. Raises only for a signal.
+
+        Args:
+            deadline: the end of the wait, by ``time.monotonic()``.
+        """
+        with suppress(Exception):  # a consequence of the failure, or as good a reason
+            if isinstance(self.future, TracedFuture):
+                self.future.wait()
+            else:
+                _C.wait_for(self.future, max(deadline - time.monotonic(), 0.0))
+
+
+def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
+    """Start a hook of the library; as :meth:`Attached.run`."""
+    meter = WireMeter()
+    spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
+    with counting(meter), active(spans):
+        # Writing the result into the gradients casts it, without another pass.
+        dtype = checked_result_dtype(hook, bucket)
+        result = driven(_C.run_average(hook, bucket))
+    if spans is not None:
+        spans.note_sent(result)
+    return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
+
+
+# ---- the interface through which a step chooses a model's hook -----------------------------------
+
+
+class Choosing(Protocol):
+    """Chooses a model's hook in its first steps, the same one on all ranks."""
+
+    def before_step(self) -> None:
+        """Called when a step has begun on all ranks, before the first bucket is sent.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+
+    def before_capture(self) -> None:
+        """Called between steps, before a compiler captures a backward: the hook must be known now.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+
+    def step_repeats(self) -> None:
+        """Called when the current step has failed and repeats."""
+
+
+# ---- A hook that is attached to a model, and its calls for single buckets ------------------------
 
 
 @dataclass(eq=False)

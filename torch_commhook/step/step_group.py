@@ -29,25 +29,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook._C import WireFailure
-from torch_commhook.autograd.running_backward import RunningBackward
+from torch_commhook.autograd.registration import RunningBackward
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.exchange import COMPARISON, Place, exchanges, place_in
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
+    exchanges,
     group_description,
     group_name,
+    group_rank,
     group_store,
     group_timeout,
     is_gloo_or_own,
     lacks_cpu,
 )
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.issuing import COMPARISON, Place, place_in
 from torch_commhook.collectives.symmetric import give_up
-from torch_commhook.step.connected_group import ConnectedGroup, Failure
-from torch_commhook.step.connections import MoreConnections
-from torch_commhook.step.peer_error import PeerError, peer_error, reason_of, reason_of_loss
-from torch_commhook.step.rendezvous import Reason, Rendezvous
-from torch_commhook.step.step_end import StepEnd, agree_on_used, all_alike, begin_maximum
+from torch_commhook.step.connected_group import (
+    ConnectedGroup,
+    Failure,
+    PeerError,
+    Reason,
+    Rendezvous,
+    peer_error,
+    reason_of,
+    reason_of_loss,
+)
+from torch_commhook.step.link import MoreConnections
+from torch_commhook.step.stages import StepEnd, agree_on_used, all_alike, begin_maximum
 
 _log = logging.getLogger(__name__)
 #: Another rank is at fault, and will send nothing more.

@@ -1,18 +1,281 @@
-"""Ranks as threads of one process."""
+"""Ranks as threads of one process, each with a ``torch.distributed`` and a store of its own."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
 
 from torch_commhook._C import type_name
+from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
-from torch_commhook.testing.store import SimulatedStore
-from torch_commhook.testing.worlds import world_of, worlds_of_ranks
+
+# ---- A store for threads as ranks: a rank that waits for a key lets the others run ---------------
+
+
+class _Keys:
+    """Keys that a rank waits for."""
+
+    def __init__(self, owner: int, keys: Sequence[str]) -> None:
+        self.is_done = False
+        self.owner = owner
+        self.keys = keys
+
+    def describe(self) -> str:
+        return f"{', '.join(self.keys)} in the store"
+
+    def is_hopeless(self, ended: Collection[int]) -> bool:
+        return False
+
+    def deliver(self) -> None:
+        """Do nothing: there is no Future of it."""
+
+
+class SimulatedStore(dist.Store):
+    """The store of ``torch.distributed`` inside ``run_ranks``.
+
+    It works as other stores, except that a key which never appears raises a ``DeadlockError`` and
+    not a timeout.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._values: dict[str, bytes] = {}
+        self._waiting: list[_Keys] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = _bytes(value)
+        for keys in [keys for keys in self._waiting if self.check(keys.keys)]:
+            self._waiting.remove(keys)
+            self._scheduler.complete(keys)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(number))
+        return number
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self.set(key, self._values.get(key, b"") + _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if its value is as expected, or if it is missing and nothing is expected."""
+        current = self._values.get(key)
+        if current == _bytes(expected) or (current is None and not expected):
+            self.set(key, desired)
+            return _bytes(desired)
+        return _bytes(expected) if current is None else current
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Let other ranks run until the keys exist."""
+        if self.check(keys):
+            return
+        rank = current_rank()
+        if rank is None:
+            raise RuntimeError(
+                f"store: keys must be there, or waited for by a rank, got {', '.join(keys)}"
+            )
+        rank = self._scheduler.enter(rank.number, "store")
+        missing = _Keys(rank.number, list(keys))
+        self._waiting.append(missing)
+        self._scheduler.wait(rank, missing)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: there is no timeout."""
+
+    def clone(self) -> Any:
+        return self
+
+    # The names that C++ calls.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+# ---- gives each rank that is a thread its own torch.distributed ----------------------------------
+#
+# PyTorch keeps its process groups in one object, and groups by name in a table in C++. The table
+# can be thread-local. The object is replaced by one that forwards to the thread's own.
+
+
+BACKEND = "simulated"
+
+_local = threading.local()
+_forgetting = threading.Lock()
+_left: list[threading.Thread] = []  # of runs that could not end all their threads
+
+
+class _Worlds:
+    """Forwards to the thread's world: a rank's, or the process's."""
+
+    def __init__(self, process: Any) -> None:
+        object.__setattr__(self, "_process", process)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(_local, "world", self._process), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(_local, "world", self._process), name, value)
+
+
+class _RankWorld(distributed_c10d._World):
+    """A new world, as a process has when it starts."""
+
+    group_count = 0
+
+
+def _own_table(name: str) -> property:
+    def get(self: Any) -> Any:
+        return self.__dict__[name]
+
+    return property(get)
+
+
+def _tables() -> dict[str, type]:
+    """The tables of the process, in the installed torch."""
+    world = distributed_c10d._World()
+    tables = {}
+    for name, value in vars(distributed_c10d._World).items():
+        if isinstance(value, property) and name not in ("pg_config_info", "default_pg"):
+            table = getattr(world, name)
+            if isinstance(table, (dict, list)):
+                tables[name] = type(table)
+    return tables
+
+
+_TABLES = _tables()
+for _name in _TABLES:
+    setattr(_RankWorld, _name, _own_table(_name))
+
+
+@contextmanager
+def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None]:
+    """Give threads their own worlds inside the block.
+
+    Args:
+        left: returns the threads that still run at the end. They keep their worlds, so that they do
+            not touch groups of the process.
+    """
+    process = distributed_c10d._world
+    if isinstance(process, _Worlds):  # threads of an earlier run may still need it
+        process = process._process
+    # Values that init_process_group() sets for the whole process, if a rank calls it again.
+    settings = (distributed_c10d._backend, distributed_c10d._default_pg_init_method, sys.excepthook)
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+    # Otherwise torch 2.11 crashes: see docs/torch_versions.md.
+    torch._C._ensureCUDADeviceGuardSet()
+    distributed_c10d._world = _Worlds(process)  # type: ignore[assignment]
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        distributed_c10d._backend, distributed_c10d._default_pg_init_method = settings[:2]
+        sys.excepthook = settings[2]
+        _left[:] = [thread for thread in (*_left, *left()) if thread.is_alive()]
+        if not _left:
+            distributed_c10d._world = process
+
+
+@contextmanager
+def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
+    """Give this thread a world with a rank's simulated group as its default group."""
+    world = _RankWorld()
+    world.__dict__.update({name: table() for name, table in _TABLES.items()})
+    _local.world = world
+    _local.links = links
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(BACKEND),
+            dist.PrefixStore("default_pg", store),
+            distributed_c10d._process_group_name([], use_hashed_name=False),
+            timeout=timedelta(minutes=30),
+            group_desc="default_pg",
+        )
+        distributed_c10d._update_default_pg(group)
+        world.pg_group_ranks[group] = {number: number for number in range(world_size)}
+        yield
+    finally:
+        distributed_c10d._unregister_all_process_groups()
+        world.default_pg = None
+        for name in _TABLES:
+            world.__dict__[name].clear()
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Free this thread's cache of DTensor's plans.
+
+    PyTorch frees it under a mutex when the thread has ended, and releases the GIL meanwhile: two
+    threads that end at once can deadlock.
+    """
+    with _forgetting:
+        values_of_thread().pop("__DTensor_fastpath_thread_cache_cleanup", None)
+
+
+def values_of_thread() -> dict[Any, Any]:
+    """The dictionary of this thread's state, where C++ keeps values until the thread has ended."""
+    get = ctypes.pythonapi.PyThreadState_GetDict
+    get.restype = ctypes.c_void_p  # as py_object the reference would count as new
+    values: dict[Any, Any] = ctypes.cast(get(), ctypes.py_object).value
+    return values
+
+
+def _make_group(options: Any, _: Any) -> SimulatedProcessGroup:
+    rank = current_rank()
+    if rank is None:
+        raise RuntimeError(
+            f"backend '{BACKEND}': a group must be made inside of torch_commhook.testing.run_ranks"
+        )
+    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    link = _local.links.get(options.group_id, members, rank.number)
+    return SimulatedProcessGroup(link, options.group_rank)
+
+
+# ---- ranks as threads of one process -------------------------------------------------------------
+
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.hooks.compressed import check_is_hook
 from torch_commhook.hooks.expressions import as_hook
-from torch_commhook.hooks.no_hooks import check_is_hook
 from torch_commhook.native.runtime import check_hook_of, hook_name, parse_hook_result, run_hook
 from torch_commhook.process_group.simulated.link import Issued, Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links

@@ -1,5 +1,5 @@
 // Block quantisation: its operators, and their kernels in plain ATen. These serve every device; all
-// other kernels give the same bits. torch_commhook/codecs/blockwise.py has the codec.
+// other kernels give the same bits. torch_commhook/codecs/block_codec.py has the codec.
 #include "ops/codecs/blockwise.h"
 
 #include <ATen/ATen.h>

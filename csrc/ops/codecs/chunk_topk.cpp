@@ -1,6 +1,6 @@
 // The largest values of each chunk in few bits: the operators, and their kernels in plain ATen.
 // These serve every device; all other kernels give the same bits. chunk_topk_math.h describes a
-// message, torch_commhook/codecs/chunk_topk.py has the codec.
+// message, torch_commhook/codecs/sparse_codec.py has the codec.
 //
 // Of values of equal magnitude, those at the lowest places are sent; zeros are not sent. The error
 // keeps the rounding error of the values that are sent. If a chunk has an infinity or a NaN, all
@@ -354,7 +354,7 @@ void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t k, i
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.chunk_topk");
+  m.set_python_module("torch_commhook.codecs.sparse_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: the k values of largest magnitude of each `chunk` values of

@@ -1,5 +1,5 @@
 // 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen. These
-// serve every device; all other kernels give the same bits. torch_commhook/codecs/fp8.py has the
+// serve every device; all other kernels give the same bits. torch_commhook/codecs/block_codec.py has the
 // codec.
 #include "ops/codecs/fp8.h"
 

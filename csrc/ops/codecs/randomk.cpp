@@ -1,5 +1,5 @@
 // Values at random places: the operators, and their kernels in plain ATen. These serve every
-// device; all other kernels give the same bits. torch_commhook/codecs/randomk.py has the codec.
+// device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the codec.
 //
 // A message of k entries holds k float32 values without their indices, which follow from a seed and
 // a step (randomk_math.h). So messages with the same seed and step can be added. If any of all
@@ -131,7 +131,7 @@ void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor&
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.randomk");
+  m.set_python_module("torch_commhook.codecs.sparse_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: values of float32(value) * scale + error at places that follow

@@ -1,6 +1,6 @@
 // Signs of values, with the mean magnitude of each block: the operators, and their kernels in plain
 // ATen. These serve every device; all other kernels give the same bits.
-// torch_commhook/codecs/sign.py has the codec.
+// torch_commhook/codecs/block_codec.py has the codec.
 //
 // A block of values p is sent as one bit for each value, set if p is negative, and s = sum|p| /
 // count in float32: p ~ s or -s. If a block has an infinity or a NaN, s is NaN. The sign of value b

@@ -1,5 +1,5 @@
 // The values of largest magnitude: the operators, and their kernels in plain ATen. These serve
-// every device; all other kernels give the same bits. torch_commhook/codecs/topk.py has the codec.
+// every device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the codec.
 //
 // A message of k entries holds k ascending int32 indices, then their k float32 values. Of values of
 // equal magnitude, those with the lowest indices are sent; infinities rank above all numbers, and
@@ -165,7 +165,7 @@ void decode_sum(const at::Tensor& messages, at::TensorList tensors, double scale
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.topk");
+  m.set_python_module("torch_commhook.codecs.sparse_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: the values of float32(value) * scale + error of largest

@@ -1,5 +1,5 @@
 // Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen
-// for high ranks and devices other than the CPU. torch_commhook/hooks/low_rank/steps.py uses them.
+// for high ranks and devices other than the CPU. torch_commhook/hooks/low_rank.py uses them.
 #include "ops/low_rank/low_rank.h"
 
 #include <ATen/ATen.h>
@@ -169,7 +169,7 @@ void low_rank_product(const at::Tensor& left, const at::Tensor& right, const at:
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.hooks.low_rank.operators");
+  m.set_python_module("torch_commhook.hooks.low_rank");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Matrices of one shape, (matrices, rows, columns), and their factors, transposed and contiguous,

@@ -136,7 +136,7 @@ void gather(at::TensorList shards, const at::Tensor& message,
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.collectives.symmetric_ops");
+  m.set_python_module("torch_commhook.collectives.symmetric_memory");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Waits until all ranks have called it equally often; then the caller sees all that they have

@@ -77,7 +77,7 @@ CppRun CppHook::start(GradBucket& bucket) const {
   }
   auto future = named_errors(spec.where, [&] {
     // On the CPU, the profiler does not see the hook's Works, for the reason that issue_unseen() in
-    // torch_commhook/collectives/works.py gives.
+    // torch_commhook/collectives/issuing.py gives.
     const at::RecordFunctionGuard seen(at::isRecordFunctionEnabled() &&
                                        !bucket.getBuffer().device().is_cpu());
     return hook->runHook(bucket);

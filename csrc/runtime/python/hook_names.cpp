@@ -40,7 +40,7 @@ std::string name_within(const py::handle& hook, int depth) {
       return "partial of " + name_within(hook.attr("func"), depth + 1);
     }
     if (type_module.rfind("torch_commhook.hooks", 0) == 0 ||
-        type_module == "torch_commhook.autograd.cpp_hook") {
+        type_module == "torch_commhook.autograd.registration") {
       return py::str(hook).cast<std::string>();  // prints like its expression
     }
     const auto own = text_attribute(hook, "__qualname__");

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_releases import since
 
 from torch_commhook import GradBucket, PeerError, attach, hooks
-from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.bucket_memory import ShardedBucket
 
 PLACES = ["fsdp-2", "replicate-2"]
 

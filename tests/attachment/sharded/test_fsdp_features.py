@@ -45,7 +45,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_fsdp import MLPStack
 
 from torch_commhook import attach, hooks
-from torch_commhook.collectives import exchange
+from torch_commhook.collectives import issuing as exchange
 from torch_commhook.testing import run_ranks
 
 SCENARIOS = {**sharded_scenarios.SCENARIOS, **pytorch_scenarios.SCENARIOS}

@@ -36,7 +36,7 @@ from sharded_models import (
 )
 
 from torch_commhook import PeerError, attach, hooks
-from torch_commhook.attachment.sharded import replica
+from torch_commhook.attachment.sharded import step as replica
 from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks import local_sgd, outer_sgd

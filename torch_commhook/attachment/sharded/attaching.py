@@ -7,26 +7,68 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook.attachment.handle import HookHandle, begin_hook
 from torch_commhook.attachment.parameters import claim, class_name
-from torch_commhook.attachment.printed_hook import compared_settings, printed_hook
-from torch_commhook.attachment.road import roads
+from torch_commhook.attachment.road import compared_settings, printed_hook, roads
 from torch_commhook.attachment.sharded import fsdp
-from torch_commhook.attachment.sharded.communication import ReduceScatter
-from torch_commhook.attachment.sharded.fits import check_fits
+from torch_commhook.attachment.sharded.fsdp import check_fits
 from torch_commhook.attachment.sharded.road import ShardedRoad
-from torch_commhook.attachment.sharded.stages import ShardedStages
-from torch_commhook.attachment.sharded.unit import Unit
-from torch_commhook.attachment.user_warning import warn_user
+from torch_commhook.attachment.sharded.unit import ReduceScatter, Unit
+from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.gloo_groups import group_rank
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+from torch_commhook.memory.watches import Scaler, checked_scale
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.stages import BucketStages
+
+# ---- the hooks that may run around a communication hook on a sharded model -----------------------
+
+
+class ShardedStages(BucketStages):
+    """Refuses hooks that need gradients which no rank has.
+
+    Args:
+        on_shards: whether the communication hook takes part in reduce-scatters.
+    """
+
+    def __init__(self, *, on_shards: bool) -> None:
+        super().__init__()
+        self._on_shards = on_shards
+
+    def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook; as :meth:`BucketStages.register`.
+
+        Raises:
+            RuntimeError: the model does not support it.
+        """
+        if stage == "post_accumulate_hooks":
+            raise RuntimeError(
+                "HookHandle.register_post_accumulate_hook: fully_shard() writes the gradients of "
+                "sharded parameters, and calls their own hooks then; use "
+                "Tensor.register_post_accumulate_grad_hook"
+            )
+        if self._on_shards:
+            name = f"register_{stage.removesuffix('s')}"
+            if stage == "posthooks":
+                raise RuntimeError(
+                    f"HookHandle.{name}: a reduce-scatter leaves no whole gradient; use "
+                    "Tensor.register_post_accumulate_grad_hook of the model's parameters, which "
+                    "gets their shards with the mean gradient"
+                )
+            raise RuntimeError(
+                f"HookHandle.{name}: in a reduce-scatter no gradient has its parameter's shape; "
+                "attach a torch_commhook.hooks.Hook of your own with average_shard()"
+            )
+        return super().register(stage, hook)
+
+
+# ---- attaching a hook to a model whose parameters fully_shard has sharded ------------------------
 
 
 def attach_sharded(

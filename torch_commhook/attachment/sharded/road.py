@@ -14,42 +14,89 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
-from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
-from torch_commhook.attachment.sharded.fits import (
+from torch_commhook.attachment.sharded.fsdp import (
     check_backward,
     check_fits,
     settings_by_ranks,
     warn_of_memory,
 )
-from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
-from torch_commhook.attachment.sharded.replica import ShardedReplica
-from torch_commhook.attachment.sharded.results import count_unit, is_plain, write
-from torch_commhook.attachment.sharded.roots import Roots
-from torch_commhook.attachment.sharded.step import ShardedStep
-from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
-from torch_commhook.attachment.sharded.unit import Unit, process_groups, without_reductions
+from torch_commhook.attachment.sharded.step import (
+    Exchange,
+    Gathers,
+    Roots,
+    ShardedReplica,
+    ShardedStep,
+    UnderWay,
+    wait_for,
+)
+from torch_commhook.attachment.sharded.unit import (
+    AllGather,
+    ReduceScatter,
+    ReplicaGroup,
+    Unit,
+    process_groups,
+    without_reductions,
+)
+from torch_commhook.attachment.training_state import BeforeForward, register_first
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
+from torch_commhook.collectives.issuing import issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
-from torch_commhook.collectives.works import issue_unseen
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
+    BucketTraffic,
+    HookStats,
     WireMeter,
+    count_bucket,
     counting,
     note_collective,
     ring_all_reduce_bytes,
     tensor_bytes,
 )
+from torch_commhook.native.bucket_ops import unflatten_into
 from torch_commhook.native.runtime import hook_on_bucket
-from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.hook_call import HookCall
+from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
+
+# ---- writes a hook's results for fully_shard, and counts its traffic -----------------------------
+
+
+@torch.no_grad()
+def write(result: Tensor, tensor: Tensor, factor: float) -> None:
+    """Write ``factor`` times a hook's result, which may share memory with the destination."""
+    if result.data_ptr() == tensor.data_ptr() and result.dtype == tensor.dtype:
+        if factor != 1.0:
+            tensor.mul_(factor)
+    elif result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        unflatten_into(result.clone(), [tensor], scale=factor)
+    else:
+        unflatten_into(result, [tensor], scale=factor)
+
+
+def is_plain(attached: Attached) -> bool:
+    """Whether a hook does the same as ``fully_shard`` without one."""
+    return type(attached.hook) is allreduce and attached.stages.is_empty
+
+
+def count_unit(
+    stats: HookStats, unit: int, units: int, traffic: BucketTraffic, *, first: bool
+) -> None:
+    """Count the traffic of one of several units; ``first``: whether a step begins with it.
+
+    Units whose gradients come later have larger numbers, but some may come first or never.
+    """
+    empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
+    while len(stats.buckets) < unit:
+        count_bucket(stats, len(stats.buckets), units, empty, first=False)
+    count_bucket(stats, unit, units, traffic, first=first)
+
+
+# ---- runs a hook on a model whose parameters fully_shard has sharded -----------------------------
 
 
 class ShardedRoad:

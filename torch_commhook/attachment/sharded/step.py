@@ -1,15 +1,117 @@
-"""The process groups of a sharded model, and the steps that they take together."""
+"""The steps of a sharded model: its groups, roots, gathers of parameters, and copies of it."""
 
 from __future__ import annotations
 
+import math
+import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from torch_commhook.attachment.sharded.under_way import UnderWay
-from torch_commhook.autograd.running_backward import RunningBackward
+from torch_commhook import _C
+from torch_commhook.attachment.road import is_on_any_rank
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.unit import Unit
+from torch_commhook.autograd.registration import RunningBackward
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.compressed_chunks import compressed_all_gather
+from torch_commhook.collectives.plain import all_gather
+from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.spans import active, spans_of
+from torch_commhook.step.attached_hook import DRAIN_SECONDS
 from torch_commhook.step.step_group import StepGroup
+
+# ---- exchanges of gradients that run while the backward continues --------------------------------
+
+
+@dataclass
+class Exchange:
+    """An exchange of one unit's gradients.
+
+    Attributes:
+        unit: the unit's number.
+        future: completes when the exchange has ended.
+        where: names the waiting operation in errors.
+        group: the group of the exchange.
+        finish: writes the result.
+        target: the result's destination. It contains NaN if nothing is written.
+    """
+
+    unit: int
+    future: torch.futures.Future[Any]
+    where: str
+    group: StepGroup
+    finish: Callable[[Any], None]
+    target: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for it, and write its result.
+
+        Raises:
+            Exception: it failed.
+        """
+        _C.wait_for_result(self.future, self.where, self.group.timeout.total_seconds())
+        self.finish(self.future.wait())
+
+
+class UnderWay:
+    """The exchanges of a backward that nobody has waited for yet, in order."""
+
+    def __init__(self) -> None:
+        self._exchanges: list[Exchange] = []
+
+    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
+        """Let an exchange continue, or wait for it.
+
+        Raises:
+            Exception: it failed.
+        """
+        if goes_on:
+            self._exchanges.append(exchange)
+        else:
+            exchange.wait()
+
+    def has(self, unit: int) -> bool:
+        """Whether an exchange of a unit is running."""
+        return any(exchange.unit == unit for exchange in self._exchanges)
+
+    def wait(self, failed: Callable[[Exception, StepGroup], BaseException]) -> None:
+        """Wait for all exchanges.
+
+        Args:
+            failed: returns the error to raise for an error in a group.
+
+        Raises:
+            Exception: one failed. The others' results are not written.
+        """
+        while self._exchanges:
+            exchange = self._exchanges.pop(0)
+            try:
+                exchange.wait()
+            except Exception as error:
+                exchange.target.fill_(math.nan)
+                explained = failed(error, exchange.group)
+                self.drop()
+                raise explained from None
+
+    def drop(self) -> None:
+        """Wait for the exchanges of a failed step, and write NaN."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._exchanges:
+            exchange = self._exchanges.pop(0)
+            with suppress(Exception):  # a consequence of the failure
+                _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
+            exchange.target.fill_(math.nan)
+
+
+# ---- the process groups of a sharded model, and the steps that they take together ----------------
+
 
 #: The failure's reason of a step that was not ended.
 LEFT = "forward() or backward() was left by an exception"
@@ -214,3 +316,262 @@ class ShardedStep:
         """Close the groups."""
         for group in self.groups:
             group.close()
+
+
+# ---- all-gathers of a sharded model's parameters -------------------------------------------------
+
+
+def wait_for(future: torch.futures.Future[Tensor], group: StepGroup) -> None:
+    """Wait for a collective that ``fully_shard`` has requested.
+
+    Raises:
+        Exception: it failed, or did not end within the group's timeout.
+    """
+    _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
+    future.wait()
+
+
+class Gathers:
+    """Gathers parameters, through a codec if there is one.
+
+    Args:
+        step: the model's step, with its groups.
+        weights: the codec; None gathers parameters uncompressed.
+        group: the shards' group, in which gathers use the codec. ``reshard_after_forward=k`` also
+            gathers in parts of it; these send parameters that were decoded before.
+    """
+
+    def __init__(
+        self, step: ShardedStep, weights: Codec | None, group: dist.ProcessGroup | None
+    ) -> None:
+        self._step = step
+        self._weights = weights
+        self._group = group
+
+    def issue(
+        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.futures.Future[Tensor], int]:
+        """Start to gather parameters.
+
+        Args:
+            out: the parameters of all ranks. Written.
+            tensor: this rank's part.
+            group: the group that gathers.
+
+        Returns:
+            A Future of ``out``, and the number of bytes that this rank sends.
+
+        Raises:
+            PeerError: a rank has left the previous step.
+        """
+        self._step.before_gather()
+        step_group = self._step.group_of(group)
+        inner = group if step_group is None else step_group.group_for(tensor.device)
+        meter = WireMeter()
+        try:
+            with counting(meter):
+                if self._weights is None or tensor.dtype == torch.uint8 or group is not self._group:
+                    shape = inner.size(), *tensor.shape
+                    future = all_gather(tensor, out=out.view(shape), group=inner)
+                else:
+                    with active(spans_of(lambda: f"weights, {self._weights!r}")):
+                        future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
+        except Exception as error:
+            raise self._failed(error, step_group) from None
+        return future, meter.bytes_sent
+
+    def wait(self, future: torch.futures.Future[Tensor]) -> None:
+        """Wait for the Future of :meth:`issue`.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: it failed on this rank.
+        """
+        assert self._group is not None
+        step_group = self._step.group_of(self._group)
+        assert step_group is not None
+        try:
+            wait_for(future, step_group)
+        except Exception as error:
+            raise self._failed(error, step_group) from None
+
+    def drop_restored(self, units: Sequence[Unit]) -> None:
+        """Drop parameters that a codec has decoded and that are whole since a forward."""
+        if self._weights is not None:
+            for unit in units:
+                if unit.group is not None:
+                    fsdp.drop_whole(unit.group)
+
+    def _failed(self, error: Exception, at: StepGroup | None) -> BaseException:
+        return error if at is None else self._step.fail_with(error, at)
+
+
+# ---- this rank's part of a copy of a sharded model, for a hook that keeps copies apart -----------
+
+
+class ShardedReplica:
+    """A rank's shards of a copy of a model. The hook's memory includes their padding.
+
+    Args:
+        step: the model's step.
+        group: the ranks with the same shards.
+        units: the groups of parameters that are trained.
+        device: the gradients' device.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self, step: ShardedStep, group: StepGroup, units: Sequence[Unit], device: torch.device
+    ) -> None:
+        self._step = step
+        self._group = group
+        self._units = units
+        self._device = device
+
+    @property
+    def group(self) -> StepGroup:
+        return self._group
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        return [reference for unit in self._units for reference in unit.references()]
+
+    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+        living = [unit for unit in self._units if unit.group is not None]
+        every = dict(pair for unit in living for pair in unit.named_shards())
+        return {name: every[name] for name in names if name in every}
+
+    def drop_copies(self) -> None:
+        for unit in self._units:
+            fsdp.drop_whole(unit.group)
+
+    def begin(self) -> None:
+        self._step.begin_exchange()
+
+    def end(self) -> None:
+        self._step.end_exchange()
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        return self._step.fail_exchange(error, self._group)
+
+    def on_any_rank(self, value: bool) -> bool:
+        return is_on_any_rank(value, self._step.groups, self._device)
+
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        self._step.begin_exchange(in_replica=True)
+        has_failed, at = failure is not None, self._group
+        all_know = False  # that a part has failed
+        try:
+            # A value: an error of this call must not look like the failure of a part.
+            for at in self._step.in_replica:
+                has_failed = is_on_any_rank(has_failed, [at], self._device)
+            all_know = has_failed
+            if failure is not None:
+                raise failure
+            self._step.end_exchange()  # raises the failed rank's reason
+        except BaseException as error:
+            raised = self._step.fail_exchange(error, at)
+            if all_know:
+                return raised
+            if raised is error:
+                raise
+            raise raised from error
+        return None
+
+
+# ---- the modules of fully_shard whose forward and backward begin and end a model's steps ---------
+
+
+class Roots:
+    """The outermost modules of a model, or one around it, that hold the states of ``fully_shard``.
+
+    Args:
+        step: the model's step.
+        ended: called when a backward of one of them has ended.
+    """
+
+    def __init__(self, step: ShardedStep, ended: Callable[[], None]) -> None:
+        self._step = step
+        self._ended = ended
+        self._states: list[weakref.ref[Any]] = []
+        self._around: list[weakref.ref[nn.Module]] = []
+
+    def listen_to(self, module: nn.Module) -> None:
+        """Watch the ends of backwards of a module and of the modules in it."""
+        for state in fsdp.states(module):
+            if all(reference() is not state for reference in self._states):
+                self._states.append(weakref.ref(state))
+                fsdp.listen_to_end(state, self._ended)
+
+    def stop(self) -> None:
+        """Watch no module any more."""
+        for reference in self._states:
+            state = reference()
+            if state is not None:
+                fsdp.stop_listening(state, self._ended)
+
+    @property
+    def are_in_backward(self) -> bool:
+        """Whether a backward of one of them is running."""
+        return any(map(fsdp.is_in_backward, self._all()))
+
+    @property
+    def are_unfinished(self) -> bool:
+        """Whether a forward or backward of one of them is running, or was left by an exception."""
+        return any(map(fsdp.is_unfinished, self._all()))
+
+    def around(self, model: nn.Module) -> list[nn.Module]:
+        """Modules around a model that became roots in its first forward. Each is returned once.
+
+        Their forward begins an iteration.
+        """
+        found = []
+        for root in self._all():
+            module = fsdp.root_module(root)
+            if _has(model, module) or any(each() is module for each in self._around):
+                continue
+            self._around.append(weakref.ref(module))
+            self.listen_to(module)
+            found.append(module)
+        return found
+
+    def recover(self, module: nn.Module) -> None:
+        """Make a module usable again if an exception ended its last forward or backward."""
+        if is_in_backward():  # activation checkpointing
+            return
+        inside = [root for root in self._all() if _has(module, fsdp.root_module(root))]
+        if not self._step.has_failed:
+            if not self._step.is_open and not any(map(fsdp.is_unfinished, inside)):
+                return
+            self._step.fail(LEFT)
+        for root in inside:
+            fsdp.reset(root)
+        if inside:
+            self._step.has_failed = False
+
+    def check(self) -> None:
+        """Refuse backwards that do not reduce gradients.
+
+        Raises:
+            RuntimeError: ``set_manual_backward_finalization(True)`` was called.
+        """
+        states = [reference() for reference in self._states]
+        if any(state is not None and fsdp.is_finalized_by_hand(state) for state in states):
+            raise RuntimeError(
+                "torch_commhook: with set_manual_backward_finalization(True) gradients are reduced "
+                "after backward(), when a hook's step has ended; set it to False, or remove() "
+                "the hook"
+            )
+
+    def reset(self) -> None:
+        """Reset the states of all, so that they leave the present step."""
+        for root in self._all():
+            fsdp.reset(root)
+
+    def _all(self) -> list[Any]:
+        states = [reference() for reference in self._states]
+        return fsdp.roots(state for state in states if state is not None)
+
+
+def _has(module: nn.Module, other: nn.Module) -> bool:
+    return module is other or any(each is other for each in module.modules())

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_commhook.cli.bench.options import BenchOptions, build_parser, parse_options
-from torch_commhook.cli.place import Place
-from torch_commhook.cli.ranked_command import RankedCommand
+from torch_commhook.cli.place import Place, RankedCommand
 
 _NAME = "bench"
 

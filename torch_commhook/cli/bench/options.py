@@ -9,20 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_commhook.cli.default_hooks import DEFAULT_HOOKS
-from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.option_types import at_most, path, positive_float, positive_int, type_of
+from torch_commhook.cli.main import (
+    OneLineParser,
+    at_most,
+    path,
+    positive_float,
+    positive_int,
+    type_of,
+)
 from torch_commhook.cli.outputs import OutputError, check_file, check_picture
 from torch_commhook.cli.place import Place, checks_outputs
-from torch_commhook.cli.plan_numbers import format_count, parse_count
-from torch_commhook.cli.train_config import MOST_RANKS, is_no_hook
+from torch_commhook.cli.plan_parser import format_count, parse_count
+from torch_commhook.cli.train_config import DEFAULT_HOOKS, MOST_RANKS, is_no_hook
 from torch_commhook.cli.train_options import (
     OptionError,
     available_cores,
     check_device,
     check_world_size,
+    world_options,
 )
-from torch_commhook.cli.train_parser import world_options
 from torch_commhook.hooks.expressions import (
     NO_HOOK,
     HookExpressionError,
@@ -30,7 +35,7 @@ from torch_commhook.hooks.expressions import (
     is_file_reference,
     parse_hook,
 )
-from torch_commhook.planning.computing import OPTIMIZERS
+from torch_commhook.planning.model import OPTIMIZERS
 from torch_commhook.wording import pluralize
 
 #: Name of each part of a run: its share of the run's time.
@@ -265,7 +270,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def _shapes(given: argparse.Namespace) -> tuple[tuple[tuple[int, ...], ...], str]:
     """The shapes of all parameters, and a description of them."""
-    from torch_commhook.cli.plan_model import ModelError, model_of_factory, model_of_size
+    from torch_commhook.cli.plan_parser import ModelError, model_of_factory, model_of_size
 
     try:
         if given.model is None:

@@ -12,19 +12,29 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from torch_commhook.cli.doctor.build import check_build, check_versions, library_error
-from torch_commhook.cli.doctor.cuda import check_gpus
-from torch_commhook.cli.doctor.findings import Finding, as_json, as_text, count, first_line
-from torch_commhook.cli.doctor.group import check_group
-from torch_commhook.cli.doctor.hooks import check_hooks
-from torch_commhook.cli.doctor.host import check_host, check_variables
-from torch_commhook.cli.doctor.meeting import NoMeetingError, meet
-from torch_commhook.cli.doctor.network import check_network
+from torch_commhook.cli.doctor.build import (
+    check_build,
+    check_gpus,
+    check_hooks,
+    check_host,
+    check_variables,
+    check_versions,
+    library_error,
+)
+from torch_commhook.cli.doctor.meeting import (
+    Finding,
+    NoMeetingError,
+    Settings,
+    as_json,
+    as_text,
+    count,
+    first_line,
+    meet,
+)
+from torch_commhook.cli.doctor.network import check_group, check_network
 from torch_commhook.cli.doctor.ranks import check_ranks
-from torch_commhook.cli.doctor.settings import Settings
-from torch_commhook.cli.option_types import number
-from torch_commhook.cli.place import PlaceError, read_place
-from torch_commhook.cli.slurm import slurm_variables
+from torch_commhook.cli.main import number
+from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
 CHECKS: dict[str, Callable[[Settings], Iterator[Finding]]] = {

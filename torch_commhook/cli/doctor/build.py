@@ -1,18 +1,20 @@
-"""Checks of the installation: versions, the native libraries, a compiler."""
+"""Checks of this process: the machine, the installation, GPUs, and hooks that it tries."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch_commhook.cli.doctor.findings import Finding, first_line
-from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.doctor.meeting import Finding, Settings, first_line
 from torch_commhook.native.stamp import (
     HOW_TO_BUILD,
     LIBRARY_FOLDER,
@@ -21,6 +23,160 @@ from torch_commhook.native.stamp import (
     read_built_for,
     release,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+
+# ---- checks of the machine: shared memory, huge pages, processors, open files, variables ---------
+
+
+#: Only variables with these prefixes are printed; others may hold secrets.
+PREFIXES = ("COMMHOOK_", "TORCH_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE_DEVICES")
+
+SHARED_MEMORY = "/dev/shm"
+#: A container has 64 MiB by default: too little for the workers of a DataLoader, or for NCCL.
+_ENOUGH_SHARED = 1 << 30
+#: NCCL takes about this much for each pair of GPUs.
+_LEAST_SHARED = 16 << 20
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+#: For Python, its libraries, and the files of a training.
+_OWN_FILES = 256
+#: Connections between two ranks: of the library's transport, and of the user's groups.
+_CONNECTIONS = 8
+
+
+def check_host(settings: Settings) -> Iterator[Finding]:
+    """Shared memory, huge pages, processors and threads, and open files."""
+    yield _shared_memory()
+    yield _huge_pages()
+    yield _processors(settings)
+    yield from _open_files(settings)
+
+
+def check_variables(settings: Settings) -> Iterator[Finding]:
+    """The environment variables that PyTorch, Gloo, NCCL and this library read."""
+    for name in sorted(os.environ):
+        if name.startswith(PREFIXES):
+            yield Finding("variables", name, os.environ[name])
+
+
+def _shared_memory() -> Finding:
+    name = "shared memory"
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return Finding(
+            "host",
+            name,
+            f"{SHARED_MEMORY}: {error.strerror}",
+            "warning",
+            f"Mount a tmpfs at {SHARED_MEMORY}; NCCL and workers of a DataLoader need it.",
+        )
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    value = f"{_mebibytes(free)} of {_mebibytes(size)} are free in {SHARED_MEMORY}"
+    if free >= _ENOUGH_SHARED:
+        return Finding("host", name, value)
+    return Finding(
+        "host",
+        name,
+        value,
+        "warning" if free >= _LEAST_SHARED else "error",
+        f"Give {SHARED_MEMORY} at least 1 GiB, in a container by docker run --shm-size=1g "
+        "or --ipc=host.",
+    )
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number >> 20} MiB"
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = _HUGE_PAGES.read_text()
+    except OSError:
+        return Finding("host", "huge pages", "not known on this system")
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen != "never":
+        return Finding("host", "huge pages", chosen)
+    return Finding(
+        "host",
+        "huge pages",
+        chosen,
+        "warning",
+        f"As root, run: echo madvise > {_HUGE_PAGES}; passes over buffers then take less time.",
+    )
+
+
+def _processors(settings: Settings) -> Finding:
+    cores = usable_cores()
+    ranks = 1 if settings.place is None else settings.place.local_size
+    value = f"{cores} of {os.cpu_count()} for this process"
+    try:
+        import torch
+    except (ImportError, OSError):
+        return Finding("host", "processors", value)
+    threads = torch.get_num_threads()
+    value += f", {threads} threads in torch"
+    if ranks > 1:
+        value += f", {ranks} ranks on this host"
+    share = max(1, int(cores) // ranks)
+    if threads * ranks > max(cores, ranks):
+        return Finding(
+            "host",
+            "processors",
+            value,
+            "warning",
+            f"Set OMP_NUM_THREADS={share}: all ranks together have more threads than processors.",
+        )
+    if threads == 1 and share > 1:
+        return Finding(
+            "host",
+            "processors",
+            value,
+            "warning",
+            f"Set OMP_NUM_THREADS={share}: each rank uses one processor of {share} "
+            "(torchrun sets it to 1).",
+        )
+    return Finding("host", "processors", value)
+
+
+def usable_cores() -> float:
+    """The number of processors in this process's affinity, at most its container's quota."""
+    cores: float = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        return min(cores, round(int(quota) / int(period), 1))
+    except (OSError, ValueError):  # no such container, or "max"
+        return cores
+
+
+def _open_files(settings: Settings) -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    size = 2 if settings.place is None else settings.place.size
+    needed = _OWN_FILES + _CONNECTIONS * min(size, 64)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        value = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        yield Finding("host", "open files", value)
+        return
+    yield Finding(
+        "host",
+        "open files",
+        f"{soft} (at most {'unlimited' if hard == resource.RLIM_INFINITY else hard})",
+        "warning",
+        f"Run ulimit -n {max(needed, 1024)} before training: {size} ranks may need {needed}.",
+    )
+
+
+# ---- checks of the installation: versions, the native libraries, a compiler ----------------------
+
 
 #: The results of all tests on each torch, which `make test-torch` stores.
 TESTED = Path(__file__).with_name("tested_torches.json")
@@ -189,3 +345,216 @@ def _compiler(is_built: bool) -> Finding:
         value = f"CXX names {chosen[0]}, which is missing"
         advice = f"Set CXX to an installed compiler, or unset it: {user}."
     return Finding("build", "C++ compiler", value, "warning" if is_built else "error", advice)
+
+
+# ---- checks of GPUs, and of the CUDA kernels for them --------------------------------------------
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+# A fat binary begins with a magic number, a version, the size of the header, and the size of the
+# entries. Each entry begins with its kind, the size of its header, the size of its payload, and its
+# architecture.
+_FAT_BINARY = re.compile(rb"\x50\xed\x55\xba\x01\x00")
+_FAT_HEADER = struct.Struct("<IHHQ")
+_ENTRY_HEADER = struct.Struct("<HHIQIIHHI")
+_PTX, _MACHINE_CODE = 1, 2
+
+
+def check_gpus(settings: Settings) -> Iterator[Finding]:
+    """The GPUs that torch sees, and whether the build has kernels for them."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        yield Finding("gpus", "GPUs", "not known, since torch does not load")
+        return
+    is_cuda_build = torch.version.cuda is not None
+    count = torch.cuda.device_count() if is_cuda_build else 0
+    yield _gpus(is_cuda_build, count)
+    if library_error() is not None:
+        yield Finding("gpus", "CUDA kernels", "not known, since the native libraries do not load")
+        return
+    yield _kernels(is_cuda_build, count)
+
+
+def _gpus(is_cuda_build: bool, count: int) -> Finding:
+    import torch
+
+    if count:
+        return Finding("gpus", "GPUs", ", ".join(map(_gpu, range(count))))
+    if not _DRIVER.exists():
+        return Finding("gpus", "GPUs", "none")
+    if is_cuda_build:
+        return Finding(
+            "gpus",
+            "GPUs",
+            f"none that torch can use, though NVIDIA's driver is loaded{_cuda_error()}",
+            "warning",
+            "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
+            f"{torch.version.cuda}.",
+        )
+    return Finding(
+        "gpus",
+        "GPUs",
+        f"none that torch {torch.__version__} can use, though NVIDIA's driver is loaded",
+        "warning",
+        "Install a CUDA build of torch to use them.",
+    )
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    gibibytes = properties.total_memory / (1 << 30)
+    return f"{properties.name} ({capability}, {gibibytes:.0f} GiB)"
+
+
+def _cuda_error() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f": {first_line(error)}"
+    return ""
+
+
+def _kernels(is_cuda_build: bool, count: int) -> Finding:
+    import torch
+
+    name = "CUDA kernels"
+    if not _has_kernels():
+        if not is_cuda_build:
+            value = f"none, since torch {torch.__version__} is not a CUDA build"
+            return Finding("gpus", name, value)
+        return Finding(
+            "gpus",
+            name,
+            f"none in the build, though torch is a build for CUDA {torch.version.cuda}; slower "
+            "reference kernels serve CUDA tensors",
+            "warning",
+            f"Install nvcc of CUDA {torch.version.cuda}, then run: "
+            "COMMHOOK_CUDA=1 python setup.py develop",
+        )
+    library = operator_library()
+    found = set() if library is None else architectures(library.read_bytes())
+    value = ", ".join(sorted(found, key=_order)) or "of unknown architectures"
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
+    missing = sorted(one for one in capabilities if found and not serves(found, *one))
+    if not missing:
+        return Finding("gpus", name, value)
+    texts = [f"{major}.{minor}" for major, minor in missing]
+    return Finding(
+        "gpus",
+        name,
+        f"{value}: none for compute capability {' and '.join(texts)}",
+        "error",
+        f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' COMMHOOK_CUDA=1 "
+        "python setup.py develop",
+    )
+
+
+def _has_kernels() -> bool:
+    import torch
+
+    return bool(torch.ops.commhook.has_cuda_kernels())
+
+
+def architectures(library: bytes) -> set[str]:
+    """The architectures of the CUDA kernels in a library.
+
+    Args:
+        library: the contents of its file.
+
+    Returns:
+        ``"sm_90"`` for machine code, ``"compute_90"`` for PTX, which newer GPUs can also run.
+    """
+    found = set()
+    for match in _FAT_BINARY.finditer(library):
+        try:
+            _, _, header, size = _FAT_HEADER.unpack_from(library, match.start())
+            place = match.start() + header
+            end = place + size
+            while place < end:
+                kind, _, header, size, _, _, _, _, number = _ENTRY_HEADER.unpack_from(
+                    library, place
+                )
+                if kind not in (_PTX, _MACHINE_CODE) or not 0 < number < 1000:
+                    break
+                found.add(f"{'compute' if kind == _PTX else 'sm'}_{number}")
+                place += header + size
+        except struct.error:  # the file ends within it
+            continue
+    return found
+
+
+def serves(architectures: set[str], major: int, minor: int) -> bool:
+    """Whether kernels of these architectures run on a GPU of a compute capability."""
+    for each in architectures:
+        kind, number = each.split("_")
+        own = divmod(int(number), 10)
+        if kind == "compute" and own <= (major, minor):
+            return True
+        if kind == "sm" and own[0] == major and own[1] <= minor:
+            return True
+    return False
+
+
+def _order(architecture: str) -> tuple[int, str]:
+    kind, number = architecture.split("_")
+    return int(number), kind
+
+
+# ---- tries hooks on two ranks, which are threads of this process ---------------------------------
+
+
+#: The hooks to try, as ``--hook`` of ``train`` takes them.
+HOOKS = ("allreduce", "error_feedback(blockwise)")
+
+
+def check_hooks(settings: Settings) -> Iterator[Finding]:
+    """Average gradients of two ranks with each of two hooks."""
+    if library_error() is not None:
+        yield Finding("hooks", "hooks", "not tried, since the native libraries do not load")
+        return
+    for hook in HOOKS:
+        error = _error_of(hook)
+        if error is None:
+            yield Finding("hooks", hook, "averages the gradients of two ranks")
+        else:
+            yield Finding(
+                "hooks",
+                hook,
+                f"{type(error).__name__}: {first_line(error)}",
+                "error",
+                "Report this with the whole output of doctor.",
+            )
+
+
+def _error_of(hook: str) -> Exception | None:
+    try:
+        from torch_commhook.testing import run_ranks
+
+        first, second = run_ranks(averaged, 2, hook)
+        if not first.equal(second) or not (first - 1.5).abs().max() < 0.05:
+            raise RuntimeError(f"gives {first} and {second}, and should give 1.5")
+    except Exception as error:  # doctor reports any error
+        return error
+    return None
+
+
+def averaged(rank: int, hook: str) -> torch.Tensor:
+    """A gradient that is 1 on rank 0, 2 on rank 1, and so on, through a hook."""
+    import torch
+
+    from torch_commhook import attach
+    from torch_commhook.hooks.expressions import parse_hook
+
+    model = torch.nn.Linear(4, 4)
+    handle = attach(model, parse_hook(hook))
+    model(torch.full((1, 4), rank + 1.0, dtype=torch.float32, device="cpu")).sum().backward()
+    handle.remove()
+    assert model.weight.grad is not None
+    return model.weight.grad

@@ -1,4 +1,4 @@
-"""A meeting of all ranks that a launcher has started, through a store."""
+"""What the checks of ``doctor`` share: settings, findings, and the ranks' meeting."""
 
 from __future__ import annotations
 
@@ -8,16 +8,81 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch_commhook.addresses import with_port
-from torch_commhook.cli.doctor.findings import Finding, first_line
 from torch_commhook.cli.place import Place
+from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+# ---- the findings of doctor, and their text and JSON ---------------------------------------------
+
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fact about this machine.
+
+    Attributes:
+        group: the check that found it; a name in ``doctor --only``.
+        name: the name of the fact.
+        value: the fact.
+        level: ``"ok"``, ``"warning"`` or ``"error"``. Only an error changes the exit code.
+        advice: the solution, in one sentence; empty if the level is ``"ok"``.
+        rank: the rank that found it, if it is not the rank that prints.
+    """
+
+    group: str
+    name: str
+    value: str
+    level: Level = "ok"
+    advice: str = ""
+    rank: int | None = None
+
+
+def count(findings: Sequence[Finding], level: Level) -> int:
+    """The number of findings with a level."""
+    return sum(finding.level == level for finding in findings)
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """The findings as a JSON object with the keys ``findings``, ``errors`` and ``warnings``."""
+    report = {
+        "findings": [asdict(finding) for finding in findings],
+        "errors": count(findings, "error"),
+        "warnings": count(findings, "warning"),
+    }
+    return json.dumps(report, indent=1)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """The findings as lines, one or two for each, and a line that counts errors and warnings."""
+    lines = []
+    for finding in findings:
+        place = "" if finding.rank is None else f"rank {finding.rank}: "
+        lines.append(f"{finding.level:<9}{place}{finding.name}: {finding.value}")
+        if finding.advice:
+            lines.append(f"{'':<9}-> {finding.advice}")
+    errors, warnings = count(findings, "error"), count(findings, "warning")
+    lines.append(f"doctor: {pluralize(errors, 'error')}, {pluralize(warnings, 'warning')}")
+    return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text: PyTorch adds a stack of C++."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# ---- A meeting of all ranks that a launcher has started, through a store -------------------------
+
 
 #: Set by torchrun if its agent has started the store.
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -172,3 +237,23 @@ def _await_port(rank: int, host: str, port: int, timeout: float) -> None:
                     f"Start rank 0, and let this host connect to port {port} of {host}.",
                 ) from error
             time.sleep(_RETRY_SECONDS)
+
+
+# ---- the settings of the checks of doctor --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of all checks.
+
+    Attributes:
+        timeout: the seconds for ranks to come and to connect.
+        backend: the backend to describe a group of, or None.
+        place: this rank's place, or None if no launcher has started it.
+        meeting: the meeting with the other ranks, or None if this process is alone.
+    """
+
+    timeout: float
+    backend: str | None = None
+    place: Place | None = None
+    meeting: Meeting | None = None

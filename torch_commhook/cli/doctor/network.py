@@ -1,17 +1,25 @@
-"""Checks of the network: the interfaces, and the address that Gloo takes."""
+"""Checks between processes: addresses, connections, the default group's backends."""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from torch_commhook.addresses import can_listen, interfaces, loopback
-from torch_commhook.cli.doctor.findings import Finding, first_line
-from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.addresses import can_listen, family_of, interfaces, loopback
+from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings, first_line
+
+# ---- checks of the network: the interfaces, and the address that Gloo takes ----------------------
+
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
@@ -181,4 +189,224 @@ def _available() -> Iterator[Finding]:
         )
     yield Finding(
         "network", "NCCL", "available" if dist.is_nccl_available() else "not in this torch"
+    )
+
+
+# ---- connects each rank to each other rank, at the addresses that Gloo uses ----------------------
+
+
+_TOKEN_BYTES = 16
+_AT_ONCE = 16
+#: A rank in the same network answers at once.
+_MOST_SECONDS = 5.0
+
+
+class Listener:
+    """Listens at an address, and tells its token to each process that connects.
+
+    Args:
+        address: an IPv4 or IPv6 address of this host; the system chooses a free port.
+
+    Raises:
+        OSError: this process cannot listen at the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0), family=family_of(address), backlog=512)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._thread = threading.Thread(target=self._accept, name="doctor", daemon=True)
+        self._thread.start()
+        self.place = {
+            "address": address,
+            "port": self._socket.getsockname()[1],
+            "token": self._token.hex(),
+        }
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with connection, suppress(OSError):
+                connection.sendall(self._token)
+
+    def close(self) -> None:
+        """Stop listening."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # accept() would go on after close()
+        self._socket.close()
+        self._thread.join()
+
+
+def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
+    """Connect to all other ranks. All ranks must call this function.
+
+    Args:
+        meeting: the meeting of all ranks.
+        timeout: the seconds for each single wait.
+
+    Returns:
+        The reason for each rank that has come, but that this rank cannot connect to.
+    """
+    listener = None
+    try:
+        listener = Listener(gloo_address().address)
+        mine: Mapping[str, object] = listener.place
+    except (NoAddressError, OSError) as error:
+        mine = {"error": str(error)}
+    meeting.store.set(f"listens/{meeting.rank}", json.dumps(mine))
+    try:
+        return _connect_to_all(meeting, timeout)
+    finally:
+        meeting.store.set(f"connected/{meeting.rank}", "")
+        if listener is not None:
+            meeting.values("connected", meeting.ranks(), timeout)
+            listener.close()
+
+
+def _connect_to_all(meeting: Meeting, timeout: float) -> dict[int, str]:
+    others = [rank for rank in meeting.ranks() if rank != meeting.rank]
+    places = meeting.values("listens", others, timeout)
+    failed = {rank: f"it does not listen within {timeout:g} s" for rank in others}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        limit = min(timeout, _MOST_SECONDS)
+        errors = pool.map(lambda text: _connect(json.loads(text), limit), places.values())
+        for rank, error in zip(places, errors, strict=True):
+            if error is None:
+                del failed[rank]
+            else:
+                failed[rank] = error
+    return failed
+
+
+def _connect(place: Mapping[str, str], timeout: float) -> str | None:
+    """Connect to a rank that listens at ``place``; returns the reason if that fails."""
+    if "error" in place:
+        return f"it listens nowhere: {place['error']}"
+    address, port = place["address"], int(place["port"])
+    where = f"at {address} port {port}"
+    note = ", which is loopback of its own host" if ip_address(address).is_loopback else ""
+    try:
+        with socket.create_connection((address, port), timeout=timeout) as connection:
+            connection.settimeout(timeout)
+            token = b""
+            while len(token) < _TOKEN_BYTES:
+                part = connection.recv(_TOKEN_BYTES - len(token))
+                if not part:
+                    break
+                token += part
+    except OSError as error:
+        return f"{where}{note}: {error.strerror or error}"
+    if token.hex() != place["token"]:
+        return f"{where}{note}: another program answers"
+    return None
+
+
+# ---- checks of the default process group's backends ----------------------------------------------
+
+
+def check_group(settings: Settings) -> Iterator[Finding]:
+    """The default group's backends, or those that ``init_process_group`` would take."""
+    try:
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        return
+    if not dist.is_available():
+        return
+    if dist.is_initialized():
+        source, config = "the default group", dist.get_backend_config()
+    elif settings.backend is not None:
+        source, config = f"init_process_group({settings.backend!r})", settings.backend
+    elif settings.place is not None:
+        source, config = "init_process_group()", "undefined"
+    else:
+        return
+    yield from backends(source, config)
+
+
+def by_device(config: str) -> dict[str, str]:
+    """The backend for each kind of device that a configuration names.
+
+    Args:
+        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; ``"undefined"`` is that of
+            ``init_process_group()``, with the accelerator's backend.
+
+    Raises:
+        ValueError, RuntimeError: ``init_process_group`` would refuse it.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    text = config.lower().strip()
+    if not text:
+        raise ValueError("the configuration names no backend")
+    if ":" not in text:
+        dist.is_backend_available(text)  # torch 2.14 registers some backends only when asked
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backends of unknown devices
+        found = BackendConfig(dist.Backend(text)).get_device_backend_map()
+    for device in found:
+        torch.device(device)  # refuses an unknown one
+    return {str(device): str(backend) for device, backend in found.items()}
+
+
+def backends(source: str, config: str) -> Iterator[Finding]:
+    """Describe a configuration of backends.
+
+    Args:
+        source: the source of the configuration, which names the finding.
+        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+    """
+    import torch.distributed as dist
+
+    try:
+        found = by_device(config)
+    except (ValueError, RuntimeError) as error:
+        advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
+        text = " ".join(first_line(error).split())
+        yield Finding("group", source, f"{config!r}: {text}", "error", advice)
+        return
+    value = ", ".join(f"{device} tensors travel over {name}" for device, name in found.items())
+    if config != "undefined":
+        value = f"{config}: {value}"
+    missing = [
+        backend
+        for backend in dict.fromkeys(found.values())
+        if not dist.is_backend_available(backend)
+    ]
+    if missing:
+        yield Finding(
+            "group",
+            source,
+            f"{value}; this torch has no {' and no '.join(missing)}",
+            "error",
+            "Choose backends that this torch has, or install a build of torch with them.",
+        )
+        return
+    cpu = found.get("cpu", "gloo")
+    if cpu != "gloo":
+        right = {**found, "cpu": "gloo"}
+        advised = ",".join(f"{device}:{name}" for device, name in right.items())
+        yield Finding(
+            "group",
+            source,
+            f"{value}; ranks cannot agree over {cpu} on a step that fails",
+            "warning",
+            f"Take gloo for the CPU: init_process_group('{advised}').",
+        )
+        return
+    others = dict.fromkeys(name for name in found.values() if name != "gloo")
+    if not others:
+        yield Finding("group", source, f"{value}; ranks agree on each step over gloo")
+        return
+    yield Finding(
+        "group",
+        source,
+        f"{value}; ranks agree on each step over gloo, and {' and '.join(others)} cannot take back "
+        "a collective of a step that fails",
+        "warning",
+        "After an error in backward(), call abort() on all ranks, make a new group and attach "
+        "again.",
     )

@@ -11,13 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 from torch_commhook.addresses import loopback
-from torch_commhook.cli.doctor.build import library_error
-from torch_commhook.cli.doctor.connections import failed_connections
-from torch_commhook.cli.doctor.findings import Finding, first_line
-from torch_commhook.cli.doctor.hooks import HOOKS, averaged
-from torch_commhook.cli.doctor.meeting import Meeting
-from torch_commhook.cli.doctor.network import INTERFACES
-from torch_commhook.cli.doctor.settings import Settings
+from torch_commhook.cli.doctor.build import HOOKS, averaged, library_error
+from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings, first_line
+from torch_commhook.cli.doctor.network import INTERFACES, failed_connections
 
 #: To import torch, twice at once on a slow disk.
 _START_SECONDS = 120.0

@@ -1,0 +1,396 @@
+"""The parts of ``bench``: codecs, collectives, hooks and the link."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.cli.report import one_line
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.hooks.expressions import parse_hook
+from torch_commhook.planning.link import (
+    MOST_BYTES,
+    CodecSpeed,
+    CollectiveTime,
+    HookTime,
+    LinkFigures,
+    Message,
+    measure_figures,
+)
+from torch_commhook.planning.model import MOST_MEASURED, unwrap_hook
+from torch_commhook.planning.wire import Wire
+
+# ---- times calls that all ranks of bench do together ---------------------------------------------
+
+
+_LEAST_TRIES = 3
+_MOST_TRIES = 50
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """The seconds of a call, including its work on the device."""
+    synchronize(device)
+    begun = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - begun
+
+
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """The element-wise maximum of the ranks' values, on all ranks."""
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    found: list[float] = shared.tolist()
+    return found
+
+
+def median_on_all(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The median time of a call on the slowest rank, in seconds, after one untimed call.
+
+    Args:
+        call: a call that all ranks do.
+        device: the device of its work.
+        seconds: the approximate time of all calls. There are at least a few.
+    """
+    begun = time.perf_counter()
+    call()
+    found: list[float] = []
+    while len(found) < _MOST_TRIES:
+        dist.barrier()
+        took, elapsed = slowest([timed(call, device), time.perf_counter() - begun], device)
+        found.append(took)
+        if len(found) >= _LEAST_TRIES and elapsed > seconds:
+            break
+    return statistics.median(found)
+
+
+# ---- measures the codecs, as a part of bench -----------------------------------------------------
+
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
+
+
+def measure_codecs(device: torch.device, elements: int, seconds: float) -> list[CodecSpeed]:
+    """Measure the speed of each codec on this rank, with each of its ``examples()``.
+
+    Args:
+        device: the device of the gradients.
+        elements: the number of their elements. The function takes at most a bucket of 25 MiB.
+        seconds: the approximate time of all measurements.
+    """
+    examples = [codec for kind in CODECS.values() for codec in kind.examples()]
+    gradients = torch.randn(min(elements, MOST_MEASURED), dtype=torch.float32, device=device)
+    share = seconds / len(examples)
+    return [_speed(codec, gradients, share) for codec in examples]
+
+
+def _speed(codec: Codec, gradients: torch.Tensor, seconds: float) -> CodecSpeed:
+    """Encode, decode and copy in turn, so that all three have the same conditions."""
+    device, nbytes = gradients.device, gradients.nbytes
+    message = torch.zeros(codec.nbytes(gradients.numel()), dtype=torch.uint8, device=device)
+    into = torch.zeros_like(gradients)
+    seeds = torch.tensor([1, 2], dtype=torch.int64, device=device)
+    rounding = seeds if codec.is_random else None
+    calls: dict[str, Callable[[], object]] = {
+        "copy": partial(into.copy_, gradients),
+        "encode": partial(codec.encode, [gradients], message, rounding=rounding),
+        "decode": partial(codec.decode, message, [into], rounding=rounding),
+    }
+    begun = time.perf_counter()
+    for call in calls.values():
+        call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > seconds:
+            break
+        for name, call in calls.items():
+            found[name].append(timed(call, device))
+    copy, encode, decode = (statistics.median(times) for times in found.values())
+    return CodecSpeed(
+        repr(codec),
+        nbytes / len(message),
+        nbytes / encode,
+        nbytes / decode,
+        encode / copy,
+        decode / copy,
+    )
+
+
+# ---- measures the backend's collectives, as a part of bench --------------------------------------
+
+
+COLLECTIVE_SIZES = tuple(1 << power for power in (16, 20, 24))
+_ELEMENT_BYTES = 4
+#: A collective of the next size may take this many times as long.
+_GROWTH = 16
+
+# Newer releases of torch have new names, and warn about the old ones.
+_distributed: Any = dist
+_all_gather = getattr(dist, "all_gather_single", None) or _distributed.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.reduce_scatter_tensor
+
+
+def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
+    """Measure each collective at each size of :data:`SIZES`.
+
+    Args:
+        device: the device of the tensors.
+        seconds: the approximate time of all measurements. The function omits sizes that would take
+            longer.
+    """
+    smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
+    names = list(_calls(smallest))
+    share = seconds / len(names) / len(COLLECTIVE_SIZES)
+    found = []
+    last: dict[str, float] = {}
+    for size in COLLECTIVE_SIZES:
+        elements = size // _ELEMENT_BYTES // dist.get_world_size() * dist.get_world_size()
+        numel = max(elements, dist.get_world_size())
+        whole = torch.zeros(numel, dtype=torch.float32, device=device)
+        for name, call in _calls(whole).items():
+            if last.get(name, 0.0) * _GROWTH > seconds:
+                continue
+            last[name] = median_on_all(call, device, share)
+            found.append(CollectiveTime(name, whole.nbytes, last[name]))
+    return found
+
+
+def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The collectives on float32 tensors, by name."""
+    part = whole[: whole.numel() // dist.get_world_size()].clone()
+    other = torch.empty_like(whole)
+    return {
+        "all_reduce": partial(dist.all_reduce, whole),
+        "all_gather": partial(_all_gather, other, part),
+        "reduce_scatter": partial(_reduce_scatter, part, whole),
+        "all_to_all": partial(dist.all_to_all_single, other, whole),
+    }
+
+
+# ---- measures a step with each hook, as a part of bench ------------------------------------------
+
+
+#: The name of the row without a hook.
+ALONE = "no communication"
+#: The least steps in a turn. An untimed turn comes first: buckets change, and TCP adapts.
+_STEPS = 3
+_LEAST_TURNS, _MOST_TURNS = 2, 30
+
+
+class _Given(torch.autograd.Function):
+    """A loss with given gradients, so that a backward computes next to nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: Any) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return None, *ctx.gradients
+
+
+class StandIn(nn.Module):
+    """A model of given shapes. Its random gradients are the same in each step.
+
+    Each rank has its own gradients.
+
+    Args:
+        shapes: the shapes of the parameters, in the order of the forward.
+        device: the device of the parameters.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        super().__init__()
+        random = torch.Generator(device).manual_seed(dist.get_rank())
+        self.given = [
+            torch.randn(tuple(shape), generator=random, dtype=torch.float32, device=device)
+            for shape in shapes
+        ]
+        self.weights = nn.ParameterList(torch.zeros_like(each) for each in self.given)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        found: torch.Tensor = _Given.apply(self.given, *self.weights)
+        return found
+
+
+def measure_hooks(
+    hooks: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    seconds: float,
+) -> list[HookTime]:
+    """Measure a step without a hook, then with each hook. Ratios compare with the first hook.
+
+    Args:
+        hooks: the hooks, as ``train`` takes them.
+        shapes: the shapes of the parameters.
+        device: the device of the parameters.
+        seconds: the approximate time of all measurements. Each hook has at least a few steps.
+
+    Raises:
+        RuntimeError: a hook fails; the message names the hook.
+    """
+    share = seconds / (len(hooks) + 1)
+    model = StandIn(shapes, device)
+    found: list[tuple[str, float, float | None]] = [
+        (ALONE, _step_seconds(Steps(model), share / 4), 0.0)
+    ]
+    for text in hooks:
+        try:
+            found.append((text, *_with_hook(model, text, share)))
+        except Exception as error:  # a user's hook may raise anything
+            raise RuntimeError(f"the hook {text!r} can't be measured: {one_line(error)}") from error
+    baseline = found[1][1]
+    return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
+
+
+class Steps:
+    """Does the steps of a model, several in a turn.
+
+    Args:
+        model: the model, with its hook attached.
+        every: the steps from one exchange of the hook to the next. A turn has a multiple of these.
+        is_apart: whether the hook counts the steps of an optimizer.
+
+    Attributes:
+        device: the device of the model.
+        count: the number of steps in a turn.
+        done: the number of steps so far.
+    """
+
+    def __init__(self, model: StandIn, every: int = 1, *, is_apart: bool = False) -> None:
+        self._model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
+        self.device = model.given[0].device
+        self.count = every * math.ceil(_STEPS / every)
+        self.done = 0
+
+    def turn(self) -> list[float]:
+        """Do the steps of a turn; returns the seconds of each."""
+        self.done += self.count
+        return [timed(self._step, self.device) for _ in range(self.count)]
+
+    def _step(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._model().backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+
+def _step_seconds(steps: Steps, seconds: float) -> float:
+    """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
+    begun = time.perf_counter()
+    found: list[float] = []
+    while len(found) < _MOST_TURNS:
+        dist.barrier()
+        own = steps.turn()
+        *took, elapsed = slowest([*own, time.perf_counter() - begun], steps.device)
+        found.append(statistics.fmean(took))
+        if len(found) >= _LEAST_TURNS and elapsed > seconds:
+            break
+    return statistics.median(found)
+
+
+def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
+    """The seconds of a step, and the bytes that this rank sends in it; None if unknown."""
+    hook = parse_hook(text)
+    every = unwrap_hook(hook).every
+    handle = attach(model, hook)
+    try:
+        steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
+        steps.turn()
+        done, before = steps.done, handle.stats().bytes_sent
+        took = _step_seconds(steps, seconds)
+        after = handle.stats().bytes_sent
+        handle.synchronize()  # otherwise a hook that keeps ranks apart warns when it is removed
+        if before is None or after is None:
+            return took, None
+        return took, (after - before) / (steps.done - done)
+    finally:
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+
+
+# ---- measures the link between the ranks, as a part of bench -------------------------------------
+
+
+LINK_SIZES = tuple(1 << power for power in range(10, 27, 2))
+#: The share of the part's time for the rate and the round trip.
+_FIGURES = 0.5
+_LEAST_OF_A_SIZE, _MOST_OF_A_SIZE = 3, 30
+
+
+@dataclass(frozen=True)
+class LinkPart:
+    """The measurements of the link.
+
+    Attributes:
+        figures: the rates and the round trip.
+        messages: the times of messages, by size.
+        left_out: the reason for each size in bytes that was not measured.
+    """
+
+    figures: LinkFigures
+    messages: list[Message]
+    left_out: dict[int, str]
+
+
+def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
+    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once.
+
+    Args:
+        wire: the link between the ranks.
+        seconds: the approximate time of all measurements.
+    """
+    begun = time.perf_counter()
+    figures = measure_figures(wire, seconds * _FIGURES)
+    left = seconds - float(wire.shared(time.perf_counter() - begun).max())
+    messages, left_out = [], {}
+    for number, size in enumerate(LINK_SIZES):
+        sent = size * (wire.ranks - 1)
+        bits_per_second = min(figures.rates.values())
+        wanted = figures.round_trip + sent * 8 / bits_per_second
+        if sent > MOST_BYTES:
+            left_out[size] = f"{wire.ranks} ranks would need too much memory"
+        elif number and wanted * (1 + _LEAST_OF_A_SIZE) > left:
+            left_out[size] = f"one takes about {wanted:.1f} s; give more --seconds"
+        else:
+            begun = time.perf_counter()
+            share = left / (len(LINK_SIZES) - number)
+            messages.append(Message(size, _median(wire, size, share)))
+            left -= float(wire.shared(time.perf_counter() - begun).max())
+    return LinkPart(figures, messages, left_out)
+
+
+def _median(wire: Wire, nbytes: int, seconds: float) -> float:
+    """The median time in seconds in which each rank sends a message, on the slowest rank."""
+    begun = time.perf_counter()
+    wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
+    found: list[float] = []
+    while len(found) < _MOST_OF_A_SIZE:
+        values = wire.shared(wire.seconds(nbytes), time.perf_counter() - begun)
+        took, elapsed = values.amax(0).tolist()
+        found.append(took)
+        if len(found) >= _LEAST_OF_A_SIZE and elapsed > seconds:
+            break
+    return statistics.median(found)
