@@ -1,6 +1,6 @@
 // 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen. These
-// serve every device; all other kernels give the same bits. torch_commhook/codecs/block_codec.py has the
-// codec.
+// serve every device; all other kernels give the same bits. torch_commhook/codecs/block_codec.py
+// has the codec.
 #include "ops/codecs/fp8.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,6 @@
 // Values at random places: the operators, and their kernels in plain ATen. These serve every
-// device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the codec.
+// device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the
+// codec.
 //
 // A message of k entries holds k float32 values without their indices, which follow from a seed and
 // a step (randomk_math.h). So messages with the same seed and step can be added. If any of all

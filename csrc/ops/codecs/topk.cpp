@@ -1,5 +1,6 @@
 // The values of largest magnitude: the operators, and their kernels in plain ATen. These serve
-// every device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the codec.
+// every device; all other kernels give the same bits. torch_commhook/codecs/sparse_codec.py has the
+// codec.
 //
 // A message of k entries holds k ascending int32 indices, then their k float32 values. Of values of
 // equal magnitude, those with the lowest indices are sent; infinities rank above all numbers, and
