@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch_commhook import Elastic, __version__, attach
 from torch_commhook.collectives.agreement import packed, unpacked
 from torch_commhook.elastic import joining
-from torch_commhook.elastic import joining as transfer
 from torch_commhook.elastic.joining import (
     Donor,
     InBackground,
@@ -94,13 +93,13 @@ def test_sizes_of_pieces(
             now += receiving
         return came
 
-    number = transfer.receive_number
+    number = joining.receive_number
     monkeypatch.setattr(joining, "_FIRST_BYTES", first)
     monkeypatch.setattr(joining, "_LEAST_BYTES", least)
     monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(joining.transfer, "receive_number", receive_number)
+    monkeypatch.setattr(joining, "receive_number", receive_number)
     connection = _Connection()
-    donor = Donor(_pieces(), connection.at(DONOR), NEW, transfer.packed({}))
+    donor = Donor(_pieces(), connection.at(DONOR), NEW, joining.packed({}))
     new = NewRank(_pieces())
     came = []
     for step in range(len(sizes)):
@@ -120,23 +119,23 @@ def test_a_donor_does_not_serve_senseless_requests(
     wanted: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = _Connection()
-    donor = Donor(_pieces(), connection.at(DONOR), NEW, transfer.packed({}))
-    donor.end(transfer.packed({}))
+    donor = Donor(_pieces(), connection.at(DONOR), NEW, joining.packed({}))
+    donor.end(joining.packed({}))
     for _ in range(2):
-        transfer.receive(connection.at(NEW), DONOR, own=0)
+        joining.receive(connection.at(NEW), DONOR, own=0)
     if len(wanted) > 2:  # the donor has two parameters
-        transfer.send_number(len(wanted), connection.at(NEW), DONOR)
+        joining.send_number(len(wanted), connection.at(NEW), DONOR)
     else:
-        transfer.send_numbers(wanted, connection.at(NEW), DONOR)
+        joining.send_numbers(wanted, connection.at(NEW), DONOR)
     donor.wait()
     assert "a new rank does not get the last part of its state" in caplog.text
 
 
 def test_a_new_rank_allocates_no_impossible_length() -> None:
     connection = _Connection()
-    sends = InBackground(lambda: transfer.send_number(1 << 50, connection.at(DONOR), NEW))
+    sends = InBackground(lambda: joining.send_number(1 << 50, connection.at(DONOR), NEW))
     with pytest.raises(ValueError, match=f"announces a message of {1 << 50} bytes"):
-        transfer.receive(connection.at(NEW), DONOR, own=1 << 20)
+        joining.receive(connection.at(NEW), DONOR, own=1 << 20)
     sends.result()
 
 

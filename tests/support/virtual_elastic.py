@@ -20,9 +20,7 @@ from torch import Tensor
 from virtual_world import Endpoint, Process, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
-from torch_commhook.attachment import elastic as new_ranks_module
 from torch_commhook.elastic import joining as joining_module
-from torch_commhook.elastic import joining as transfer_module
 from torch_commhook.elastic import ranks as ranks_module
 from torch_commhook.elastic.membership import _SIGNS, VIEW_NUMBER, Membership
 from torch_commhook.elastic.ranks import ElasticRanks
@@ -187,7 +185,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class Group(Endpoint):
-    """The connections as hooks and :mod:`transfer` use them, by rank."""
+    """The connections as hooks and :mod:`joining` use them, by rank."""
 
     def send_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> SimpleNamespace:
         self.world.point("give")
@@ -202,7 +200,7 @@ class Group(Endpoint):
         return SimpleNamespace(wait=wait)
 
     def transferred(self) -> SimpleNamespace:
-        """This group with the names that :mod:`transfer` calls."""
+        """This group with the names that :mod:`joining` calls."""
         return SimpleNamespace(send=self.send_tensor, recv=self.receive_tensor)
 
     def any_rank(self, flag: bool = True) -> bool:
@@ -306,7 +304,7 @@ def _watch(ranks: ElasticRanks) -> None:
 
 
 def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of :mod:`transfer` over virtual connections."""
+    """A function of :mod:`joining` over virtual connections."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -325,10 +323,11 @@ def virtual_time() -> Iterator[None]:
     dist = SimpleNamespace(
         PrefixStore=lambda prefix, store: store.under(prefix),
         DistNetworkError=torch.distributed.DistNetworkError,
+        Store=torch.distributed.Store,
     )
     quiet = SimpleNamespace(warning=lambda *args: None, info=lambda *args: None)
     transferred = {
-        name: _transferred(getattr(transfer_module, name))
+        name: _transferred(getattr(joining_module, name))
         for name in ("receive", "receive_number", "send", "send_number")
     }
     clock = SimpleNamespace(monotonic=lambda: the_world().now)
@@ -348,9 +347,9 @@ def virtual_time() -> Iterator[None]:
             "tell_unreachable": _tell_unreachable,
             "threading": SimpleNamespace(Thread=_Thread, Event=Event),
         },
-        attachment_module: {"_log": quiet, "warn_user": lambda message: None},
-        new_ranks_module: {
+        attachment_module: {
             "_log": quiet,
+            "warn_user": lambda message: None,
             **{name: transferred[name] for name in ("receive", "send", "send_number")},
         },
         joining_module: {
@@ -359,8 +358,9 @@ def virtual_time() -> Iterator[None]:
             "_LEAST_BYTES": 1,
             "threading": SimpleNamespace(Thread=_Thread),
             "time": clock,
+            "_PIECE": 1024,
+            **transferred,
         },
-        transfer_module: {"_PIECE": 1024, **transferred},
         repeatable_module: {"begin_maximum": _begin_maximum, "broadcast": _broadcast},
         ElasticRanks: {"_watch": _watch},
     }

@@ -13,7 +13,7 @@ from torch_commhook.native.bucket_ops import flatten, unflatten_into
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-globals().update(CODECS)  # a codec's class has the name of its module
+globals().update(CODECS)
 
 __all__ = [
     "CODECS",

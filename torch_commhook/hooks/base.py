@@ -1,6 +1,7 @@
 """The base class of all hooks, and what it says of them to wrappers, reducers and compilers."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, and
+# does not accept strings.
 
 import copy
 import inspect
@@ -65,7 +66,7 @@ class HookTraits:
     chooses: bool = False
 
     @classmethod
-    def of_any(cls, hooks: Iterable[Any]) -> HookTraits:
+    def of_any(cls, hooks: Iterable[Any]) -> "HookTraits":
         """The traits that at least one of these hooks has."""
         hooks = list(hooks)
         # By the hooks' attributes: a user's class may define them directly.
@@ -123,10 +124,6 @@ def is_traceable(hook: object) -> bool:
 
 
 # ---- the base class of all hooks of the library --------------------------------------------------
-
-
-# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, and
-# does not accept strings.
 
 
 class Hook(ABC):
@@ -193,7 +190,7 @@ class Hook(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
 
-    def hooks_inside(self) -> Sequence[Hook]:
+    def hooks_inside(self) -> "Sequence[Hook]":
         """The hooks that do this hook's work, if any."""
         return ()
 
@@ -457,7 +454,7 @@ class Hook(ABC):
     # Copies share the group, and have buffers of their own. Process groups belong to one process,
     # so pickles leave them out.
 
-    def __copy__(self) -> Hook:
+    def __copy__(self) -> "Hook":
         return self._with_state(
             {
                 name: copy.copy(value)
@@ -467,12 +464,12 @@ class Hook(ABC):
             }
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         for group in self._given_groups():
             memo[id(group)] = group
         return self._with_state(copy.deepcopy(self.__dict__, memo))
 
-    def _with_state(self, state: dict[str, Any]) -> Hook:
+    def _with_state(self, state: dict[str, Any]) -> "Hook":
         hook = type(self).__new__(type(self))
         hook.__dict__.update(state)
         return hook
@@ -607,7 +604,7 @@ class Workspaces:
     def __len__(self) -> int:
         return len(self._buffers)
 
-    def __reduce__(self) -> tuple[type[Workspaces], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[Workspaces], tuple[()]]":
         return Workspaces, ()  # a copy needs no contents of buffers
 
 
