@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import attach, codecs, hooks
-from torch_commhook.collectives import issuing as exchange
+from torch_commhook.collectives import issuing
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning import measure, plan
 
@@ -85,31 +85,31 @@ class RoundTrips:
 def counted(stages: int) -> Iterator[RoundTrips]:
     """Count the round trips of a step on this rank."""
     trips = RoundTrips(stages)
-    issued, expected, known = exchange.Place.exchange, exchange.Place.expect, set[Any]()
-    reduced = exchange.Place.reduce
+    issued, expected, known = issuing.Place.exchange, issuing.Place.expect, set[Any]()
+    reduced = issuing.Place.reduce
 
-    def expect(place: exchange.Place, stage: int, *arguments: Any) -> None:
+    def expect(place: issuing.Place, stage: int, *arguments: Any) -> None:
         known.add((place, stage))
         expected(place, stage, *arguments)
 
-    def follow(place: exchange.Place, stage: int, *arguments: Any) -> torch.futures.Future[Any]:
+    def follow(place: issuing.Place, stage: int, *arguments: Any) -> torch.futures.Future[Any]:
         trips.exchanges += 1
         trips.surprises += (place, stage) not in known
         return trips.follow(issued(place, stage, *arguments))
 
     def follow_sum(
-        place: exchange.Place, tensor: Tensor, **options: bool
+        place: issuing.Place, tensor: Tensor, **options: bool
     ) -> torch.futures.Future[Any]:
         future = reduced(place, tensor, **options)
         nbytes = tensor.numel() * tensor.element_size()
-        for _ in range(1 if exchange.is_gathered(nbytes, dist.get_world_size()) else 2):
+        for _ in range(1 if issuing.is_gathered(nbytes, dist.get_world_size()) else 2):
             future = trips.follow(future)
         return future
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Place, "expect", expect)
-        patch.setattr(exchange.Place, "exchange", follow)
-        patch.setattr(exchange.Place, "reduce", follow_sum)
+        patch.setattr(issuing.Place, "expect", expect)
+        patch.setattr(issuing.Place, "exchange", follow)
+        patch.setattr(issuing.Place, "reduce", follow_sum)
         yield trips
 
 

@@ -12,7 +12,7 @@ from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook._C import WireFailure
-from torch_commhook.step import stages as step_end
+from torch_commhook.step import stages
 from torch_commhook.step.connected_group import Failure, reason_of_loss
 from torch_commhook.step.stages import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
@@ -46,10 +46,8 @@ def test_maps_travel_only_where_each_rank_left_some_unused(
 ) -> None:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        exchanges, begin = [], step_end.begin_maximum
-        patch.setattr(
-            step_end, "begin_maximum", lambda *args: exchanges.append(args) or begin(*args)
-        )
+        exchanges, begin = [], stages.begin_maximum
+        patch.setattr(stages, "begin_maximum", lambda *args: exchanges.append(args) or begin(*args))
         agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)

@@ -12,7 +12,7 @@ import torch
 from train_processes import TrainProcess, error_of, forbid_launch
 
 from torch_commhook.cli.bench import measurements as bench_hooks
-from torch_commhook.cli.bench import rank as tables
+from torch_commhook.cli.bench import rank
 from torch_commhook.cli.bench.measurements import LINK_SIZES, LinkPart, measure_link_part
 from torch_commhook.cli.bench.options import BASELINE, PARTS, parse_options
 from torch_commhook.cli.place import Place
@@ -192,7 +192,7 @@ FILE = LinkFile(
 def test_the_table_of_a_link() -> None:
     figures = LinkFigures(0.05, {1: 90e6, 4: 200e6})
     part = LinkPart(figures, FILE.messages, {1 << 26: "one takes about 2.7 s; give more --seconds"})
-    assert tables.link_text(part, 3).splitlines() == [
+    assert rank.link_text(part, 3).splitlines() == [
         "link: 200.0 Mbit/s each way with headers, round trip 50.00 ms",
         "one connection carries 90.0 Mbit/s, 4 carry 200.0: attach() takes 4",
         "",
@@ -209,12 +209,12 @@ def test_the_tables_of_collectives_and_hooks() -> None:
         CollectiveTime("all_to_all", 1 << 16, 0.0005),
         CollectiveTime("all_reduce", 1 << 20, 0.1),
     ]
-    assert tables.collectives_text(found).splitlines() == [
+    assert rank.collectives_text(found).splitlines() == [
         "collective    64 KiB   1 MiB",
         "all_reduce   1.00 ms  100 ms",
         "all_to_all  0.500 ms",
     ]
-    assert tables.hooks_text(HOOKS, "25 M elements").splitlines() == [
+    assert rank.hooks_text(HOOKS, "25 M elements").splitlines() == [
         "steps that average 25 M elements, and compute next to nothing",
         "hook                              step ms  x allreduce()  sent per step",
         "no communication                    10.00           0.10",
@@ -277,7 +277,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_alone(tmp_path: Path) -> None:
     printed = bench("--hooks", "blockwise()", folder=tmp_path)
-    assert tables.NO_LINK in printed
+    assert rank.NO_LINK in printed
     assert "blockwise()" in printed and "collective" not in printed
 
 

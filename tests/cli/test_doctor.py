@@ -24,8 +24,6 @@ from train_processes import error_of, finding, finished, report
 
 import torch_commhook
 from torch_commhook.cli.doctor import CHECKS, build, ranks
-from torch_commhook.cli.doctor import build as doctor_hooks
-from torch_commhook.cli.doctor import build as host
 from torch_commhook.cli.doctor.build import architectures, serves
 from torch_commhook.cli.doctor.meeting import Meeting, Settings
 from torch_commhook.cli.doctor.network import by_device
@@ -68,7 +66,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_finding_that_is_not_ok_has_one_sentence_of_advice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", {host.SHARED_MEMORY: _file_system(8 << 20)}.get)
+    monkeypatch.setattr(os, "statvfs", {build.SHARED_MEMORY: _file_system(8 << 20)}.get)
     assert main(["doctor", "--only", "host"]) == 1
     lines = capsys.readouterr().out.splitlines()
     (place,) = [i for i, line in enumerate(lines) if "shared memory" in line]
@@ -94,7 +92,7 @@ def test_a_check_that_fails_leaves_the_others(
 
 
 def test_wrong_gradients_are_told(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_hooks, "averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
+    monkeypatch.setattr(build, "averaged", lambda rank, hook: torch.full((2,), rank + 1.0))
     found = find("hooks", "allreduce", code=1)
     assert found["level"] == "error" and "should give 1.5" in found["value"]
 
@@ -398,7 +396,7 @@ def test_shared_memory(free: int, level: str, find: Find, monkeypatch: pytest.Mo
 def test_no_huge_pages(find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
-    monkeypatch.setattr(host, "_HUGE_PAGES", setting)
+    monkeypatch.setattr(build, "_HUGE_PAGES", setting)
     found = find("host", "huge pages")
     assert (found["value"], found["level"]) == ("never", "warning")
     setting.write_text("always [madvise] never\n")
@@ -419,21 +417,21 @@ def test_no_huge_pages(find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_threads_and_processors(
     cores: int, threads: int, ranks: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "usable_cores", lambda: cores)
+    monkeypatch.setattr(build, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     settings = Settings(1.0, place=Place(0, ranks, 0, ranks))
-    found = host._processors(settings)
+    found = build._processors(settings)
     assert found.advice.startswith(advice) and bool(found.advice) == bool(advice)
 
 
 def test_the_quota_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(host, "_CPU_QUOTA", quota)
-    cores = host.usable_cores()
+    monkeypatch.setattr(build, "_CPU_QUOTA", quota)
+    cores = build.usable_cores()
     quota.write_text("max 100000\n")
-    assert host.usable_cores() == cores
+    assert build.usable_cores() == cores
     quota.write_text("50000 100000\n")
-    assert host.usable_cores() == 0.5
+    assert build.usable_cores() == 0.5
 
 
 def test_few_open_files(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from train_processes import finding, finished, report
 
 from benchmarks.netlab.lab import Lab
 from torch_commhook.addresses import interfaces, with_port
-from torch_commhook.cli.doctor import network as connections
+from torch_commhook.cli.doctor import network
 from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings
 from torch_commhook.cli.doctor.network import (
     GlooAddress,
@@ -155,7 +155,7 @@ def test_a_rank_that_nobody_reaches(
     port = free_port()  # nobody listens there
     number = threading.local()
 
-    class Faulty(connections.Listener):
+    class Faulty(network.Listener):
         def __init__(self, address: str) -> None:
             if number.rank == 1 and fault == "address":
                 raise OSError("no address")
@@ -164,7 +164,7 @@ def test_a_rank_that_nobody_reaches(
                 self.place |= {"port": port} if fault == "port" else {"token": "00"}
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(connections, "Listener", Faulty)
+    monkeypatch.setattr(network, "Listener", Faulty)
     failed = _of_threads(3, lambda rank: setattr(number, "rank", rank))
     assert [set(each) for each in failed] == [{1}, set(), {1}]
     assert all(reason.format(port=port) in failed[rank][1] for rank in (0, 2))

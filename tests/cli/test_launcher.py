@@ -16,12 +16,11 @@ import torch.distributed as dist
 from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train, wait_for
 
 from torch_commhook.cli import launcher
-from torch_commhook.cli import launcher as rank_process
 from torch_commhook.cli.launcher import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
-_RANK_PROCESS = Path(rank_process.__file__)
+_RANK_PROCESS = Path(launcher.__file__)
 
 # A rank without torch: it starts in 0.1 s, and writes its process id to a file.
 _CHILD = f"""
@@ -155,7 +154,7 @@ def test_one_failing_rank_ends_all_with_its_message(
     ],
 )
 def test_errors_of_the_transport_blame_another_rank(text: str) -> None:
-    assert rank_process.describe(dist.DistBackendError(text)).peer
+    assert launcher.describe(dist.DistBackendError(text)).peer
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_processes import finished
 
-from torch_commhook.cli import plan_advice as plan_sharded
+from torch_commhook.cli import plan_advice
 from torch_commhook.cli.bench.options import parse_options
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan_advice import Loss, advise, judge, judge_row
@@ -91,15 +91,15 @@ MESSAGE = {
 }
 
 
-def layout(shards: int, replicas: int | None = None, **more: int) -> plan_sharded.Layout:
+def layout(shards: int, replicas: int | None = None, **more: int) -> plan_advice.Layout:
     settings = {"elements": 1 << 20, "after_forward": shards, **more}
-    return plan_sharded.Layout(shards=shards, replicas=replicas, **settings)
+    return plan_advice.Layout(shards=shards, replicas=replicas, **settings)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("hook", "each"), MESSAGE.items())
 def test_a_reduce_scatter_sends_one_encoding(hook: str, each: float, ranks: int) -> None:
-    (found,) = plan_sharded.measure_sharded([hook], layout(ranks))
+    (found,) = plan_advice.measure_sharded([hook], layout(ranks))
     elements = 1 << 20
     assert found.scattered_bytes == pytest.approx(each * elements * (ranks - 1) / ranks)
     assert found.forward_bytes == found.backward_bytes == 4 * elements * (ranks - 1) / ranks
@@ -113,7 +113,7 @@ def test_a_reduce_scatter_sends_one_encoding(hook: str, each: float, ranks: int)
     ("hook", "each"), [("allreduce()", 4.0), ("error_feedback(blockwise(bits=4))", 0.5 + 4 / 256)]
 )
 def test_replicas_average_a_shard(hook: str, each: float, shards: int, replicas: int) -> None:
-    (found,) = plan_sharded.measure_sharded([hook], layout(shards, replicas))
+    (found,) = plan_advice.measure_sharded([hook], layout(shards, replicas))
     shard = (1 << 20) / shards
     expected = 2 * each * shard * (replicas - 1) / replicas
     assert found.reduced_bytes == pytest.approx(expected, rel=1e-3)  # blocks of matrices end
@@ -125,7 +125,7 @@ def test_replicas_average_a_shard(hook: str, each: float, shards: int, replicas:
 def test_replicas_that_are_apart_send_once_in_a_round() -> None:
     inner = "error_feedback(blockwise(bits=4))"
     texts = [inner, f"local_sgd(8, hook={inner})"]
-    each, apart = plan_sharded.measure_sharded(texts, layout(2, 2))
+    each, apart = plan_advice.measure_sharded(texts, layout(2, 2))
     assert apart.reduced_bytes == each.reduced_bytes / 8
     assert apart.scattered_bytes == each.scattered_bytes
     assert apart.forward_bytes == each.forward_bytes
@@ -134,7 +134,7 @@ def test_replicas_that_are_apart_send_once_in_a_round() -> None:
 
 def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
     shape = layout(2, 2, elements=480_000)
-    (found,) = plan_sharded.measure_sharded(["powersgd(rank=2)"], shape)
+    (found,) = plan_advice.measure_sharded(["powersgd(rank=2)"], shape)
     assert found.reduced_bytes == 48 * 2 * (50 + 100) * 4
 
 
@@ -144,7 +144,7 @@ def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
 def test_weights_are_compressed_among_all_shards(after_forward: int, backward: float) -> None:
     """In the backward, ``reshard_after_forward=2`` gathers uncompressed among two ranks."""
     shape = layout(4, after_forward=after_forward)
-    plain, found = plan_sharded.measure_sharded(["cast()"], shape, weights="blockwise()")
+    plain, found = plan_advice.measure_sharded(["cast()"], shape, weights="blockwise()")
     assert (plain.hook, found.hook) == ("cast()", "cast(), weights=blockwise()")
     assert plain.forward_bytes == 4 * (1 << 20) * 3 / 4
     assert found.forward_bytes == (1 + 4 / 256) * (1 << 20) * 3 / 4
@@ -154,7 +154,7 @@ def test_weights_are_compressed_among_all_shards(after_forward: int, backward: f
 
 
 def test_a_shard_hook_is_of_the_reduce_scatters() -> None:
-    plain, found = plan_sharded.measure_sharded(
+    plain, found = plan_advice.measure_sharded(
         ["cast()"], layout(2, 2), shard_hook="error_feedback(blockwise())"
     )
     assert plain.reduced_bytes == found.reduced_bytes
@@ -171,12 +171,12 @@ def test_a_shard_hook_is_of_the_reduce_scatters() -> None:
         (layout(2, 2), 1.0 + 0.8 + 0.4 + 0.2),
     ],
 )
-def test_what_stays_within_takes_the_inner_link(shape: plan_sharded.Layout, seconds: float) -> None:
+def test_what_stays_within_takes_the_inner_link(shape: plan_advice.Layout, seconds: float) -> None:
     """The inner link is ten times as fast. Nothing overlaps the 3 seconds of computation."""
     reduced = 0.0 if shape.replicas is None else 1e6
     sizes = [8e6, 4e6, 2e6, reduced]
-    measured = plan_sharded.Measured("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
-    (cost,) = plan_sharded.plan_sharded(
+    measured = plan_advice.Measured("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
+    (cost,) = plan_advice.plan_sharded(
         [measured],
         layout=shape,
         bits_per_second=8e6,
@@ -189,7 +189,7 @@ def test_what_stays_within_takes_the_inner_link(shape: plan_sharded.Layout, seco
 
 def test_one_rank_sends_nothing() -> None:
     for shape in (layout(1), layout(1, 1)):
-        (found,) = plan_sharded.measure_sharded(["cast()"], shape)
+        (found,) = plan_advice.measure_sharded(["cast()"], shape)
         assert found.scattered_bytes == found.forward_bytes == found.reduced_bytes == 0
 
 

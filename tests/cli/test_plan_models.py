@@ -11,9 +11,7 @@ import pytest
 import torch
 from train_processes import error_of
 
-from torch_commhook.cli import plan
-from torch_commhook.cli import plan_advice as plan_sharded
-from torch_commhook.cli import plan_parser as plan_model
+from torch_commhook.cli import plan, plan_advice, plan_parser
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan_parser import (
     ModelError,
@@ -264,9 +262,9 @@ def test_it_announces_each_measurement(
         said.append(capsys.readouterr().err.splitlines()[-1])
         raise HookError("stopped")
 
-    monkeypatch.setattr(plan_model, "measure_step", stop)
+    monkeypatch.setattr(plan_parser, "measure_step", stop)
     monkeypatch.setattr(plan, "measure", stop)
-    monkeypatch.setattr(plan_sharded, "measure_sharded", stop)
+    monkeypatch.setattr(plan_advice, "measure_sharded", stop)
     model = f"{models}:with_inputs"
     sharded = ["--parallel", "hsdp", "--world", "4", "--shard-hook", "fp8()", "--weights", "fp8()"]
     for arguments in ([], ["--compute-ms", "7"], ["--compute-ms", "7", *sharded]):

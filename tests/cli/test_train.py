@@ -15,7 +15,7 @@ from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train, trained
 
-from torch_commhook.cli import text_model as parallel
+from torch_commhook.cli import text_model
 from torch_commhook.cli.outputs import read_checkpoint
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
@@ -95,10 +95,10 @@ def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
     assert header.endswith("fp32 / sent  gathered per step")
 
 
-def _plain_traffic() -> parallel.Traffic:
+def _plain_traffic() -> text_model.Traffic:
     with torch.device("meta"):
         model = ByteTransformer(1, 32, 2)
-    return parallel.plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
+    return text_model.plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
 
 
 def test_auto_says_what_it_has_chosen(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from repository import ROOT
 from train_processes import TINY, finished, forbid_launch, read_metrics, train_error
 
 from torch_commhook import hooks as library_hooks
-from torch_commhook.cli import outputs as step_log
-from torch_commhook.cli import train
+from torch_commhook.cli import outputs, train
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
 from torch_commhook.cli.place import Place, PlaceError, first_host, read_place, slurm_variables
@@ -187,11 +186,11 @@ def test_places_that_can_be_written_are_left_as_they_are() -> None:
 def test_a_log_needs_its_package(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_log, "_is_installed", lambda name: False)
+    monkeypatch.setattr(outputs, "_is_installed", lambda name: False)
     error = train_error(["--log", "jsonl", package], capsys)
     assert f"argument --log: {package} needs the package {package}: pip install {package}" in error
     assert list(Path().iterdir()) == []
-    monkeypatch.setattr(step_log, "_is_installed", lambda name: True)
+    monkeypatch.setattr(outputs, "_is_installed", lambda name: True)
     assert parse_options(["--log", package, package]).logs == (package,)
     if package == "tensorboard":
         Path("out").mkdir()

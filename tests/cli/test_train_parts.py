@@ -20,10 +20,7 @@ import pytest
 import torch
 from train_processes import read_metrics
 
-from torch_commhook.cli import outputs as step_log
-from torch_commhook.cli import report
-from torch_commhook.cli import report as loss_plot
-from torch_commhook.cli import text_model as text_data
+from torch_commhook.cli import outputs, report, text_model
 from torch_commhook.cli.outputs import MATPLOTLIB_IS_MISSING
 from torch_commhook.cli.text_model import ByteTransformer, rotary_tables, rotate
 from torch_commhook.cli.train_config import TrainConfig
@@ -33,10 +30,10 @@ from torch_commhook.cli.train_rank import learning_rate
 
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
-    data = text_data.split_text(bytes(range(256)) * 2000, seq=16)
+    data = text_model.split_text(bytes(range(256)) * 2000, seq=16)
 
     def batch(seed: int, step: int, rank: int) -> torch.Tensor:
-        return text_data.training_batch(data, seed=seed, step=step, rank=rank, batch=8, seq=16)
+        return text_model.training_batch(data, seed=seed, step=step, rank=rank, batch=8, seq=16)
 
     first = batch(1, 2, 3)
     torch.rand(5)  # the global generator plays no part
@@ -49,32 +46,32 @@ def test_batches_depend_on_seed_step_and_rank_alone() -> None:
 
 
 def test_the_shortest_text_gives_its_only_window() -> None:
-    data = text_data.split_text(b"abcd", seq=3)
-    batch = text_data.training_batch(data, seed=0, step=1, rank=0, batch=2, seq=3)
+    data = text_model.split_text(b"abcd", seq=3)
+    batch = text_model.training_batch(data, seed=0, step=1, rank=0, batch=2, seq=3)
     assert batch.tolist() == [list(b"abcd")] * 2
-    assert text_data.held_out_windows(data, rank=0, world_size=2, seq=3).shape == (0, 4)
+    assert text_model.held_out_windows(data, rank=0, world_size=2, seq=3).shape == (0, 4)
 
 
 def test_held_out_text_is_not_trained_on_and_is_shared_out() -> None:
     chunk = 16 * 1024
     text = b"".join(bytes([number]) * chunk for number in range(40))
-    data = text_data.split_text(text, seq=16)
+    data = text_model.split_text(text, seq=16)
     assert sorted(set(data.held_out.tolist())) == [10, 30]
     assert set(data.train.tolist()) == set(range(40)) - {10, 30}
     assert len(data) == len(text)
     shares = [
-        text_data.held_out_windows(data, rank=rank, world_size=3, seq=16) for rank in range(3)
+        text_model.held_out_windows(data, rank=rank, world_size=3, seq=16) for rank in range(3)
     ]
     assert sorted(len(share) for share in shares) == [21, 21, 22]
 
 
 def test_the_standard_library_is_text_without_its_tests() -> None:
-    files = text_data.standard_library_files()
+    files = text_model.standard_library_files()
     assert any(file.name == "argparse.py" for file in files)
     assert not any({"test", "tests", "site-packages"} & set(file.parts[-3:-1]) for file in files)
-    text = text_data.read_text(None, 300_000, seq=128)
+    text = text_model.read_text(None, 300_000, seq=128)
     assert len(text) == 300_000
-    assert text_data.read_text(None, 300_000, seq=128) == text
+    assert text_model.read_text(None, 300_000, seq=128) == text
 
 
 def test_files_are_read_in_order_up_to_the_cap(tmp_path: Path) -> None:
@@ -82,10 +79,10 @@ def test_files_are_read_in_order_up_to_the_cap(tmp_path: Path) -> None:
     files[0].write_bytes(b"12345")
     files[1].write_bytes(b"6789")
     names = [str(file) for file in files]
-    assert text_data.read_text(names, None, seq=2) == b"123456789"
+    assert text_model.read_text(names, None, seq=2) == b"123456789"
     for cap in (4, 5, 7, 9):
-        assert text_data.read_text(names, cap, seq=2) == b"123456789"[:cap]
-    assert text_data.read_text(names, 10**30, seq=2) == b"123456789"
+        assert text_model.read_text(names, cap, seq=2) == b"123456789"[:cap]
+    assert text_model.read_text(names, 10**30, seq=2) == b"123456789"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
@@ -93,8 +90,8 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"0123456789")
     path.chmod(0)
-    with pytest.raises(text_data.DataError, match="secret can't be read: Permission denied"):
-        text_data.read_text([str(path)], None, seq=2)
+    with pytest.raises(text_model.DataError, match="secret can't be read: Permission denied"):
+        text_model.read_text([str(path)], None, seq=2)
 
 
 # ---- the model and the schedule ------------------------------------------------------------------
@@ -262,9 +259,9 @@ def test_a_long_hook_leaves_room_for_the_curves(
     hook = f"local_sgd(1, outer=outer_sgd(1.0, 0.0), hook=after(400, {codec}), error_reset=True)"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert loss_plot.draw_loss(tmp_path / "loss.png", [_result(hook, 10, steps=2)])
+        assert report.draw_loss(tmp_path / "loss.png", [_result(hook, 10, steps=2)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert loss_plot.draw_loss(tmp_path / "none.png", []) is False
+    assert report.draw_loss(tmp_path / "none.png", []) is False
     assert "pip install torch-commhook[train]" in MATPLOTLIB_IS_MISSING
 
 
@@ -292,7 +289,7 @@ def test_the_picture_has_the_loss_by_step_bytes_and_time() -> None:
     results = [_result(hook, sent) for hook, sent in hooks.items()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = loss_plot.loss_figure(results, "a model, 2 ranks")
+        figure = report.loss_figure(results, "a model, 2 ranks")
         figure.canvas.draw()
     by_step, by_bytes, by_time = figure.axes
     assert figure.get_suptitle() == "a model, 2 ranks"
@@ -320,14 +317,14 @@ def test_the_picture_has_the_loss_by_step_bytes_and_time() -> None:
 
 def test_without_bytes_there_is_no_panel_of_bytes() -> None:
     pytest.importorskip("matplotlib")
-    figure = loss_plot.loss_figure([_result("none", 0, steps=1)], "")
+    figure = report.loss_figure([_result("none", 0, steps=1)], "")
     assert [axes.get_title() for axes in figure.axes] == ["loss by step", "loss by time"]
 
 
 def test_many_hooks_are_told_apart() -> None:
     pytest.importorskip("matplotlib")
     results = [_result(f"topk(0.{number})", 100 + number, steps=3) for number in range(1, 20)]
-    figure = loss_plot.loss_figure(results, "")
+    figure = report.loss_figure(results, "")
     lines = _curves(figure.axes[0]).values()
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 19
 
@@ -336,23 +333,23 @@ def test_a_short_span_of_bytes_has_ticks() -> None:
     """Of a run that continues from a checkpoint."""
     pytest.importorskip("matplotlib")
     whole = _result("cast(bfloat16)", 2_000_000, steps=500)
-    figure = loss_plot.loss_figure([replace(whole, records=whole.records[400:])], "")
+    figure = report.loss_figure([replace(whole, records=whole.records[400:])], "")
     figure.canvas.draw()
     least, most = figure.axes[1].get_xlim()
     assert sum(least <= tick <= most for tick in figure.axes[1].get_xticks()) >= 2
 
 
 def test_a_smoothed_curve() -> None:
-    assert loss_plot.smoothed([]) == []
-    assert loss_plot.smoothed([3.0]) == [3.0]
-    assert loss_plot.smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
+    assert report.smoothed([]) == []
+    assert report.smoothed([3.0]) == [3.0]
+    assert report.smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
     noisy = [2.0 + (-1.0) ** step for step in range(1000)]
-    smooth = loss_plot.smoothed(noisy)
+    smooth = report.smoothed(noisy)
     assert smooth[0] == noisy[0]
     assert max(abs(value - 2.0) for value in smooth[25:]) < 0.05
     falling = [float(1000 - step) for step in range(1000)]
     # Not behind what it smooths.
-    assert loss_plot.smoothed(falling)[:970] == pytest.approx(falling[:970])
+    assert report.smoothed(falling)[:970] == pytest.approx(falling[:970])
 
 
 # ---- other logs ----------------------------------------------------------------------------------
@@ -361,7 +358,7 @@ def test_a_smoothed_curve() -> None:
 def test_steps_go_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    logs = step_log.open_logs(["jsonl", "tensorboard"], tmp_path, "metrics-2", "cast()", {}, 4)
+    logs = outputs.open_logs(["jsonl", "tensorboard"], tmp_path, "metrics-2", "cast()", {}, 4)
     _report(tmp_path / "metrics.jsonl", (1, 2), logs=logs)
     folder = str(tmp_path / "tensorboard" / "metrics-2")
     module.SummaryWriter.assert_called_once_with(folder, purge_step=5)
@@ -376,7 +373,7 @@ def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Monk
     module = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = TrainConfig().to_plain()
-    logs = step_log.open_logs(["wandb"], tmp_path, "metrics", "cast()", config, 0)
+    logs = outputs.open_logs(["wandb"], tmp_path, "metrics", "cast()", config, 0)
     _report(tmp_path / "metrics.jsonl", (1, 2), logs=logs)
     settings = module.init.call_args.kwargs
     assert settings["name"] == "cast()" and settings["config"]["dim"] == 384
@@ -389,7 +386,7 @@ def test_steps_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_jsonl_is_always_written(tmp_path: Path) -> None:
-    assert step_log.open_logs(["jsonl"], tmp_path, "metrics", "cast()", {}, 0) == []
+    assert outputs.open_logs(["jsonl"], tmp_path, "metrics", "cast()", {}, 0) == []
     _report(tmp_path / "metrics.jsonl", (1, 2))
     lines = read_metrics(tmp_path / "metrics.jsonl")
     found = [(line["step"], line["loss"], line["seconds"]) for line in lines]

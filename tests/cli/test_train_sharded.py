@@ -11,7 +11,7 @@ import torch
 from nested_values import different_paths
 from torch.distributed.tensor import DTensor
 
-from torch_commhook.cli import text_model as parallel
+from torch_commhook.cli import text_model
 from torch_commhook.cli.outputs import Checkpoint, read_checkpoint, write_checkpoint
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_model import ByteTransformer
@@ -54,11 +54,11 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
 
     def of_rank(rank: int) -> None:
         model = _model(config)
-        parallel.shard(model, config, CPU)
-        handle = parallel.attach_hook(model, config)
+        text_model.shard(model, config, CPU)
+        handle = text_model.attach_hook(model, config)
         _step(model, rank, make_optimizer(model, config))
-        counted = parallel.Traffic.of_hook(handle.stats())
-        assert parallel.plain_traffic(model, config) == counted
+        counted = text_model.Traffic.of_hook(handle.stats())
+        assert text_model.plain_traffic(model, config) == counted
         assert min(counted.gradients or 0, counted.gathered) > 0
         assert (counted.scattered > 0) == (config.parallel == "hsdp")
 
@@ -66,9 +66,9 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
 
 
 def test_traffic_adds_up() -> None:
-    sum_ = parallel.Traffic(1, 2, 3).times(3) + parallel.Traffic(10, 20, 30)
-    assert sum_ == parallel.Traffic(13, 26, 39)
-    assert (parallel.Traffic(None, 2, 3).times(2) + parallel.Traffic(1, 1, 1)).gradients is None
+    sum_ = text_model.Traffic(1, 2, 3).times(3) + text_model.Traffic(10, 20, 30)
+    assert sum_ == text_model.Traffic(13, 26, 39)
+    assert (text_model.Traffic(None, 2, 3).times(2) + text_model.Traffic(1, 1, 1)).gradients is None
 
 
 # ---- whole states --------------------------------------------------------------------------------
@@ -78,23 +78,25 @@ def test_traffic_adds_up() -> None:
 def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
     def of_rank(rank: int) -> None:
         model = _model(config)
-        parallel.shard(model, config, CPU)
+        text_model.shard(model, config, CPU)
         optimizer = make_optimizer(model, config)
-        parallel.attach_hook(model, config)
+        text_model.attach_hook(model, config)
         _step(model, rank, optimizer)
-        saved = parallel.whole_state(
+        saved = text_model.whole_state(
             {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         )
         other = _model(config)
         other.load_state_dict(saved["model"])
-        parallel.shard(other, config, CPU)
+        text_model.shard(other, config, CPU)
         again = make_optimizer(other, config)
-        parallel.load_optimizer(again, saved["optimizer"]["state"])
+        text_model.load_optimizer(again, saved["optimizer"]["state"])
         for p, values in again.state.items():
             assert isinstance(values["exp_avg"], DTensor)
             assert values["exp_avg"].placements == p.placements
-        twice = parallel.whole_state({"model": other.state_dict(), "optimizer": again.state_dict()})
-        plain = parallel.whole_model(model, config).state_dict()
+        twice = text_model.whole_state(
+            {"model": other.state_dict(), "optimizer": again.state_dict()}
+        )
+        plain = text_model.whole_model(model, config).state_dict()
         assert different_paths(saved, twice) == different_paths(saved["model"], plain) == []
         assert not any(isinstance(value, DTensor) for value in saved["model"].values())
 
@@ -106,10 +108,10 @@ def test_an_optimizer_leaves_the_state_that_it_goes_on_from() -> None:
     model = _model(TINY)
     optimizer = make_optimizer(model, TINY)
     _step(model, 0, optimizer)
-    state = parallel.whole_state(optimizer.state_dict()["state"])
+    state = text_model.whole_state(optimizer.state_dict()["state"])
     before = {name: value.clone() for name, value in state[0].items()}
     again = make_optimizer(model, TINY)
-    parallel.load_optimizer(again, state)
+    text_model.load_optimizer(again, state)
     _step(model, 0, again)
     assert different_paths(before, state[0]) == []
 

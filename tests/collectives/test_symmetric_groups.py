@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import compressed_all_reduce, symmetric
-from torch_commhook.collectives import symmetric_memory as symmetric_trial
+from torch_commhook.collectives import compressed_all_reduce, symmetric, symmetric_memory
 from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.collectives.symmetric_memory import (
     SymmetricBuffers,
@@ -308,7 +307,7 @@ def test_what_the_values_cover(codec: Codec) -> None:
     assert numels[:2] == [3 * codec.block_size] * 2
     assert 2 * codec.block_size < numels[2] < 3 * codec.block_size
     results = [
-        symmetric_trial._expected(codec, rank, ranks, step, CPU)
+        symmetric_memory._expected(codec, rank, ranks, step, CPU)
         for rank in range(ranks)
         for step in range(2)
     ]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory import hook_memory as optimizer_watch
+from torch_commhook.memory import hook_memory
 from torch_commhook.memory.watches import JumpWatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -183,12 +183,12 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_watch, "_watched", WeakSet())  # without other tests' hooks
-    monkeypatch.setattr(optimizer_watch, "_handles", [])
+    monkeypatch.setattr(hook_memory, "_watched", WeakSet())  # without other tests' hooks
+    monkeypatch.setattr(hook_memory, "_handles", [])
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert optimizer_watch._handles
+    assert hook_memory._handles
     handle.remove()
-    assert not optimizer_watch._handles
+    assert not hook_memory._handles
 
 
 def _graphs_of_step(hook: str) -> int:

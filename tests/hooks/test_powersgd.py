@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.hooks import low_rank as operators
+from torch_commhook.hooks import low_rank
 from torch_commhook.hooks.low_rank import Plan, orthonormalize
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
@@ -712,8 +712,8 @@ def test_operators() -> None:
     check = torch.library.opcheck
     for adds in (False, True):
         arguments = (sources, work, q, plan.text, 0.5, adds)
-        check(operators.powersgd_left, arguments, test_utils=("test_schema", "test_faketensor"))
-    wire = operators.powersgd_left(sources, work, q, plan.text, 0.5, True)
-    check(operators.powersgd_right, (work.clone(), wire, plan.text, 0.5, True))
-    left, right = operators.powersgd_right(work, wire, plan.text, 0.5, True)
-    check(operators.powersgd_restore, (q, work, wire, left, right, plan.text, True))
+        check(low_rank.powersgd_left, arguments, test_utils=("test_schema", "test_faketensor"))
+    wire = low_rank.powersgd_left(sources, work, q, plan.text, 0.5, True)
+    check(low_rank.powersgd_right, (work.clone(), wire, plan.text, 0.5, True))
+    left, right = low_rank.powersgd_right(work, wire, plan.text, 0.5, True)
+    check(low_rank.powersgd_restore, (q, work, wire, left, right, plan.text, True))

@@ -23,11 +23,11 @@ from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.codecs.base import decay_error
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
-from torch_commhook.hooks import low_rank as operators
+from torch_commhook.hooks import low_rank
 from torch_commhook.hooks.low_rank import Plan
 from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.memory.unsent import keep_unsent, without_unused
-from torch_commhook.reducer import compiled_step as tracing
+from torch_commhook.reducer import compiled_step
 from torch_commhook.testing import run_ranks
 
 Arguments = dict[str, Any]
@@ -79,12 +79,12 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
             {"error": torch.randn(20), "decay": 0.5, "rounding": torch.tensor([3, 4])},
         ),
         "powersgd_left": (
-            operators.powersgd_left,
+            low_rank.powersgd_left,
             {"sources": sources, "work": work, "q": q, "plan": plan, "scale": 0.5, "adds": True},
         ),
-        "powersgd_right": (operators.powersgd_right, {**encoded, "scale": 0.5}),
+        "powersgd_right": (low_rank.powersgd_right, {**encoded, "scale": 0.5}),
         "powersgd_restore": (
-            operators.powersgd_restore,
+            low_rank.powersgd_restore,
             {**encoded, "q": q, "left": left, "right": right},
         ),
     }
@@ -210,12 +210,12 @@ def test_it_is_refused(name: str) -> None:
 def test_names_and_keys_of_nothing() -> None:
     token, result = torch.zeros(1), torch.zeros(1)
     for call in (
-        lambda: tracing.begin_step(token, "nothing"),
-        lambda: tracing.commit_step(used(), [result], "nothing"),
-        lambda: tracing.count_step(token, [result], "", "none"),
-        lambda: tracing.note_backward(token, "none"),
-        lambda: tracing.write_missing(token, used(), [result], [0], "none"),
-        lambda: tracing.leave_out(used(), used(), [0], False, "none"),
+        lambda: compiled_step.begin_step(token, "nothing"),
+        lambda: compiled_step.commit_step(used(), [result], "nothing"),
+        lambda: compiled_step.count_step(token, [result], "", "none"),
+        lambda: compiled_step.note_backward(token, "none"),
+        lambda: compiled_step.write_missing(token, used(), [result], [0], "none"),
+        lambda: compiled_step.leave_out(used(), used(), [0], False, "none"),
     ):
         with pytest.raises(ValueError, match=r"_(step|backward|missing|out): (name|key) must be"):
             call()
@@ -223,7 +223,9 @@ def test_names_and_keys_of_nothing() -> None:
 
 def _key_of(handle: HookHandle) -> int:
     """Of the reducer of a module that a hook is attached to."""
-    (key,) = (key for key, one in tracing.reducers.items() if one.attached is handle._attached)
+    (key,) = (
+        key for key, one in compiled_step.reducers.items() if one.attached is handle._attached
+    )
     return key
 
 
@@ -267,7 +269,7 @@ def outcome_in_a_module(operator: str, change: Callable[[], Arguments] = dict) -
         if operator == "write_missing":
             model(torch.randn(2, 4)).sum().backward()
         arguments = {**arguments_of(operator), **change(), "key": _key_of(handle)}
-        got = outcome(getattr(tracing, operator), arguments)
+        got = outcome(getattr(compiled_step, operator), arguments)
         handle.remove()
         return got
 
@@ -292,7 +294,7 @@ def test_traffic_that_is_no_text_of_it_counts_no_step() -> None:
         handle = attach(nn.Linear(4, 3), hooks.error_feedback(hooks.sign()))
         key = _key_of(handle)
         with pytest.raises(ValueError, match="from_text: text must be what as_text gives, got"):
-            tracing.count_step(torch.zeros(1), [], "1,load,2,3", key)
+            compiled_step.count_step(torch.zeros(1), [], "1,load,2,3", key)
         assert handle.stats().steps == 0 and handle.state_dict()["steps"] == 0
         handle.remove()
 

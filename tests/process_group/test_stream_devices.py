@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.collectives import futures as streams
+from torch_commhook.collectives import futures
 
 Paths = tuple[str, str]
 EAGER = {model: Mode(model, "eager") for model in ("module", "ddp")}
@@ -305,7 +305,7 @@ def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
         stream=lambda stream: stream,
     )
     as_torch = types.SimpleNamespace(cuda=cuda)
-    with unittest.mock.patch.multiple(streams, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
+    with unittest.mock.patch.multiple(futures, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
         yield lambda: library.sleep(2 * stream_groups.DELAY_SECONDS)
 
 

@@ -25,8 +25,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import torch_commhook
 from torch_commhook import attach, hooks
-from torch_commhook.cli import plan
-from torch_commhook.cli import plan_advice as plan_sharded
+from torch_commhook.cli import plan, plan_advice
 from torch_commhook.cli.main import main
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import HookStats
@@ -50,7 +49,7 @@ def planned(*arguments: str) -> str:
     with (
         unittest.mock.patch.object(plan, "measure", in_30_ms(plan.measure)),
         unittest.mock.patch.object(
-            plan_sharded, "measure_sharded", in_30_ms(plan_sharded.measure_sharded)
+            plan_advice, "measure_sharded", in_30_ms(plan_advice.measure_sharded)
         ),
         contextlib.redirect_stdout(printed),
     ):

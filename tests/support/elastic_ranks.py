@@ -40,9 +40,7 @@ from torch import nn
 
 import torch_commhook as commhook
 from torch_commhook import hooks
-from torch_commhook.attachment import elastic as new_ranks_module
-from torch_commhook.attachment import parameter_exchange as exchange_module
-from torch_commhook.attachment import road as choosing
+from torch_commhook.attachment import elastic, parameter_exchange, road
 from torch_commhook.elastic import joining
 from torch_commhook.elastic.pace import Pace
 from torch_commhook.planning.choice import Choice
@@ -54,7 +52,7 @@ TIMEOUT = 60.0
 
 def _auto() -> hooks.Hook:
     """Finds ``powersgd(rank=4)``, which remembers what all ranks have alike."""
-    choosing.choose_hook = lambda *_, **__: Choice(7, "a test says so")  # type: ignore[assignment]
+    road.choose_hook = lambda *_, **__: Choice(7, "a test says so")  # type: ignore[assignment]
     return hooks.auto(max_error=1.0)
 
 
@@ -148,7 +146,7 @@ def _happens(
     elif event["do"] == "kill at the end":
         commhook.step.step_group.StepGroup.end = lambda self: _die()  # type: ignore[attr-defined]
     elif event["do"] == "kill in its exchange":
-        exchange_module.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
+        parameter_exchange.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
     elif event["do"] == "slow":
         _say_seconds(0.25)
     elif event["do"] == "stop":
@@ -159,8 +157,8 @@ def _happens(
         handle.remove()
         raise SystemExit
     elif event["do"] == "kill the first that sends":
-        send = new_ranks_module.send
-        new_ranks_module.send = partial(_send_or_die, folder / "died", send)
+        send = elastic.send
+        elastic.send = partial(_send_or_die, folder / "died", send)
     elif event["do"] == "kill in a piece":
         send = partial(_send_piece_or_die, folder / "died", joining.Donor._send)
         joining.Donor._send = lambda self: send(self)  # type: ignore[method-assign]

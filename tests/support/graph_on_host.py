@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_commhook.collectives import futures as streams
+from torch_commhook.collectives import futures
 
 _aten = torch.ops.aten
 
@@ -70,8 +70,8 @@ class DeviceOnHost:
 def device_on_host(monkeypatch: pytest.MonkeyPatch) -> DeviceOnHost:
     """Makes the library treat the CPU as a device with streams."""
     device = DeviceOnHost()
-    monkeypatch.setattr(streams, "_WITH_STREAMS", {"cpu"})
-    monkeypatch.setattr(streams, "_of_device", {})
+    monkeypatch.setattr(futures, "_WITH_STREAMS", {"cpu"})
+    monkeypatch.setattr(futures, "_of_device", {})
     monkeypatch.setattr(torch.cuda, "Stream", StreamOnHost)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda at=None: device.current)

@@ -18,7 +18,6 @@ import pytest
 from repository import ROOT
 
 from torch_commhook.cli import launcher
-from torch_commhook.cli import launcher as rank_process
 from torch_commhook.cli.main import main
 
 #: A model that does hundreds of steps a second.
@@ -174,7 +173,7 @@ def forbid_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launcher, "launch", launch)
     for name in ("tie_to_launcher", "end_on_signals"):
-        monkeypatch.setattr(rank_process, name, launch)
+        monkeypatch.setattr(launcher, name, launch)
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in (*ranks, "MASTER_ADDR", "MASTER_PORT", "COMMHOOK_LAUNCHER_PID"):
         monkeypatch.delenv(name, raising=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
-from torch_commhook.attachment import ddp_results as static_graph
+from torch_commhook.attachment import ddp_results
 from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
 from torch_commhook.attachment.parameters import WatchedParameters, trainable
 from torch_commhook.attachment.road import Road, WholeReplica
@@ -256,8 +256,8 @@ class DdpRoad:
     def what_is_wrong(self) -> str | None:
         """The reason why a forward cannot lead to a step, or None."""
         model = self.model()
-        if model is not None and static_graph.is_lost(model):
-            return static_graph.LOST
+        if model is not None and ddp_results.is_lost(model):
+            return ddp_results.LOST
         return self.change_of_parameters()
 
     def change_of_parameters(self) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
-from torch_commhook.cli import launcher as rank_process
+from torch_commhook.cli import launcher
 from torch_commhook.cli.launcher import LAUNCHER_PID
 
 # ---- reads this process's place among the ranks from the environment variables of a launcher -----
@@ -245,10 +245,10 @@ class RankedCommand(Generic[_T]):
             self.build_parser().error(str(error))
         if place is not None:
             if place.launcher_pid is not None:
-                rank_process.tie_to_launcher(place.launcher_pid)
+                launcher.tie_to_launcher(place.launcher_pid)
             else:
-                rank_process.end_on_signals(place.rank, self.name)
-                rank_process.watch_parent()
+                launcher.end_on_signals(place.rank, self.name)
+                launcher.watch_parent()
             self._be_rank(argv, place)
         options = self.parse_options(argv)
         self.print_notes(options)
@@ -266,5 +266,5 @@ class RankedCommand(Generic[_T]):
             faulthandler.enable()
             self.run_rank(options, place)
         except BaseException as error:
-            rank_process.fail(error, place.rank, self.name)
-        rank_process.finish()
+            launcher.fail(error, place.rank, self.name)
+        launcher.finish()

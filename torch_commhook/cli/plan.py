@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_commhook.cli import plan_advice as plan_sharded
+from torch_commhook.cli import plan_advice
 from torch_commhook.cli.outputs import OutputError, check_picture
 from torch_commhook.cli.plan_advice import Advice, Layout, Loss, advise, judge_row, own_text
 from torch_commhook.cli.plan_advice import Cost as ShardedCost
@@ -312,7 +312,7 @@ _PLAIN = "allreduce()"
 _CALLS = ("issued", "agreement", "members", "beside")
 _OPTIONS_OF_DDP = ("delay", "nodes")
 
-_Costs = Sequence[Cost] | Sequence[plan_sharded.Cost]
+_Costs = Sequence[Cost] | Sequence[plan_advice.Cost]
 
 
 class PlanError(ValueError):
@@ -476,7 +476,7 @@ def _world(options: argparse.Namespace) -> int:
     return world
 
 
-def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layout | None:
+def _layout(options: argparse.Namespace, subject: Subject) -> plan_advice.Layout | None:
     """The layout of a sharded model; None if each rank has the whole model.
 
     Raises:
@@ -508,10 +508,10 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_sharded.Layou
                 f"{shards} shards, got {after}"
             )
     replicas = config.replicas if config.parallel == "hsdp" else None
-    return plan_sharded.Layout(subject.model.elements, shards, replicas, after)
+    return plan_advice.Layout(subject.model.elements, shards, replicas, after)
 
 
-def _hooks(options: argparse.Namespace, layout: plan_sharded.Layout | None) -> list[str]:
+def _hooks(options: argparse.Namespace, layout: plan_advice.Layout | None) -> list[str]:
     """The hooks to compare, each once, the plain all-reduce first.
 
     Raises:
@@ -576,17 +576,17 @@ def _of_shards(
     options: argparse.Namespace,
     question: Question,
     hooks: Sequence[str],
-    layout: plan_sharded.Layout,
+    layout: plan_advice.Layout,
 ) -> _Answer:
-    measured = plan_sharded.measure_sharded(
+    measured = plan_advice.measure_sharded(
         hooks,
         layout,
         shard_hook=options.shard_hook,
         weights=options.weights,
     )
 
-    def costs_at(rate: float) -> list[plan_sharded.Cost]:
-        return plan_sharded.plan_sharded(
+    def costs_at(rate: float) -> list[plan_advice.Cost]:
+        return plan_advice.plan_sharded(
             measured,
             layout=layout,
             bits_per_second=rate,

@@ -45,7 +45,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_fsdp import MLPStack
 
 from torch_commhook import attach, hooks
-from torch_commhook.collectives import issuing as exchange
+from torch_commhook.collectives import issuing
 from torch_commhook.testing import run_ranks
 
 SCENARIOS = {**sharded_scenarios.SCENARIOS, **pytorch_scenarios.SCENARIOS}
@@ -271,7 +271,7 @@ def test_numbers_of_collectives(rank: int, place: str, name: str) -> None:
 
     with CommDebugMode() as mode, pytest.MonkeyPatch.context() as patch:
         for method in ("exchange", "reduce"):
-            patch.setattr(exchange.Place, method, counted(getattr(exchange.Place, method)))
+            patch.setattr(issuing.Place, method, counted(getattr(issuing.Place, method)))
         model(torch.randn(4, 5)).sum().backward()
     for operator, count in mode.get_comm_counts().items():
         counts[_kind(operator)] += count
