@@ -234,7 +234,7 @@ class NewRanks:
         return view.members.index(donors_of(view)[self._ranks.membership.own])
 
 
-# ---- A hook on a model with ranks that come and go -----------------------------------------------
+# ---- a hook on a model with ranks that come and go -----------------------------------------------
 
 
 _log = logging.getLogger("torch_commhook.elastic")

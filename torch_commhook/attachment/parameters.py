@@ -310,7 +310,7 @@ def _taken(parameters: list[tuple[str, Tensor]], owner: nn.Module) -> tuple[str,
     return None
 
 
-# ---- A model's values that rank 0 sends to the others --------------------------------------------
+# ---- a model's values that rank 0 sends to the others --------------------------------------------
 
 
 #: Integers with as many bytes. Complex values of 16 bytes have none.

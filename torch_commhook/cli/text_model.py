@@ -182,7 +182,7 @@ def _windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
     return text[starts[:, None] + torch.arange(seq + 1, dtype=torch.int64, device="cpu")].long()
 
 
-# ---- A small GPT over bytes, with pre-norm blocks, rotary positions and causal attention ---------
+# ---- a small GPT over bytes, with pre-norm blocks, rotary positions and causal attention ---------
 
 
 #: Every byte is a token.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torch_commhook.collectives.agreement import check_length, packed, unpacked
 
-# ---- A model's parameters and their optimizer state, split into pieces for a new rank ------------
+# ---- a model's parameters and their optimizer state, split into pieces for a new rank ------------
 
 
 #: One value of an optimizer's state for some elements of a parameter, and whether the value has the

@@ -164,7 +164,7 @@ def _sampled(sizes: Sequence[torch.Size]) -> list[tuple[int, torch.Size]]:
     return sorted(found.items())
 
 
-# ---- A hook that measures in the first steps which hook makes a step shortest --------------------
+# ---- a hook that measures in the first steps which hook makes a step shortest --------------------
 
 
 #: The number of a choice that the ranks have not made yet.

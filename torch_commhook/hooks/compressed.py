@@ -334,7 +334,7 @@ def no_hook(value: object) -> str:
     return f"{type(value).__qualname__}{more}"
 
 
-# ---- A choice of bits for each bucket, under a budget of bytes -----------------------------------
+# ---- a choice of bits for each bucket, under a budget of bytes -----------------------------------
 
 
 _NAME = "adaptive_bits"

@@ -54,7 +54,7 @@ class Scratch:
         self._free.append(tensor)
 
 
-# ---- A hook's memory of one bucket between steps -------------------------------------------------
+# ---- a hook's memory of one bucket between steps -------------------------------------------------
 #
 # It consists of tensors for each bucket. The store of parameters knows each parameter's piece of
 # them; a new bucket begins with the pieces of its parameters.
@@ -468,7 +468,7 @@ class BucketMemory:
                 self._store.add_lost(parameter, kind, loaded, self.factors[name])
 
 
-# ---- A bucket that carries its hook's memory -----------------------------------------------------
+# ---- a bucket that carries its hook's memory -----------------------------------------------------
 
 
 class BucketWithMemory(GradBucket):
@@ -531,7 +531,7 @@ def set_memory(bucket: GradBucket, memory: BucketMemory) -> None:
         _memories[bucket] = memory
 
 
-# ---- A bucket of whose sum each rank gets a shard ------------------------------------------------
+# ---- a bucket of whose sum each rank gets a shard ------------------------------------------------
 
 
 class ShardedBucket(BucketWithMemory):

@@ -34,7 +34,7 @@ from torch_commhook.memory.states import (
 from torch_commhook.memory.watches import JumpWatch, Replays, Scaler
 from torch_commhook.native.runtime import left_to_python
 
-# ---- A hook's memory between steps, by parameter, independent of buckets -------------------------
+# ---- a hook's memory between steps, by parameter, independent of buckets -------------------------
 #
 # Hooks work on buckets. These are rebuilt after a model's first step, and may differ when training
 # resumes from a checkpoint. So memory consists of tensors for each bucket, with known pieces for

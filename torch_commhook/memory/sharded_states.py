@@ -22,7 +22,7 @@ from torch_commhook.memory.states import (
     shown,
 )
 
-# ---- A parameter that is divided into shards -----------------------------------------------------
+# ---- a parameter that is divided into shards -----------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def _from_sent(piece: Tensor, like: Tensor) -> Tensor:
     return piece.view(like.shape)
 
 
-# ---- A process group that sends large tensors in fewer bits --------------------------------------
+# ---- a process group that sends large tensors in fewer bits --------------------------------------
 
 
 #: The dtypes that 16-bit codecs round.

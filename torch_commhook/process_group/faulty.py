@@ -282,7 +282,7 @@ def newest_names(operations: str | Sequence[str] | None) -> set[str] | None:
     return {_NEWEST.get(name, name) for name in names}
 
 
-# ---- A process group that fails on purpose, to test how a training reacts ------------------------
+# ---- a process group that fails on purpose, to test how a training reacts ------------------------
 
 
 _TIMERS = Timers("commhook-faults")

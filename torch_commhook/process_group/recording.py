@@ -133,7 +133,7 @@ def merge_traces(paths: Sequence[str | Path], path: str | Path) -> None:
     write_trace({"traceEvents": events, "displayTimeUnit": "ms"}, path)
 
 
-# ---- A process group that records its operations -------------------------------------------------
+# ---- a process group that records its operations -------------------------------------------------
 
 
 @dataclass

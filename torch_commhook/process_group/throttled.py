@@ -176,7 +176,7 @@ class _Collective:
             self.begin(when)
 
 
-# ---- A process group behind a link of given bandwidth and latency --------------------------------
+# ---- a process group behind a link of given bandwidth and latency --------------------------------
 
 
 _TIMERS = Timers("commhook-throttle")

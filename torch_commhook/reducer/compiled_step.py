@@ -261,7 +261,7 @@ def _write_missing_fake(
     return None
 
 
-# ---- A backward of our reducer under compiled autograd, and the traced part of it ----------------
+# ---- a backward of our reducer under compiled autograd, and the traced part of it ----------------
 
 
 _log = logging.getLogger(__name__)

@@ -264,7 +264,7 @@ def _nothing(parameter: Tensor) -> None:
     pass
 
 
-# ---- A reducer's present buckets -----------------------------------------------------------------
+# ---- a reducer's present buckets -----------------------------------------------------------------
 
 
 class FormedBuckets:

@@ -18,7 +18,7 @@ from torch_commhook.reducer.eager_step import EagerStep
 from torch_commhook.step.stages import begin_maximum
 from torch_commhook.step.step_group import StepGroup
 
-# ---- A step that the remaining ranks repeat when a rank is lost ----------------------------------
+# ---- a step that the remaining ranks repeat when a rank is lost ----------------------------------
 
 
 class Survivors(Protocol):

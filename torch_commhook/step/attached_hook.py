@@ -48,7 +48,7 @@ from torch_commhook.step.link import SeenCollectives
 from torch_commhook.step.stages import BucketStages, RanksApart
 from torch_commhook.step.step_group import StepGroup
 
-# ---- A running call of a hook on one bucket: started, awaited, checked ---------------------------
+# ---- a running call of a hook on one bucket: started, awaited, checked ---------------------------
 
 
 #: How long a failed rank waits for its own running collectives.
@@ -169,7 +169,7 @@ class Choosing(Protocol):
         """Called when the current step has failed and repeats."""
 
 
-# ---- A hook that is attached to a model, and its calls for single buckets ------------------------
+# ---- a hook that is attached to a model, and its calls for single buckets ------------------------
 
 
 @dataclass(eq=False)

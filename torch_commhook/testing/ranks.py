@@ -20,7 +20,7 @@ from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
 
-# ---- A store for threads as ranks: a rank that waits for a key lets the others run ---------------
+# ---- a store for threads as ranks: a rank that waits for a key lets the others run ---------------
 
 
 class _Keys:

@@ -81,7 +81,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# ---- A meeting of all ranks that a launcher has started, through a store -------------------------
+# ---- a meeting of all ranks that a launcher has started, through a store -------------------------
 
 
 #: Set by torchrun if its agent has started the store.

@@ -136,7 +136,7 @@ class IssuingProcessGroup(ProcessGroup):
         return f"rank {self._link.members[rank]}"
 
 
-# ---- A process group whose ranks are threads of one process --------------------------------------
+# ---- a process group whose ranks are threads of one process --------------------------------------
 
 
 class SimulatedProcessGroup(IssuingProcessGroup):
