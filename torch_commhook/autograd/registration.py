@@ -309,6 +309,12 @@ def _type_of(value: object) -> str:
 
 
 # ---- registers hooks with the autograd engine ----------------------------------------------------
+#
+# ``torch_commhook.autograd`` puts one object on a tensor or node. The object holds all hooks of a
+# kind in a list, which is copied when it changes. Code that runs the hooks takes a snapshot by
+# copying one pointer. For Python hooks it takes the GIL once, wraps values once, and checks results
+# in C++. Compiled autograd gets a Python function for each hook with the same checks, because
+# PyTorch checks nothing there.
 
 
 class RemovableHandle:

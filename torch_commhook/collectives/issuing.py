@@ -38,6 +38,30 @@ from torch_commhook.metrics import tensor_bytes
 from torch_commhook.spans import sent
 
 # ---- collectives with places in an order: any number of them at once, started in any order -------
+#
+# On the CPU hooks' collectives go over the library's transport. Ranks take places in an order, and
+# any number of places is under way at the same time (``csrc/runtime/wire/exchanges.h``). Nobody
+# asks for a message: one that comes early is kept, up to 32 MiB from each rank. Up to 16 ranks send
+# each other messages of the needed length directly. So each stage takes half a round trip, and a
+# step of many buckets takes as many as one bucket. A sum is one stage if each rank gets the whole
+# tensors of all ranks, or two: each rank adds up one shard, in the order of the ranks. More ranks
+# pass sums and gathered messages on to a few others (``csrc/runtime/wire/patterns.h``).
+#
+# Traced code calls the same code through operators (``stages.py``), so that ranks in different
+# modes can take the same step. First and second stages, the ends of steps and the comparisons of
+# settings have orders of their own, because modes differ in when they take a place. Sums of more
+# than 4 MiB are collectives of the group, unless they are second stages.
+#
+# - ``Place.expect`` gives memory to the messages of a place before this rank's are there, so that
+#   large ones need not wait and none is copied.
+# - Of a group of Gloo that a user gives, places belong to a channel of their own, over the same
+#   ranks.
+# - A process that this one forks, such as a worker of a DataLoader, closes its copies of the
+#   connections, because others must learn of the end of a rank (``wire.py``). This includes the
+#   sockets of a store that this process serves. It never destroys the library's endpoints and signs
+#   of life, whose end waits for threads that it does not have. A program that the rank starts gets
+#   no connections.
+# - A rank removes its address in a model's group from the store when it has heard from all ranks.
 
 
 #: As ``kFewRanks`` in ``csrc/runtime/wire/patterns.h``, and so are the numbers below.

@@ -1,4 +1,42 @@
-"""Two collectives, of which the second needs the first one's result; operators for compilers."""
+"""Two collectives, of which the second needs the first one's result; operators for compilers.
+
+A codec's messages are exchanged, added up, encoded again and gathered: the second collective needs
+the first one's result. All ranks must issue the same collectives on one group in the same order.
+But the first stages of two buckets may end in another order on each rank. So the stages have an
+order:
+
+- On the CPU both stages have places in an order, taken when the bucket is full, and start whenever
+  they can. The thread that ends a first stage adds up, encodes and starts the second one. Nothing
+  waits inside a callback.
+- Over other groups both stages share one communicator. The second stage of a bucket waits until the
+  hook has issued the first stage of the next bucket. The last bucket's second stage follows its
+  first one directly. So the stages of three buckets come in the order 1 1 2 1 2 2, and the wire
+  carries the next message while a rank adds up and encodes. The order depends
+  only on the order of the buckets, which is the same on all ranks. It holds for the library's hooks
+  in our reducer and in DDP's. If a stage fails on a rank, the stages that wait there also fail. If
+  an exception leaves a backward, they fail when the next backward begins, or when the hook is
+  removed.
+
+  In other cases the call itself issues both stages: a direct call of a collective; a subclass,
+  which may wait for a result in ``average()``; and a static graph of DDP, which does not number the
+  buckets of the first step. A second communicator would need no order. But NCCL and PyTorch warn of
+  concurrent collectives of two communicators: their kernels may wait for each other's resources for
+  ever.
+- ``hierarchical`` has four stages, and two more for each further level. On the CPU all have places,
+  which the call takes, and the thread that ends a stage starts the next. Elsewhere the call waits
+  for all stages but the last.
+- CUDA tensors are encoded, sent and decoded on one of three streams of the library. So the library
+  can encode a bucket while another bucket's message is on the wire and the sum of a third is
+  encoded. With NCCL only such a stream waits, not the thread and not the stream of the gradients. A
+  Future of Gloo's makes no stream wait; there ``Work.wait`` does.
+- The parts of a bucket in ``policy`` follow each other as buckets do. A stream of PyTorch's pool
+  then waits for all results and joins them (``then_all``). ``collect_all`` does not support
+  devices: it would make the current stream wait in the middle of backward.
+- Over NCCL on one machine, the ranks use no collective in either stage if their GPUs share memory
+  (``symmetric.py``).
+- While a compiler traces, first stages are issued as buckets come, then all second stages. After
+  that the code waits for results.
+"""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
     Args:
         budget: the number of bytes that each rank may send in a step.
         every: the number of steps between two choices.
-        block_size: as for :class:`torch_commhook.codecs.block_codec`.
+        block_size: as for :class:`torch_commhook.codecs.blockwise`.
 
     Raises:
         TypeError: ``budget`` or ``every`` is not an int.

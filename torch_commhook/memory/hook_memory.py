@@ -1,4 +1,31 @@
-"""A hook's memory: what it keeps from step to step, and the optimizers that it watches."""
+"""A hook's memory: what it keeps from step to step, and the optimizers that it watches.
+
+A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets are formed. In
+``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
+are guards. Memory is flat for each bucket, and each parameter has a view of it. When a bucket is
+formed anew, it copies its parameters' views. When a shard moves to another rank, its old owner adds
+the shard's error, times the world size, to its own error memory. The library counts a step when all
+ranks have agreed on it. Compiled backward passes count in an operator, with their bytes.
+
+Errors are in units of the scale that a ``GradScaler`` had when they were written. If the scale
+changes, the hook multiplies its errors before the first bucket of a step, in eager mode when a
+backward begins. Compiled code takes errors as inputs, so they must be right before it runs. In each
+backward, already compiled or not, compiled autograd asks the hooks of each parameter for their
+arguments. Our hook multiplies the errors at that moment
+(``csrc/runtime/reducer/parameter_hooks.cpp``).
+
+The contents of a state depend only on the hook, the model and the rank: the memory of a part is
+saved for all of a parameter's elements. On DDP, memory is made for the buckets that DDP may form,
+so that it exists before the first backward. Ranks compare the states that they load, and load all
+or none.
+
+If no rank uses a parameter in a step, its gradient stays as it is, but messages may hold earlier
+errors of it. All ranks then add the result to their memory of this parameter (``unsent.py``): each
+rank has a share of a mean.
+
+Our reducer forms buckets anew in the order of arrival only for hooks whose results do not depend on
+the order, because compiled code has another order.
+"""
 
 from __future__ import annotations
 

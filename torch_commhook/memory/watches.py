@@ -191,6 +191,22 @@ class JumpWatch:
 
 
 # ---- steps that CUDA graphs replay, invisible to the host ----------------------------------------
+#
+# A replay runs kernels and no Python. So all values that change from step to step are on the
+# device: errors, PowerSGD's factors, the factor of ``clip``, and the number of the step, which
+# determines random numbers. Each captured step adds 1 to a counter on the device
+# . The number of steps is this counter plus the eager steps that the host
+# has counted. The host reads the counter only when the user asks for a state or statistics.
+#
+# A hook whose next steps depend on a count of the host raises during the capture
+# (``Hook.check_capture``). A loaded state, or buckets that are formed anew, are in other tensors
+# than those that a graph captured. If such a graph is replayed, its counter shows it, and a request
+# for a state raises. The hook keeps the tensors that the graph writes, so such a replay does not
+# write to memory of others.
+#
+# The tests replay graphs on the CPU (``tests/support/graph_on_host.py``): a replay calls the
+# operators of the captured step again, on the same tensors. They also run the steps of every hook
+# and refuse each operator that waits for a device.
 
 
 class Replays:

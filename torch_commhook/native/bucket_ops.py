@@ -1,4 +1,12 @@
-"""The library's operators on buckets, and their checks, as typed functions with their fakes."""
+"""The library's operators on buckets, and their checks, as typed functions with their fakes.
+
+``torch.ops`` makes a TorchScript value of each tensor of a list. It releases these without the GIL,
+and then takes the GIL for each tensor that only Python holds. The typed functions in
+``torch_commhook/native/bucket_ops.py``, which buckets and reducers call, avoid this cost: they pass
+lists of plain tensors to the dispatcher themselves (``csrc/runtime/bindings/bind_bucket.cpp``). For
+subclasses, function modes and compilers they use ``torch.ops``. Dispatch modes belong to the
+dispatcher, and see both kinds of calls.
+"""
 
 from __future__ import annotations
 

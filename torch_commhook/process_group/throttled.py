@@ -1,4 +1,14 @@
-"""A process group behind a link of given bandwidth and latency."""
+"""A process group behind a link of given bandwidth and latency.
+
+``ThrottledProcessGroup`` and ``commhook plan`` share one model of a link's cost.
+``process_group/operations.py`` lists the messages of each collective of Gloo, and
+``process_group/throttled.py`` computes when they arrive. The group runs the model in real time. The
+command (``planning/wire.py``) runs it in simulated time, on the calls that a hook makes on a
+simulated group. Ranks send messages over the library's transport, which a simulated group cannot
+do. So the command replaces these calls by the transport's. Among more than 16 ranks, or on several
+nodes, the calls follow from formulas (``planning/formulas.py``); tests compare these with the calls
+of simulated ranks, and the numbers of messages and connections with those of processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The link between a group's ranks: measured, used by several connections, and counted."""
+"""The link between a group's ranks: measured, used by several connections, and counted.
+
+Over a far link, messages can use several connections to each rank (``attach(connections=)``), which
+share the chunks of a message. This module measures whether several are faster.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,42 @@ through the model's group; the ranks still agree over Gloo. So all ranks raise i
 Its collectives may still be running, and would interfere with later ones: all ranks refuse the next
 step. The same holds for groups of other backends that hooks were given. If a group has another
 backend for the CPU too, ranks do not agree: the group's own timeout detects failures.
+
+On Gloo a model's hooks have a ``ProcessGroup`` of their own over the library's transport. At the
+end of a step, a rank that has all results tells all other ranks (``stages.py``), which takes half a
+round trip, and among more than 16 ranks half of log2 of their number. If each rank left some
+parameter unused, the ranks then exchange one byte for each parameter: whether it was used.
+
+No rank ends the step without all others. A rank that fails does not reach this point. It writes the
+reason to the store and leaves the group. What it has sent before still arrives; ranks that wait for
+more of it, in a hook, in a wait or at the end, get an error at once, find the reason, and leave as
+well. So all ranks raise in the same step. It matters that a rank leaves behind its messages:
+another rank may still be at the end of the step before, which this one has ended. A failure that
+ended all messages of a group at once would undo that step on some ranks alone.
+
+A rank writes its address to the store, and reads those of the others. Two ranks connect when one
+first expects a message of the other. When a hook is attached, all gather a greeting of each, with a
+digest of the hook and its settings. So they learn at once that all are there and have the same
+hook. Rank 0's parameters travel while ranks continue, if they have at most 64 MiB.
+
+After a failed step all ranks join a new channel when the next step begins, under another prefix in
+the store, over the connections that they have. First each rank writes the number of its attempt to
+the store, and rank 0 writes the list of all attempts. A rank joins only if rank 0's list contains
+its latest attempt; stale attempts are ignored. Other models' groups over the same ranks fail
+together with one, because the rank may have left a backward before it reached them. If a rank's
+process has ended, the first rank that notices writes this as the reason, and blames no rank that is
+alive. The group keeps its name and identity, because compiled code finds it by name; only its
+backend gets another channel.
+
+The backend of the tensors' device decides how a failed step ends. Tensors on a device travel over
+the model's group, while the ranks agree over a Gloo group for the CPU. The library makes that group
+for ``cpu:gloo,cuda:nccl`` and for a group that has NCCL alone. So all ranks raise in the step that
+failed, on NCCL as on Gloo. But NCCL cannot cancel a collective: a rank may have issued some that
+the others never join, and later ones would pair with these. So each rank marks the group as lost,
+and refuses the next step, DDP's next broadcast of buffers, and another ``attach``; the error gives
+the reason. The library aborts no communicator, because it belongs to the user. The user calls
+``abort()`` on all ranks, makes a new group and attaches again. If the CPU's backend is not Gloo,
+the ranks cannot agree: they wait until the group's own timeout.
 """
 
 from __future__ import annotations

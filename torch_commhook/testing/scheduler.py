@@ -3,6 +3,23 @@
 Each rank is a thread. The running rank yields where it waits for another rank, and wherever it
 issues a collective. The next rank is drawn among those that can continue, so each seed gives one
 order of events.
+
+Each thread has a lock of its own that it waits for, and the running thread releases that of the
+next. When no thread can continue, the scheduler knows why each waits.
+
+The ranks of a group share a ``Link`` (``process_group/simulated/link.py``). The last rank to reach
+a collective carries it out for all (``simulated/data.py``), on the tensors of the others. The
+arguments that must agree are compared when the second rank comes. A Future is completed on its own
+rank's thread, when that runs next, because its callbacks see that rank's ``torch.distributed``.
+
+A thread that waits for a Future in C++ blocks while it is its turn. So ``get_future()`` lets the
+others run until the Future is complete, or none can run; only then does it return an incomplete
+Future. If the thread that has it then uses no processor time, the scheduler takes it for blocked,
+and the others continue.
+
+During ``run_ranks``, an object that depends on the thread replaces PyTorch's world of groups
+(``distributed_c10d._world``). The table of groups by name in C++ is switched to one table for each
+thread (``testing/ranks.py``). Both are restored at the end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,31 @@
 // The checks of a hook as operators: their reference kernels (plain ATen, every device) and their
 // autograd kernels. They return nothing, so they have no derivatives.
+//
+// check_hook_result and check_finite return nothing, and must run once for each call, wherever the
+// compiler places them. They achieve this differently, because only one writes to an argument.
+//
+// check_finite adds to a count that outlives the call. A compiler keeps such a write, once, in its
+// place, also in a compiled backward. It costs no copy. The host reads the count when the user asks
+// (autograd.FiniteCheck), so a CUDA graph can hold it. A count on CUDA is marked as an input whose
+// address stays: Inductor makes no CUDA graph of a graph that writes any other input.
+//
+// check_hook_result is registered as effectful: AOTAutograd orders calls by a token, which Inductor
+// removes again. tests/ops/test_ops_check.py counts the calls. Also tried:
+//
+// - Nothing: no call is left, except in an exported program before decomposition.
+// - Marked for FX as having side effects: each call runs in the forward too, if the hook checks
+//   values of the forward alone; up to torch 2.13 two equal calls become one.
+// - A mutation of result declared, but not done: the declaration is false, and CUDA graphs are not
+//   used where result is an input.
+// - result as return value: an operator may not return its input, so it is a copy of the gradient.
+// - Effectful, as it is: graphs with it are not cached between processes, and it is lost in a
+//   branch of torch.cond (an error in Inductor).
+//
+// It has no derivative, and autograd ignores it: a checked value stays differentiable. Its fake
+// raises if a dtype, layout, device, number of dimensions, or a size known while compiling differs.
+// It asks for no guard, which would compile again for each pair of sizes. The kernel checks sizes
+// that are unknown at that time. An opaque operator makes Inductor write both tensors to memory,
+// although it might have kept one in registers.
 #include "ops/check/check.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,27 @@
 // Codecs that send values in blocks: a few bits for each value and a few float32 parameters for
 // each block. This file checks their operators' arguments.
+//
+// - A message has shards, which are cut at the borders of blocks. Or there is one message for each
+//   of several chunks, which end where the caller says (block_chunks.h), as FSDP's chunks do.
+// - A shard holds the codes of its blocks, then their parameters. Zeros pad both to multiples of 16
+//   bytes (block_layout.h). So each shard, chunk and message begins at such a multiple, and loads
+//   and stores of 16 bytes are aligned, on the CPU and on CUDA.
+// - An operator has one implementation for all devices. It checks its arguments and chooses the CPU
+//   kernels or plain ATen.
+// - csrc/ops/cpu/blocks.h reads and writes a bucket in blocks, in place and across the tensors'
+//   borders. A codec's kernels get a run of blocks at a time, which stays in the first-level cache.
+// - The kernels are plain loops that compilers vectorise, in a file that
+//   csrc/ops/cpu/for_each_instruction_set.h compiles three times.
+// - With AVX-512, intrinsics quantise plain blocks of 64, 128 or 256 values. While a run of 256
+//   values is quantised, the extremes of the next run become steps, and the run after that is
+//   measured. This keeps memory busy without prefetching. fp8 also uses intrinsics, and measures
+//   256 values before it quantises them.
+// - Both decode with non-temporal stores: whole blocks of a multiple of 32 values, to addresses at
+//   which a cache line begins. Outputs that are large compared with the last-level cache are stored
+//   in the same way (csrc/ops/cpu/streaming.h).
+// - A header for host and device holds the arithmetic. No multiply-add is fused (setup.py), so the
+//   reference, all instruction sets and any number of threads give the same bits. Random numbers
+//   are Philox4x32-10 of seed, step, block and position in the block.
 #pragma once
 
 #include <ATen/ATen.h>

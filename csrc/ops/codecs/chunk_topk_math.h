@@ -1,5 +1,11 @@
 // The largest values of each chunk in few bits: the form of a message, the choice of values, and
 // their levels. For host and device; integers, so that all kernels give the same bits.
+//
+// chunk_topk selects from 4,096 values while they stay in the first-level cache. It takes the
+// largest value of each of 256 groups. The 64th largest of these is a threshold that at least 64
+// values reach, usually about 75. Bisection among these finds the values to send. All sums of
+// magnitudes are sums of integers, so their order changes no bit
+// (csrc/ops/codecs/chunk_topk_math.h).
 #pragma once
 
 #include <cstdint>

@@ -6,6 +6,10 @@
 // returns, which gives a permutation of [0, numel) (cycle walking: Black and Rogaway, "Ciphers with
 // arbitrary finite domains", 2002). All indices are then shifted by one random number, modulo
 // numel. So each value is equally likely to be sent, however good the network is.
+//
+// randomk sends no indices, because all ranks permute the values alike, with a Feistel network on
+// Philox. It reads all values even if it sends few. If one is infinite or NaN, it sends only NaNs;
+// otherwise the NaN would show only if it were drawn.
 #pragma once
 
 #include <cstdint>

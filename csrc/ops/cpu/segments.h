@@ -1,4 +1,17 @@
 // A tensor list as rows of memory: the CPU kernels use it to visit any part of a bucket.
+//
+// An operator takes one pass. It splits the bucket's elements, not its tensors, over the threads.
+// Each thread walks over the rows of memory in its part (csrc/ops/cpu/segments.h). For each pair of
+// dtypes a kernel converts a row (csrc/ops/cpu/row_kernels.inl). Each kernel is compiled three
+// times, for any processor, AVX2 and AVX-512, and chosen at the call; COMMHOOK_CPU_CAPABILITY
+// limits the choice.
+//
+// - Values are scaled in float32 (float64 if either side is float64) and rounded once. Without a
+//   scale or another dtype, the kernel copies the bits unchanged, including NaN.
+// - A destination of a quarter of the last-level cache or more, which does not fit there together
+//   with its source, is written with non-temporal stores. This saves reading every written line.
+// - Elements that are not contiguous go through a small buffer.
+// - Sums are taken over fixed chunks and added in order, so they do not depend on the threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

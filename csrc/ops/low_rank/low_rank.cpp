@@ -1,5 +1,11 @@
 // Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen
 // for high ranks and devices other than the CPU. torch_commhook/hooks/low_rank.py uses them.
+//
+// PowerSGD's steps multiply matrices as large as the gradients by a few vectors. Each matrix should
+// pass through memory only once. So three kernels (csrc/ops/low_rank) each fuse several passes: add
+// the gradients to the errors and multiply; multiply and keep the error; multiply and write with
+// non-temporal stores. Each partial sum has its place in a row or a column, so neither threads nor
+// instruction sets change a bit. Other devices use ATen's batched products.
 #include "ops/low_rank/low_rank.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,12 @@
 // Lists of hooks on the engine's objects that Python's garbage collector can traverse.
+//
+// A hook may hold the node or the tensor that it is on, and Python's garbage collector must see
+// this reference. So our classes derive from PyTorch's own hook classes, by whose name the
+// collector finds the dict of a node's hooks. Our hooks are also kept in such a dict
+// (csrc/runtime/autograd/collectable_hooks.h). PyTorch then puts hooks of its own into that dict,
+// which run in their place among ours. On a tensor, PyTorch's hooks and ours each keep their order,
+// and ours of accumulated gradients come first. Results follow PyTorch's rules: a None inside a
+// returned tuple drops that gradient.
 #pragma once
 
 #include <torch/csrc/autograd/python_hook.h>

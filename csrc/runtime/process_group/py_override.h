@@ -1,5 +1,17 @@
 // C++ methods that a Python subclass may override: finds overrides, calls them on any thread, and
 // checks their results.
+//
+// C++ calls a virtual method. PyProcessGroup looks for a Python method by all its names
+// (py_override.*), calls it with the GIL and checks its result. If code inside the method calls the
+// same method of the same object, it means C++ or the next class, as super() does. A thread-local
+// chain of the active methods detects this case (ActiveOverride).
+//
+// A call from Python would reach the method of the class directly. So for each method that C++
+// knows, a class of groups or works has an object that calls the function (override_method.*,
+// installed by __init_subclass__). The object joins that chain and makes a Work of a Future. If the
+// group has hooks, it lets process_group/base.py call the method. Calls from C++ also go through
+// this object, because C++ calls the attribute of the class. The work of backends in C++ takes the
+// same path (with_hooks). So hooks run once for each operation, whoever calls it.
 #pragma once
 
 #include <ATen/core/ivalue.h>

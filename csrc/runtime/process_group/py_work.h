@@ -1,4 +1,10 @@
 // Work that a Python class does.
+//
+// Work that follows a Work runs before anybody can see the Work complete (FollowedWork). Code that
+// only observes runs in a callback of the Work's Future (process_group/work.py). Such a callback
+// runs on a thread of the backend. If it dropped the last reference to the backend's group, the
+// backend would wait for that thread, which is itself. So callbacks, and the group inside a
+// wrapper, are dropped on the main thread (main_thread.*).
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,6 +1,41 @@
 // The communication hook that this library registers with DDP's C++ reducer. For each bucket it
 // runs a C++ hook without the GIL, or calls Python. An error leaves the reducer usable: backward()
 // raises the exception with its type and traceback, and the next backward works.
+//
+// A reducer takes one communication hook for life. So attach registers a hook of its own
+// (csrc/runtime/reducer/ddp_hook.h), which calls the currently attached hook, or averages as DDP
+// does if none is attached. For each full bucket:
+//
+// 1. The reducer copies the gradients into the bucket and calls our hook.
+// 2. Our hook takes the GIL and runs the Python hook, or runs the C++ hook without it. It keeps an
+//    error until the end of backward, for two reasons. An exception thrown into the reducer would
+//    leave it unusable. A Future that fails would leave collectives in progress that write into the
+//    next step. Later buckets of the same backward issue no collectives, because other ranks would
+//    pair them with the wrong ones. The buckets in progress get 60 seconds to complete, or until
+//    Ctrl-C. After that the hook abandons them. Then it tells the other ranks.
+// 3. When backward ends, the reducer waits for each Future in order. The library has waited for its
+//    own before, no longer than the group's timeout. An error comes out of backward() here, with
+//    its type and traceback, once all collectives are done. The result is checked against its
+//    bucket (elements, dtype, device, layout).
+// 4. The result goes into the gradients, with a cast if a hook of the library averaged in another
+//    dtype. This is one unflatten_into for the bucket, into the gradients or, with
+//    gradient_as_bucket_view, into the buffer. With find_unused_parameters or a static graph the
+//    reducer does this for each parameter, because only it knows which gradients must stay
+//    unchanged.
+// 5. After the last bucket all ranks agree that the step succeeded.
+//
+// Compiled autograd examines a graph's hooks before it runs the graph, and DDP's reducer refuses it
+// at that point. Just before, it examines a pre-hook of ours on each parameter's node
+// (csrc/runtime/autograd/capture_notice.h). This pre-hook lets our own reducer take over.
+//
+// For a rank that has run out of inputs (join), DDP calls the hook from Python and drops its
+// result. There an error is raised at once, or by the Future. Such a rank has no gradients of the
+// step, so it clips nothing and calls no post-accumulate hooks.
+//
+// register_comm_hook(group, hook) uses PyTorch's own PythonCommHook instead, in which a bucket does
+// not know its group. With None the average is over the default group. A hook of the library then
+// checks its result itself. When the Future completes, it casts the result back into the bucket,
+// without the GIL. After an error the reducer is unusable, as with PyTorch's own hooks.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

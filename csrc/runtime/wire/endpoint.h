@@ -8,6 +8,24 @@
 //     process with the smaller identity stays.
 //   - A connection is of nobody until a greeting has come that names a member of a channel here.
 //   - A child of fork() has no connections: they are closed there at once.
+//
+// A trial sent 64 MB over loopback, on two busy cores. The figures are ratios to plain send and
+// recv: rate, processor time for a GB, one-way time of 1 KB. Plain had 600 MB/s, 0.54 s and 12 µs.
+//
+// - A loop over epoll of our own, 1 MB at a time: 1.04, 1.06, 1.19; with CRC-32C at both ends 0.76,
+//   1.30, 1.21.
+// - The same with TLS 1.3 and a pre-shared key of OpenSSL 3.0: 0.28, 3.8, 2.0. Loopback outruns
+//   AES-GCM.
+// - Asio: 0.97, 1.02, 1.51; with TLS 0.19, 4.8, 2.4. It is linked with OpenSSL when it is built.
+// - libuv: 0.93, 1.05, 1.71. It has no TLS.
+// - libzmq: 0.32, 3.1, 3.7; with CURVE 0.09, 11, 5.3. It lost messages in silence when a connection
+//   broke.
+// - UCX: 0.46, 2.2, 1.5. It does not encrypt. A reset connection ends its requests with an error.
+// - picoquic (QUIC): 0.04, 23, 7.5. It takes no external pre-shared key, and copies what it
+//   receives.
+//
+// So the loop and the sockets are our own. What is sent again after a break would be ours in any
+// case.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,28 @@
 // Streams of a device on the host, for doubles of devices and of process groups. Each is a thread
 // that runs one task after another. A stream without a thread is the host itself.
+//
+// NCCL's Futures are complete when the collective is queued. Only wait() or a callback makes a
+// stream wait for the values; value() does not. Two test doubles in tests/support/ find code that
+// does not wait. Their streams and groups are in host_streams/:
+//
+// - stream_device/ is a device that uses the host's memory. Each of its streams is a thread. An
+//   operator is a task on the current stream, and runs its CPU kernel. The host waits only where it
+//   reads values. Memory holds NaN until a task writes it. The process group runs each collective
+//   over Gloo, on a stream of its own, after a delay; hold() stops all of them. A second backend,
+//   staged, uses no streams, as Gloo for CUDA tensors. PyTorch's OpenReg is a similar device, but
+//   torch does not install it, and it has no process group with a delay.
+// - stream_group/ is the process group alone, for tensors on the CPU. Compilers can run with it.
+//
+// The tests run all hooks on the device, and most of them also over the group. The results have the
+// bits of Gloo, except those of powersgd: on a device ATen computes its products, and rounds
+// differently. EchoGroup imitates two ranks in one process. On CUDA its collectives wait behind a
+// kernel that sleeps. The doubles do not find memory that CUDA's allocator reuses too early,
+// because a task keeps its tensors.
+//
+// test_stream_devices.py also puts the library's own streams on the device, for whole gradients,
+// local steps and replicas of shards. It delays the stream of the gradients. Compiled backwards run
+// there with hooks of all-reduces only, because the device's group has no all-gathers for compiled
+// code.
 #pragma once
 
 #include <ATen/ATen.h>
