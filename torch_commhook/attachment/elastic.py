@@ -237,9 +237,6 @@ class NewRanks:
 # ---- a hook on a model with ranks that come and go -----------------------------------------------
 
 
-_log = logging.getLogger("torch_commhook.elastic")
-
-
 class ElasticTraining:
     """The ranks of a model's training, and the transfer of the state to new ones.
 

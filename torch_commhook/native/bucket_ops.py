@@ -224,8 +224,6 @@ def _check_finite_fake(tensors: Sequence[Tensor], count: Tensor) -> None:
 load_ops()
 
 
-_ops = torch.ops.commhook
-
 #: The dtypes that a bucket's tensors and buffers may have.
 BUCKET_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPE_NAMES = "float64, float32, float16 or bfloat16"
