@@ -28,8 +28,14 @@ from torch_commhook.hooks.base import traceable
 from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
 from torch_commhook.memory.resharding import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats, MembershipEvent
-from torch_commhook.native.libraries import NativeLibraryError, include_paths, load_cpp_hooks
-from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
+from torch_commhook.native.libraries import NativeLibraryError
+from torch_commhook.native.runtime import (
+    check_hook,
+    include_paths,
+    load_cpp_hooks,
+    parse_hook_result,
+    run_hook,
+)
 from torch_commhook.planning.link import MeasuredLink, measure_link
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step.connected_group import PeerError

@@ -16,7 +16,7 @@ from nested_values import different_paths
 from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train, trained
 
 from torch_commhook.cli import text_model
-from torch_commhook.cli.outputs import read_checkpoint
+from torch_commhook.cli.checkpoint import read_checkpoint
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig
 

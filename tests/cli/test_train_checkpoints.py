@@ -20,7 +20,7 @@ import torch
 from nested_values import different_paths
 from train_processes import train_error
 
-from torch_commhook.cli.outputs import (
+from torch_commhook.cli.checkpoint import (
     Checkpoint,
     CheckpointError,
     read_checkpoint,

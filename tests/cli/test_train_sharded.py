@@ -12,7 +12,7 @@ from nested_values import different_paths
 from torch.distributed.tensor import DTensor
 
 from torch_commhook.cli import text_model
-from torch_commhook.cli.outputs import Checkpoint, read_checkpoint, write_checkpoint
+from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import TrainConfig

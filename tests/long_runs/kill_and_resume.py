@@ -26,7 +26,7 @@ from long_run_results import store
 from nested_values import different_paths
 from train_processes import start_train
 
-from torch_commhook.cli.outputs import read_checkpoint
+from torch_commhook.cli.checkpoint import read_checkpoint
 
 TABLE = Path(__file__).with_suffix(".json")
 STEPS = 150

@@ -38,8 +38,7 @@ from training_models import PARTS, PLAIN, Net
 
 from torch_commhook import attach, autograd, hooks
 from torch_commhook.attachment.local_steps import LocalSteps
-from torch_commhook.elastic import ranks as door
-from torch_commhook.elastic import ranks as settings
+from torch_commhook.elastic import ranks as elastic_ranks
 from torch_commhook.testing import run_ranks
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -351,12 +350,12 @@ def problem(history: History) -> str:
     host, port = history.host, history.seed + 1
     tolerance = 0.05 if {"bf16", "fp16", "grad_dtype"} & {*history.parts} else 1e-4
     try:
-        read = settings.host_and_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        read = elastic_ranks.host_and_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         assert read == (host, port), f"{host} and {port} are read as {read}"
         with contextlib.suppress(RuntimeError):  # a machine without IPv6
             if host in ("127.0.0.1", "::1"):
                 server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-                assert door.own_address(server) == host, door.own_address(server)
+                assert elastic_ranks.own_address(server) == host, elastic_ranks.own_address(server)
         with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 50):
             run_ranks(on_rank, history.ranks, seed=history.seed, timeout=20.0)
         for error in errors:
@@ -378,25 +377,29 @@ def _raise_own(group: Any, what: str, error: Exception | None, *_: Any) -> None:
 
 _before: Any = LocalSteps.before_optimizer_step
 _SHARDED = "autograd.finite_check.is_fully_sharded autograd.registration.is_fully_sharded"
-_DTYPE = "reducer.buckets.gradient_dtype buckets.assignment.gradient_dtype"
+_DTYPE = "reducer.buckets.gradient_dtype buckets.grad_bucket.gradient_dtype"
 _STEP = "attachment.local_steps.LocalSteps.before_optimizer_step"
 _CHANGED = "attachment.reducer_road.ReducerRoad._buffers_changed"
 _LAZY = "reducer.buckets.BucketState._lazy"
-_READ = "elastic.settings.host_and_port"
+_IGNORED = "attachment.parameters.ignored_names"
+_READ = "elastic.ranks.host_and_port"
 
-#: Repairs that are undone, by the items of issue 46: the replaced names, and what replaces them.
+#: Repairs that are undone, by number: the replaced names, and what replaces them.
 FAULTS: dict[str, tuple[str, Any]] = {
     "1 a rank's own write is a load": ("attachment.local_steps.agree_on_anchors", mock.Mock()),
     "1 no write is a load": ("hooks.local_sgd.local_sgd.anchor_here", lambda *_: {}),
     "2 local steps take any optimizer": (_STEP, lambda steps, _, ids: _before(steps, None, ids)),
     "3 hooks on sharded parameters are never called": (_SHARDED, lambda _: False),
-    "4 rank 0's values replace what is ignored": ("attachment.buffers.ignored_names", lambda _: ()),
+    "4 rank 0's values replace what is ignored": (
+        "attachment.parameters.ignored_names",
+        lambda _: (),
+    ),
     "5 buckets have the parameters' dtype": (_DTYPE, lambda parameter: parameter.dtype),
-    "6 optimizers step inside backward": ("memory.optimizer_watch._is_in_backward", lambda: False),
+    "6 optimizers step inside backward": ("memory.hook_memory._is_in_backward", lambda: False),
     "7 each forward writes the buffers": (_CHANGED, property(lambda _: True, lambda *_: None)),
     "8 gradients stay lazy": (_LAZY, property(lambda _: (), lambda *_: None)),
     "9 brackets belong to the host": (_READ, lambda text: (text[: text.rindex(":")], 1)),
-    "9 each host has an IPv4 address": ("elastic.door.own_address", lambda _: "127.0.0.1"),
+    "9 each host has an IPv4 address": ("elastic.ranks.own_address", lambda _: "127.0.0.1"),
     "10 each rank checks alone": ("attachment.attaching.agree", _raise_own),
 }
 

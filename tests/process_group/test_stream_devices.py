@@ -304,7 +304,7 @@ def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
         is_current_stream_capturing=lambda: False,
         stream=lambda stream: stream,
     )
-    as_torch = types.SimpleNamespace(cuda=cuda)
+    as_torch = types.SimpleNamespace(**{**vars(torch), "cuda": cuda})
     with unittest.mock.patch.multiple(futures, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
         yield lambda: library.sleep(2 * stream_groups.DELAY_SECONDS)
 

@@ -58,7 +58,7 @@ from torch_commhook.hooks.expressions import (
 from torch_commhook.wording import pluralize
 
 if TYPE_CHECKING:
-    from torch_commhook.cli.outputs import Checkpoint
+    from torch_commhook.cli.checkpoint import Checkpoint
 
 
 # ---- the options of train: completes them from a checkpoint, and checks them together ------------
@@ -220,7 +220,7 @@ def _compared(config: TrainConfig, others: Sequence[str]) -> tuple[TrainConfig, 
 def _base_from_checkpoint(
     path: Path, given: Mapping[str, Any]
 ) -> tuple[TrainConfig, int, tuple[str, ...]]:
-    from torch_commhook.cli.outputs import CheckpointError, read_checkpoint
+    from torch_commhook.cli.checkpoint import CheckpointError, read_checkpoint
 
     try:
         checkpoint = read_checkpoint(path)
@@ -264,7 +264,7 @@ def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
         CheckpointError: the configuration is wrong, or the weights or the optimizer's state do not
             fit it.
     """
-    from torch_commhook.cli.outputs import CheckpointError, check_fits
+    from torch_commhook.cli.checkpoint import CheckpointError, check_fits
     from torch_commhook.cli.text_model import ByteTransformer
 
     try:

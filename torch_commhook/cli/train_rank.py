@@ -16,22 +16,24 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_commhook.cli.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+    to_cpu,
+    write_checkpoint,
+)
 from torch_commhook.cli.launcher import is_asked_to_stop, stop_in_order, tell_first_step
 from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
-    Checkpoint,
-    CheckpointError,
     OutputError,
     check_apart,
     check_file,
     checkpoint_path,
     metrics_name,
     open_logs,
-    read_checkpoint,
-    to_cpu,
-    write_checkpoint,
 )
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.report import (
