@@ -6,9 +6,7 @@ from torch_commhook.cli import interrupt as _interrupt  # isort: split
 
 if _interrupt.runs_the_command():  # before torch is imported, which takes seconds
     _interrupt.end_on_interrupt()
-    from torch_commhook.cli import interrupt as _version
-
-    _version.end_after_version()
+    _interrupt.end_after_version()
     from torch_commhook.cli import doctor as _doctor
 
     _doctor.end_where_nothing_loads()

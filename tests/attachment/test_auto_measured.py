@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
-from torch_commhook.attachment import road
+from torch_commhook.attachment import choosing
 from torch_commhook.hooks.auto import STEPS
 from torch_commhook.planning.choice import Choice
 from torch_commhook.process_group import ThrottledProcessGroup
@@ -145,7 +145,7 @@ class _Found:
         self.calls = 0
         self.fails = False
         self._number = number
-        self._before = road.choose_hook
+        self._before = choosing.choose_hook
 
     def __call__(self, candidates: Any, max_error: float, **others: Any) -> Choice:
         self.calls += 1
@@ -154,11 +154,11 @@ class _Found:
         return Choice(self._number, "because")
 
     def __enter__(self) -> _Found:
-        road.choose_hook = self
+        choosing.choose_hook = self
         return self
 
     def __exit__(self, *raised: object) -> None:
-        road.choose_hook = self._before
+        choosing.choose_hook = self._before
 
 
 def _small_step(rank: int, number: int, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach, hooks, reshard_states
-from torch_commhook.attachment import road
+from torch_commhook.attachment import choosing
 from torch_commhook.hooks.auto import STEPS
 from torch_commhook.planning import HookError, measure
 from torch_commhook.planning.choice import Choice
@@ -41,14 +41,14 @@ POWERSGD = 7
 def found(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has ranks that are threads choose number 2; gives the rank of each call."""
     calls: list[int] = []
-    monkeypatch.setattr(road, "reason_for_none", lambda world_size: "")
+    monkeypatch.setattr(choosing, "reason_for_none", lambda world_size: "")
 
     def choose_hook(candidates: Any, max_error: float, **others: Any) -> Choice:
         assert others["group"].size() == dist.get_world_size()
         calls.append(dist.get_rank())
         return Choice(2, "because")
 
-    monkeypatch.setattr(road, "choose_hook", choose_hook)
+    monkeypatch.setattr(choosing, "choose_hook", choose_hook)
     return calls
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_takes_the_choice_of_its_state(
     rank: int, found: list[int], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """With the same bits as a run that was not interrupted, and measures nothing."""
-    monkeypatch.setattr(road, "choose_hook", lambda *_, **__: Choice(number, "because"))
+    monkeypatch.setattr(choosing, "choose_hook", lambda *_, **__: Choice(number, "because"))
     model, handle = _chosen(rank, steps=STEPS + 3)
     state, weights = handle.state_dict(), copy.deepcopy(model.state_dict())
     want = [_step(rank, step, model) for step in (100, 101)]
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_takes_the_choice_of_its_state(
     other, handle = _chosen(rank, steps=0)
     other.load_state_dict(weights)
     handle.load_state_dict(state)
-    monkeypatch.setattr(road, "choose_hook", None)  # an error, if it is called
+    monkeypatch.setattr(choosing, "choose_hook", None)  # an error, if it is called
     stats = handle.stats()
     got = [_step(rank, step, other) for step in (100, 101)]
     assert (stats.choice, stats.reason) == (DEFAULT[number], "the loaded state has this choice")

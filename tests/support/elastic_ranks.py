@@ -40,7 +40,7 @@ from torch import nn
 
 import torch_commhook as commhook
 from torch_commhook import hooks
-from torch_commhook.attachment import elastic, parameter_exchange, road
+from torch_commhook.attachment import choosing, elastic, parameter_exchange
 from torch_commhook.elastic import joining
 from torch_commhook.elastic.pace import Pace
 from torch_commhook.planning.choice import Choice
@@ -52,7 +52,7 @@ TIMEOUT = 60.0
 
 def _auto() -> hooks.Hook:
     """Finds ``powersgd(rank=4)``, which remembers what all ranks have alike."""
-    road.choose_hook = lambda *_, **__: Choice(7, "a test says so")  # type: ignore[assignment]
+    choosing.choose_hook = lambda *_, **__: Choice(7, "a test says so")  # type: ignore[assignment]
     return hooks.auto(max_error=1.0)
 
 

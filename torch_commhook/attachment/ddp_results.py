@@ -26,7 +26,7 @@ from torch_commhook.step.attached_hook import Attached
 # one too. It then averages no gradients, and reports no error.
 
 
-#: Autograd's error outside of backward.
+#: The engine's number of the running backward, outside of one.
 NO_BACKWARD = -1
 
 
@@ -40,7 +40,7 @@ def is_lost(model: DistributedDataParallel) -> bool:
     )
 
 
-#: The error in this case.
+#: The error where :func:`is_lost`.
 LOST = (
     "torch_commhook: an exception ended the first backward() of this DistributedDataParallel with "
     "static_graph=True, or that backward used no parameter. DDP would silently average no "

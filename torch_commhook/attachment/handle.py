@@ -535,7 +535,7 @@ def _begin_local_steps(first: Road, attached: Attached) -> None:
 def _begin_choosing(first: Road, attached: Attached) -> None:
     if isinstance(attached.hook, auto):
         # Imports what plans steps, which other hooks do not need.
-        from torch_commhook.attachment.road import ChoosingByPlan
+        from torch_commhook.attachment.choosing import ChoosingByPlan
 
         attached.choosing = ChoosingByPlan(attached.hook, attached.memory, first)
 

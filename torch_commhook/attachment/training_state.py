@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.utils._contextlib as decorators
@@ -25,8 +25,10 @@ from torch_commhook.elastic.joining import Pieces, groups_of, load_groups, load_
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native.runtime import left_to_python
-from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
+
+if TYPE_CHECKING:  # it imports the compiler
+    from torch_commhook.reducer.reducer import Reducer
 
 # ---- warnings with the user's line ---------------------------------------------------------------
 

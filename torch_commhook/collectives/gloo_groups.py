@@ -31,7 +31,7 @@ _making: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.
 
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
-    """Whether a group is PyTorch's own, with Gloo or ``wire`` for the tensors of a device."""
+    """Whether a group is PyTorch's own, with Gloo or ``commhook`` for the tensors of a device."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
     try:

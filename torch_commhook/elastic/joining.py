@@ -238,12 +238,12 @@ def _bytes_of(part: Part) -> Iterator[int]:
             yield value.nbytes if isinstance(value, Tensor) else 8
 
 
-# ---- sends the state of a training to a new rank -------------------------------------------------
+# ---- messages of bytes and numbers, and the state of optimizers ----------------------------------
 
 
 #: Bytes of a message.
 _PIECE = 4 << 20
-# The tags of a step's end and of exchanges are above.
+#: A tag that no other message of these groups has.
 _TAG = (1 << 30) - 64
 
 
@@ -396,7 +396,7 @@ AT_ONCE = 4 << 20
 #: The part of a step's time that sending a piece should take.
 _SHARE = 0.4
 _FIRST_BYTES = 1 << 20
-#: If a message takes that time at any size, as between distant hosts.
+#: If a message takes that share at any size, as between distant hosts.
 _LEAST_BYTES = 1 << 16
 _MOST_BYTES = 1 << 28
 

@@ -454,10 +454,10 @@ class KeptMemory:
             tensor.copy_(copy)
 
 
-# ---- detects an optimizer that steps inside backward ---------------------------------------------
+# ---- watches all optimizers: for steps inside backward, and for scalers that no hook knows -------
 #
-# A hook on all optimizers finds both. A scaler of mixed precision is among the callers of the
-# optimizer's step(). This costs a microsecond per step.
+# A scaler of mixed precision is among the callers of the optimizer's step(). This costs a
+# microsecond per step.
 
 
 _log = logging.getLogger(__name__)

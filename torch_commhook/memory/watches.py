@@ -194,9 +194,9 @@ class JumpWatch:
 #
 # A replay runs kernels and no Python. So all values that change from step to step are on the
 # device: errors, PowerSGD's factors, the factor of ``clip``, and the number of the step, which
-# determines random numbers. Each captured step adds 1 to a counter on the device
-# . The number of steps is this counter plus the eager steps that the host
-# has counted. The host reads the counter only when the user asks for a state or statistics.
+# determines random numbers. Each captured step adds 1 to a counter on the device. The number of
+# steps is this counter plus the eager steps that the host has counted. The host reads the counter
+# only when the user asks for a state or statistics.
 #
 # A hook whose next steps depend on a count of the host raises during the capture
 # (``Hook.check_capture``). A loaded state, or buckets that are formed anew, are in other tensors

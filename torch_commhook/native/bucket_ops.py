@@ -20,6 +20,9 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch_commhook.native.libraries import load_ops
 from torch_commhook.native.runtime import _C
 
+load_ops()
+_ops = torch.ops.commhook
+
 # ---- checks of the arguments of operators that are written in Python -----------------------------
 #
 # PyTorch lets anyone call them, and they read tensors' memory without further checks. In C++:
@@ -101,12 +104,7 @@ def check_used(op: str, used: Tensor, numbers: Sequence[int], name: str) -> list
     return found
 
 
-# ---- fakes and typed functions of the operators that check hooks; as bucket_ops.py ---------------
-
-
-load_ops()
-
-_ops = torch.ops.commhook
+# ---- fakes and typed functions of the operators that check hooks ---------------------------------
 
 # ---- check_hook_result ---------------------------------------------------------------------------
 
@@ -216,12 +214,9 @@ def _check_finite_fake(tensors: Sequence[Tensor], count: Tensor) -> None:
 # ---- fakes and typed functions of torch.ops.commhook ---------------------------------------------
 #
 # ``csrc/ops/library.cpp`` has the schemas, ``csrc/ops`` and ``cuda`` the kernels, and
-# ``csrc/ops/bucket/bucket_autograd.cpp`` the derivatives. For each operator this module has its
+# ``csrc/ops/bucket/bucket_autograd.cpp`` the derivatives. For each operator this section has its
 # typed function with the documentation, followed by its fake kernel, which checks all that needs no
 # data.
-
-
-load_ops()
 
 
 #: The dtypes that a bucket's tensors and buffers may have.

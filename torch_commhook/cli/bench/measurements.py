@@ -148,7 +148,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.r
 
 
 def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
-    """Measure each collective at each size of :data:`SIZES`.
+    """Measure each collective at each size of :data:`COLLECTIVE_SIZES`.
 
     Args:
         device: the device of the tensors.

@@ -45,7 +45,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Part(Protocol):
-    """One rank's input to a collective: see ``simulated.call.Call``."""
+    """One rank's input to a collective: see :class:`Call`."""
 
     inputs: Sequence[Tensor]
     reduction: Reduction | None
