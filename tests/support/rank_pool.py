@@ -177,7 +177,9 @@ class RankPool:
                 try:
                     kind, value = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    kind, value = "error", "the process ended"
+                    self._processes[rank].join(10)
+                    exit_code = self._processes[rank].exitcode
+                    kind, value = "error", f"the process ended, exit code {exit_code}"
                 if kind == "error":
                     errors.append(f"rank {rank}: {value}")
                     timeout = min(timeout, 5)  # the others may wait for it in vain
