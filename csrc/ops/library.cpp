@@ -1,6 +1,7 @@
-// All operators of the library, by subject. Kernels register themselves in their own files:
-// reference kernels (plain ATen, every device), CPU kernels in csrc/ops/cpu, CUDA kernels in cuda.
-// The fakes are in the Python modules named here.
+// The operators on buckets, by subject; codecs, low_rank, symmetric and sum_rows declare their own.
+// Kernels register themselves in their own files: reference kernels (plain ATen, every device) and
+// CPU kernels in the folders of csrc/ops, CUDA kernels in cuda. The fakes are in the Python modules
+// named here.
 #include <torch/library.h>
 
 namespace {
@@ -56,8 +57,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.native.bucket_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // ---- Checks of a hook. The first writes nothing and returns nothing: without the registration
-  // as ---- effectful in torch_commhook/native/bucket_ops.py, compilers would leave it out.
+  // ---- Checks of a hook. The first writes nothing and returns nothing: compilers would leave it
+  // out, were it not registered as effectful in torch_commhook/native/bucket_ops.py.
 
   // Raises an error if `result`, which the named hook returned for `value`, differs in dtype,
   // layout, device or size.

@@ -1,10 +1,10 @@
 """Exchanges of the ranks' distances from their anchors: at once, in the background, repeated.
 
-``local_sgd(delay=)`` leaves a step of the model's group open while other steps run
-(``attachment/parameter_exchange.py``). As soon as a rank has all its means, a thread of the library
-issues the all-reduce by which ranks agree. So in the step that uses the means, the agreement has
-usually arrived too. A rank whose part fails issues none, and keeps its error until that step. There
-it leaves the group, and all ranks raise in the same step.
+``local_sgd(delay=)`` leaves a step of the model's group open while other steps run. As soon as a
+rank has all its means, a thread of the library issues the all-reduce by which ranks agree. So in
+the step that uses the means, the agreement has usually arrived too. A rank whose part fails issues
+none, and keeps its error until that step. There it leaves the group, and all ranks raise in the
+same step.
 
 Until then no other step ends this group. Steps of other models over the same ranks, which otherwise
 fail together, leave the group alone (``StepGroup.in_background``). The hook's memory is formed

@@ -1,14 +1,4 @@
-"""Collectives in eager code: in places of an order, or one by one, unchecked and on any thread.
-
-Collectives with places run any number at once, and start in any order. They have no threads. So a
-step with many buckets waits for one round trip instead of several. A message that comes before its
-receiver expects it is kept, up to 32 MiB from each rank. A larger one waits until its receiver has
-memory for it; if the receiver knows early what it will receive and where (:meth:`Place.expect`),
-that costs no time.
-
-Up to :data:`FEW_RANKS` ranks send each other messages directly. Of more ranks, each passes gathered
-messages and sums on to a few others.
-"""
+"""Collectives in eager code: in places of an order, or one by one, unchecked and on any thread."""
 
 from __future__ import annotations
 
@@ -56,11 +46,6 @@ from torch_commhook.spans import sent
 #   large ones need not wait and none is copied.
 # - Of a group of Gloo that a user gives, places belong to a channel of their own, over the same
 #   ranks.
-# - A process that this one forks, such as a worker of a DataLoader, closes its copies of the
-#   connections, because others must learn of the end of a rank (``wire.py``). This includes the
-#   sockets of a store that this process serves. It never destroys the library's endpoints and signs
-#   of life, whose end waits for threads that it does not have. A program that the rank starts gets
-#   no connections.
 # - A rank removes its address in a model's group from the store when it has heard from all ranks.
 
 

@@ -1,8 +1,8 @@
 """Measures the link between the ranks of a group, and keeps what was measured in a file.
 
-``commhook bench`` and ``measure_link`` measure a link (``planning/link.py``). They compute the rate
-of a steady flow from the arrival times of its messages. The receivers have memory for all messages
-before the first is sent (``planning/wire.py``).
+``commhook bench`` and ``measure_link`` compute the rate of a steady flow from the arrival times of
+its messages. The receivers have memory for all messages before the first is sent
+(``planning/wire.py``).
 """
 
 from __future__ import annotations

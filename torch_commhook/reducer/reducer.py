@@ -1,15 +1,5 @@
 """Data parallelism without DDP's reducer: averages gradients of any parameters through one hook.
 
-A post-accumulate-grad hook on each parameter counts its bucket's gradients. When a bucket is full,
-the communication hook starts on it, in bucket order. Results are written when backward ends.
-
-In eager code C++ counts (``Arrivals``), and enters Python once for each bucket. Under compiled
-autograd everything is plain Python over tensors, so that it can be traced.
-
-The end of backward depends on the engine. The autograd engine has a queue of callbacks for it.
-Compiled autograd has none that works with graph breaks, but knows in advance which hooks it will
-call; the last of them is the end.
-
 ``Reducer`` is plain Python over tensors, so that compiled autograd traces it. A hook on each
 parameter counts the gradients of its bucket. Under the engine that hook is C++ and takes no GIL.
 The engine enters Python once for a backward and once for each full bucket

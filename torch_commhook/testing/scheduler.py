@@ -16,10 +16,6 @@ A thread that waits for a Future in C++ blocks while it is its turn. So ``get_fu
 others run until the Future is complete, or none can run; only then does it return an incomplete
 Future. If the thread that has it then uses no processor time, the scheduler takes it for blocked,
 and the others continue.
-
-During ``run_ranks``, an object that depends on the thread replaces PyTorch's world of groups
-(``distributed_c10d._world``). The table of groups by name in C++ is switched to one table for each
-thread (``testing/ranks.py``). Both are restored at the end.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 // runs a C++ hook without the GIL, or calls Python. An error leaves the reducer usable: backward()
 // raises the exception with its type and traceback, and the next backward works.
 //
-// A reducer takes one communication hook for life. So attach registers a hook of its own
-// (csrc/runtime/reducer/ddp_hook.h), which calls the currently attached hook, or averages as DDP
-// does if none is attached. For each full bucket:
+// A reducer takes one communication hook for life. So attach registers this hook, which calls the
+// currently attached hook, or averages as DDP does if none is attached. For each full bucket:
 //
 // 1. The reducer copies the gradients into the bucket and calls our hook.
 // 2. Our hook takes the GIL and runs the Python hook, or runs the C++ hook without it. It keeps an

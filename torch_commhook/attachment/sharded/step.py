@@ -1,10 +1,10 @@
 """The steps of a sharded model: its groups, roots, gathers of parameters, and copies of it.
 
-The process groups of a mesh take a step together (``step.py``). If one fails, its rank also closes
-the others. The parameters of the next forward are then gathered through new channels. If
-``local_sgd`` keeps replicas apart, a backward is a step of one replica's groups only, and an
-exchange is a step of all groups (``step.py``). An exchange in the background is a step of the group
-across replicas only; its end is a step of the replica's groups.
+The process groups of a mesh take a step together. If one fails, its rank also closes the others.
+The parameters of the next forward are then gathered through new channels. If ``local_sgd`` keeps
+replicas apart, a backward is a step of one replica's groups only, and an exchange is a step of all
+groups. An exchange in the background is a step of the group across replicas only; its end is a step
+of the replica's groups.
 """
 
 from __future__ import annotations
