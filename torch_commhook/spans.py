@@ -129,21 +129,17 @@ def continued(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def sent(start: Callable[[], torch.futures.Future[T]]) -> torch.futures.Future[T]:
-    """Start a collective, and record its span on the wire: from now until its Future is complete.
-
-    Args:
-        start: issues it, and returns its Future.
-    """
+def begin_wire() -> _C.Span | None:
+    """Begin a collective's span on the wire, if a profiler runs; it ends with the object, too."""
     spans = current_spans()
     if spans is None:
-        return start()
+        return None
     spans.has_wire = True
-    span = spans.begin("wire", is_async=True)
-    try:
-        future = start()
-    except BaseException:
-        span.end()
-        raise
-    span.end_with(future)
+    return spans.begin("wire", is_async=True)
+
+
+def end_wire(span: _C.Span | None, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+    """Let a span of :func:`begin_wire` end when a Future is complete; returns that."""
+    if span is not None:
+        span.end_with(future)
     return future

@@ -31,9 +31,8 @@ from torch_commhook.attachment.road import Road, compared_settings, road_in_use,
 from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import agree, can_agree, described, digest_of
-from torch_commhook.collectives.gloo_groups import check_not_managed, group_rank
+from torch_commhook.collectives.gloo_groups import check_not_managed, group_rank, resolve_group
 from torch_commhook.elastic.ranks import Elastic
 from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.hook_memory import HookMemory

@@ -19,13 +19,13 @@ from torch_commhook.attachment.ddp_results import NO_BACKWARD, DdpResults
 from torch_commhook.attachment.parameters import WatchedParameters, trainable
 from torch_commhook.attachment.road import Road, WholeReplica
 from torch_commhook.attachment.training_state import BeforeForward
-from torch_commhook.buckets.grad_bucket import assign_buckets, split_by_kind
+from torch_commhook.buckets.grad_bucket import assign_buckets, hook_on_bucket, split_by_kind
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.collectives.futures import UsedTensors
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic
-from torch_commhook.native.runtime import hook_on_bucket, left_to_python
+from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
 

@@ -24,7 +24,12 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.attachment.road import Replica
-from torch_commhook.buckets.grad_bucket import GradBucket, checked_result, scaled_result
+from torch_commhook.buckets.grad_bucket import (
+    GradBucket,
+    checked_result,
+    hook_on_bucket,
+    scaled_result,
+)
 from torch_commhook.collectives.futures import set_error, set_outcome
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import broadcast
@@ -34,7 +39,6 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
 from torch_commhook.memory.states import ANCHOR, MOMENTUM
 from torch_commhook.metrics import BucketTraffic
-from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
 from torch_commhook.step.stages import begin_maximum
 from torch_commhook.step.step_group import StepGroup
@@ -130,7 +134,7 @@ class ParameterExchange:
             distance = self._hook.distance(memory, unsent=unsent)
             bucket = _bucket_of(memory, distance, index, count, self._group)
             where = hook_on_bucket(self._attached.name, index, count)
-            with self._attached.gathering():
+            with self._attached.gathering(bucket.device()):
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
 
     def _copies(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:

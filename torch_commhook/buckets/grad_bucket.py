@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 
 # ---- buckets of gradients, the arguments of communication hooks ----------------------------------
+
+
+def hook_on_bucket(hook: str, index: int, count: int) -> str:
+    """The text that names a hook and its bucket in errors."""
+    # With dynamic shapes a compiler replaces numbers by variables, which have no text.
+    return f"hook '{hook}' on bucket {operator.index(index)} of {operator.index(count)}"
 
 
 class GradBucket:

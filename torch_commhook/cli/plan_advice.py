@@ -578,8 +578,8 @@ class _Scatter:
         """Do one step."""
         import torch.distributed as dist
 
-        from torch_commhook.collectives import resolve_group
         from torch_commhook.collectives.futures import driven
+        from torch_commhook.collectives.gloo_groups import resolve_group
         from torch_commhook.memory.bucket_memory import ShardedBucket
 
         bucket = ShardedBucket(

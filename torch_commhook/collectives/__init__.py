@@ -12,6 +12,7 @@ from torch_commhook.collectives.compressed_chunks import (
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.collectives.gloo_groups import resolve_group
 from torch_commhook.collectives.hosts import hierarchical_all_reduce
 from torch_commhook.collectives.plain import (
     all_gather,
@@ -19,7 +20,6 @@ from torch_commhook.collectives.plain import (
     all_to_all,
     broadcast,
     reduce_scatter,
-    resolve_group,
 )
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook.buckets.layout import gradient_dtype
 from torch_commhook.collectives.gloo_groups import group_ranks, is_known
-from torch_commhook.thread_values import ThreadValue, setting
+from torch_commhook.metrics import ThreadValue, setting
 
 # ---- plain values as bytes -----------------------------------------------------------------------
 

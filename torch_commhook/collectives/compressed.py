@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -21,11 +21,22 @@ from torch_commhook.collectives.compressed_call import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import beside, completed, then_beside
-from torch_commhook.collectives.gloo_groups import check_place, group_rank, group_timeout
+from torch_commhook.collectives.futures import completed, then_beside
+from torch_commhook.collectives.gloo_groups import (
+    check_place,
+    group_rank,
+    group_timeout,
+    resolve_group,
+)
 from torch_commhook.collectives.issuing import issue_all_reduce
-from torch_commhook.collectives.plain import all_reduce_bytes, resolve_group
-from torch_commhook.collectives.stages import on_wire, timed, traced_all_reduce, two_stages
+from torch_commhook.collectives.plain import all_reduce_bytes
+from torch_commhook.collectives.stages import (
+    on_wire,
+    second_place,
+    timed,
+    traced_all_reduce,
+    two_stages,
+)
 from torch_commhook.collectives.symmetric import symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.metrics import CallMeter, note_collective
@@ -141,12 +152,10 @@ def sum_compressed(
     check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
     error = arguments.error
-    with torch.no_grad():
-        if call.is_traced:
-            return call.start(sources, error, group)
-        used = (sources, destinations, error, arguments.shard_error, arguments.rounding)
-        with beside(call.device, call.buffers.stream, used):
-            return call.start(sources, error, group)
+    start = call.start()
+    used = (sources, destinations, error, arguments.shard_error, arguments.rounding)
+    with torch.no_grad(), call.beside(used):
+        return start(sources, error, group)
 
 
 # Inductor does not see that a view of another dtype shares memory, and reuses that memory while a
@@ -218,9 +227,8 @@ class _CompressedSum(CompressedCall):
         #: For this rank's values, and for its sum.
         self.rounding = (None, None) if rounding is None else (rounding[0], rounding[1])
 
-    def start(
-        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
+    def start(self) -> Callable[..., torch.futures.Future[Tensor]]:
+        """What starts it, of the tensors, their errors and the group."""
         start = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -231,7 +239,7 @@ class _CompressedSum(CompressedCall):
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return start(sources, error, group)
+        return start
 
     def _encode(
         self,
@@ -315,21 +323,22 @@ class _CompressedSum(CompressedCall):
             )
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
-        if not self.is_traced:
+        if self.device.type == "cuda" and not self.is_traced:
             shared = symmetric_buffers(self.own_buffers, self.codec, shards, self.device, group)
             if shared is not None:
                 return self._share_shards(sources, error, shared, group)
         message = self._encode(sources, error, self.world_size)
-        sizes = self.sizes
+        sizes, place = self.sizes, self.places[1] or second_place(group, self.device)
+        if place is not None:
+            self.expect_gather("sums", sizes, place, group)
         return two_stages(
-            lambda: self.issue_all_to_all(message, sizes, group),
+            self.issue_all_to_all(message, sizes, group),
             self._reduce,
             lambda padded, place: self.issue_gather(
                 "sums", padded, sizes, group, is_second=True, place=place
             ),
             self._decode,
-            expect=lambda place: self.expect_gather("sums", sizes, place, group),
-            given=self.places[1],
+            place=place,
             second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,13 +19,12 @@ from torch_commhook.codecs.base import (
     decay_error,
     decays_at_random,
 )
-from torch_commhook.collectives.futures import StreamNumber, is_capturing
+from torch_commhook.collectives.futures import StreamNumber, Used, beside, is_capturing
 from torch_commhook.collectives.gloo_groups import exchanges, group_rank
 from torch_commhook.collectives.issuing import (
     Place,
     issue_all_gather,
     issue_all_to_all,
-    issue_gather_of_sizes,
     place_in,
 )
 from torch_commhook.collectives.stages import timed, traced_all_gather, traced_all_to_all
@@ -393,6 +392,12 @@ class CompressedCall:
             self.meter = None
         self._is_inference = not self.is_traced and torch.is_inference_mode_enabled()
 
+    def beside(self, used: Used) -> AbstractContextManager[None]:
+        """The context of the work that the caller does: on CUDA, one of the library's streams."""
+        if self.is_traced:
+            return nullcontext()
+        return beside(self.device, self.buffers.stream, used)
+
     @contextmanager
     def later_stage(self, name: str) -> Iterator[None]:
         """The context of work after a collective, on any thread.
@@ -449,9 +454,11 @@ class CompressedCall:
         if self.is_traced:
             return traced_all_to_all(message, sizes, own, group, self.form)
         out = self.buffer("shards", sum(own))
-        return issue_all_to_all(
-            message, sizes, own, out, group, self.timeout, place=self.places[0], form=self.form
-        )
+        if self.is_exchanged(group):
+            place = self.places[0] or place_in(group)
+            place.form = self.form
+            return place.exchange(0, message.split(list(sizes)), out.split(own), out)
+        return issue_all_to_all(message, sizes, own, out, group, self.timeout)
 
     def gathered_bytes(self, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[int, int]:
         """Bytes that this rank sends and receives in :meth:`issue_gather`."""
@@ -494,7 +501,8 @@ class CompressedCall:
             gathered = self.buffer(name, sum(sizes))
             place = place or place_in(group)
             place.form = self.form
-            return issue_gather_of_sizes(message, sizes, gathered, place)
+            own = message[: sizes[self.rank]]
+            return place.gather(own, gathered.split(list(sizes)), gathered)
         result = self.buffer(name, self.world_size, len(message))
         return issue_all_gather(message, result, group, self.timeout)
 

@@ -20,9 +20,8 @@ from torch_commhook.collectives.compressed_call import (
     checked_sizes,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import beside, then_beside
-from torch_commhook.collectives.gloo_groups import check_place, group_rank
-from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.gloo_groups import check_place, group_rank, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed
 from torch_commhook.metrics import CallMeter, note_collective
 
@@ -120,11 +119,12 @@ def compressed_reduce_scatter(
     )
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _ReduceScatter(arguments, destinations, counts, group)
-    with torch.no_grad():
-        if call.is_traced:
-            return call.start(sources, error, group)
-        with beside(call.device, call.buffers.stream, (sources, destinations, error, rounding)):
-            return call.start(sources, error, group)
+    used = (sources, destinations, error, rounding)
+    with torch.no_grad(), call.beside(used):
+        message = call.buffer("message", sum(call.nbytes))
+        call.encode(sources, message, counts, error)
+        first = call.issue_all_to_all(message, call.nbytes, group)
+        return then_beside(on_wire(first, call.meter, call.device), call.decode, call.device)
 
 
 def compressed_all_gather(
@@ -195,11 +195,14 @@ def compressed_all_gather(
     )
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _AllGather(arguments, destinations, counts, group)
-    with torch.no_grad():
-        if call.is_traced:
-            return call.start(sources, error, group)
-        with beside(call.device, call.buffers.stream, (sources, destinations, error, rounding)):
-            return call.start(sources, error, group)
+    used = (sources, destinations, error, rounding)
+    with torch.no_grad(), call.beside(used):
+        padded = call.buffer("message", max(call.nbytes))
+        message = padded[: call.nbytes[call.rank]]
+        call.encode(sources, message, [counts[call.rank]], error)
+        note_collective(*call.gathered_bytes(call.nbytes, group))
+        first = call.issue_gather("gathered", padded, call.nbytes, group)
+        return then_beside(on_wire(first, call.meter, call.device), call.decode, call.device)
 
 
 def _checked_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -251,15 +254,7 @@ class _ChunkCall(CompressedCall):
 
 
 class _ReduceScatter(_ChunkCall):
-    def start(
-        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        message = self.buffer("message", sum(self.nbytes))
-        self.encode(sources, message, self.counts, error)
-        first = self.issue_all_to_all(message, self.nbytes, group)
-        return then_beside(on_wire(first, self.meter, self.device), self._finish, self.device)
-
-    def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
+    def decode(self, done: torch.futures.Future[Tensor]) -> Tensor:
         received = done.value()
         with self.later_stage("decode"):
             if self.counts[self.rank]:
@@ -273,17 +268,7 @@ class _ReduceScatter(_ChunkCall):
 
 
 class _AllGather(_ChunkCall):
-    def start(
-        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        padded = self.buffer("message", max(self.nbytes))
-        own = padded[: self.nbytes[self.rank]]
-        self.encode(sources, own, [self.counts[self.rank]], error)
-        note_collective(*self.gathered_bytes(self.nbytes, group))
-        first = self.issue_gather("gathered", padded, self.nbytes, group)
-        return then_beside(on_wire(first, self.meter, self.device), self._finish, self.device)
-
-    def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
+    def decode(self, done: torch.futures.Future[Tensor]) -> Tensor:
         gathered = done.value()
         with self.later_stage("decode"):
             if sum(self.counts):

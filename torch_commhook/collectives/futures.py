@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_commhook.metrics import ThreadValue, setting
 from torch_commhook.spans import continued
-from torch_commhook.thread_values import ThreadValue, setting
 
 # ---- CUDA streams for collectives of several stages, beside the gradients' stream ----------------
 #

@@ -20,6 +20,8 @@ from torch_commhook.native.runtime import left_to_python
 
 
 _CPU = torch.device("cpu")
+# An object: PyTorch types it as an int here, and as a group where it returns it.
+_NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 
 #: The backends of the library's own groups.
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = (
@@ -185,6 +187,41 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
         return distributed_c10d._resolve_process_group(name) is not group
     except RuntimeError:
         return True
+
+
+def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return the process group itself; the default group for None.
+
+    Args:
+        group: a process group, or None.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ValueError: this rank is not in the group, or the group has been destroyed.
+        TypeError: ``group`` is not a process group.
+
+    Example:
+        >>> run_ranks(lambda rank: collectives.resolve_group(None).size(), 2)
+        [2, 2]
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch_commhook: a process group is needed; call "
+                "torch.distributed.init_process_group() first, or pass process_group="
+            )
+        group = dist.group.WORLD
+    if torch.compiler.is_compiling():  # it was checked where it was made
+        return group  # type: ignore[return-value]
+    if group is _NON_MEMBER:
+        raise ValueError("torch_commhook: this rank is not a member of the given process group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"torch_commhook: process_group must be a ProcessGroup, got {_C.type_name(group)}"
+        )
+    if is_destroyed(group):
+        raise ValueError(f"torch_commhook: process group {group_name(group)!r} has been destroyed")
+    return group
 
 
 def make_group(

@@ -42,14 +42,10 @@ from torch_commhook.collectives.gloo_groups import (
     is_gloo_or_own,
     is_known,
     make_group,
+    resolve_group,
 )
 from torch_commhook.collectives.issuing import SECOND, Place, as_bytes, place_in
-from torch_commhook.collectives.plain import (
-    all_gather,
-    reduce_scatter,
-    resolve_group,
-    sum_of_shares,
-)
+from torch_commhook.collectives.plain import all_gather, reduce_scatter, sum_of_shares
 from torch_commhook.metrics import CallMeter, WireMeter, counting, note_collective, tensor_bytes
 from torch_commhook.native import bucket_ops
 

@@ -25,7 +25,7 @@ from torch_commhook.collectives.gloo_groups import (
     is_gloo,
 )
 from torch_commhook.metrics import tensor_bytes
-from torch_commhook.spans import sent
+from torch_commhook.spans import begin_wire, end_wire
 
 # ---- collectives with places in an order: any number of them at once, started in any order -------
 #
@@ -111,11 +111,11 @@ class Place:
             result: the Future's value.
         """
         self._keep(inputs[self.rank], outputs)
-        return sent(
-            lambda: self._exchanges.start(
-                list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
-            )
+        span = begin_wire()
+        future = self._exchanges.start(
+            list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
         )
+        return end_wire(span, future)
 
     def expect_gather(self, outputs: Sequence[Tensor]) -> None:
         """As :meth:`expect`, for the :meth:`gather` that follows."""
@@ -135,11 +135,11 @@ class Place:
         if len(outputs) <= FEW_RANKS:
             return self.exchange(0, [own] * len(outputs), outputs, result)
         self._keep(own, outputs)
-        return sent(
-            lambda: self._exchanges.gather(
-                list(outputs), result, self._number, self._timeout, self.form
-            )
+        span = begin_wire()
+        future = self._exchanges.gather(
+            list(outputs), result, self._number, self._timeout, self.form
         )
+        return end_wire(span, future)
 
     def reduce(
         self, tensor: Tensor, *, takes_maximum: bool = False
@@ -155,10 +155,9 @@ class Place:
         Returns:
             A Future of the same tensor.
         """
-        flat = tensor.detach().view(-1)
-        return sent(
-            lambda: self._exchanges.reduce(flat, takes_maximum, tensor, self._number, self._timeout)
-        )
+        flat, span = tensor.detach().view(-1), begin_wire()
+        future = self._exchanges.reduce(flat, takes_maximum, tensor, self._number, self._timeout)
+        return end_wire(span, future)
 
     def _keep(self, own: Tensor, outputs: Sequence[Tensor]) -> None:
         """Copy this rank's own message."""
@@ -250,7 +249,8 @@ def issued_on_device(
             f"{method}: a CUDA graph cannot capture collectives of Gloo, which run on the host; "
             "use a process group of NCCL"
         )
-    return sent(lambda: _completion(issue_unseen(issue, result.device), group, method, result))
+    span = begin_wire()
+    return end_wire(span, _completion(issue_unseen(issue, result.device), group, method, result))
 
 
 def issue_unseen(issue: Callable[[], Any], device: torch.device) -> Any:
@@ -421,27 +421,6 @@ def issue_all_gather(
     # The value of its Future differs between backends: one tensor, or one for each rank.
     done = issued_on_device(issue, group, "all_gather", out)
     return done.then(lambda done: when_good(done, out))
-
-
-def issue_gather_of_sizes(
-    message: Tensor,
-    sizes: Sequence[int],
-    out: Tensor,
-    place: Place,
-) -> torch.futures.Future[Tensor]:
-    """Gather messages of different lengths on every rank.
-
-    Args:
-        message: flat bytes; the first ones are sent.
-        sizes: the size of each rank's message in bytes, the same on all ranks.
-        out: flat, ``sum(sizes)`` bytes. Written.
-        place: its place.
-
-    Returns:
-        A Future of ``out``.
-    """
-    outputs = out.split(list(sizes))
-    return place.gather(message[: sizes[place.rank]], outputs, out)
 
 
 def issue_all_to_all(

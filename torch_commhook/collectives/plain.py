@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import traced
-from torch_commhook.collectives.gloo_groups import group_name, group_rank, is_destroyed, is_gloo
+from torch_commhook.collectives.gloo_groups import group_rank, is_gloo, resolve_group
 from torch_commhook.collectives.issuing import (
     Place,
     as_bytes,
@@ -26,6 +25,7 @@ from torch_commhook.collectives.issuing import (
     when_good,
 )
 from torch_commhook.collectives.stages import (
+    second_place,
     timed,
     traced_all_gather,
     traced_all_reduce,
@@ -35,7 +35,7 @@ from torch_commhook.collectives.stages import (
 )
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.spans import continued, sent
+from torch_commhook.spans import begin_wire, continued, end_wire
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
 
@@ -202,44 +202,6 @@ def _sum_rows_fake(rows: Tensor, out: Tensor) -> None:
 
 # Its name changes with torch; the old one warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# An object: PyTorch types it as an int here, and as a group where it returns it.
-_NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
-
-
-def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return the process group itself; the default group for None.
-
-    Args:
-        group: a process group, or None.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized.
-        ValueError: this rank is not in the group, or the group has been destroyed.
-        TypeError: ``group`` is not a process group.
-
-    Example:
-        >>> run_ranks(lambda rank: collectives.resolve_group(None).size(), 2)
-        [2, 2]
-    """
-    if group is None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch_commhook: a process group is needed; call "
-                "torch.distributed.init_process_group() first, or pass process_group="
-            )
-        group = dist.group.WORLD
-    if torch.compiler.is_compiling():  # it was checked where it was made
-        return group  # type: ignore[return-value]
-    if group is _NON_MEMBER:
-        raise ValueError("torch_commhook: this rank is not a member of the given process group")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"torch_commhook: process_group must be a ProcessGroup, got {_C.type_name(group)}"
-        )
-    if is_destroyed(group):
-        raise ValueError(f"torch_commhook: process group {group_name(group)!r} has been destroyed")
-    return group
 
 
 def all_reduce(
@@ -489,12 +451,11 @@ def issue_reduce_scatter(
             out,
         )
     premultiplied = not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
-
-    def run() -> Any:
-        _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
-        return _C.as_future(out.mul_(scale) if premultiplied else out, "reduce_scatter")
-
-    return sent(run)
+    span = begin_wire()
+    _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
+    if premultiplied:
+        out.mul_(scale)
+    return end_wire(span, _C.as_future(out, "reduce_scatter"))
 
 
 def broadcast(
@@ -600,17 +561,17 @@ def wide_all_reduce(
             return traced_all_gather(tensor, group, is_second=True)
         return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
 
-    def expect(place: Place) -> None:
+    place = None if is_traced else second_place(group, wire.device)
+    if place is not None:
         # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
         place.form = str(wire.dtype)
         place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
-
     return two_stages(
-        lambda: all_to_all(wire, out=shards, group=group),
+        all_to_all(wire, out=shards, group=group),
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],
-        expect=expect,
+        place=place,
         second_bytes=(tensor_bytes(sums) * (ranks - 1),) * 2,
         device=wire.device,
         group=group,

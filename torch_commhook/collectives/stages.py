@@ -71,7 +71,6 @@ from torch_commhook.collectives.issuing import (
     issue_all_gather,
     issue_all_reduce,
     issue_all_to_all,
-    issue_gather_of_sizes,
     place_in,
 )
 from torch_commhook.metrics import CallMeter, note_collective
@@ -80,20 +79,31 @@ from torch_commhook.spans import continued, current_spans
 # ---- two collectives; the second sends data that is computed from the first one's result ---------
 
 
+def second_place(group: dist.ProcessGroup, device: torch.device) -> Place | None:
+    """Take the place of a second collective, before the first one is issued; None if it needs none.
+
+    Args:
+        group: the process group.
+        device: the tensors' device.
+    """
+    if torch.compiler.is_compiling() or device.type != "cpu" or not exchanges(group):
+        return None
+    return place_in(group, SECOND)
+
+
 def two_stages(
-    issue_first: Callable[[], torch.futures.Future[Tensor]],
+    first: torch.futures.Future[Tensor],
     between: Callable[[Tensor], Tensor],
     issue_second: Callable[[Tensor, Place | None], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
-    expect: Callable[[Place], object] | None = None,
-    given: Place | None = None,
+    place: Place | None,
     second_bytes: tuple[int, int],
     device: torch.device,
     group: dist.ProcessGroup,
     meter: CallMeter | None = None,
 ) -> torch.futures.Future[Tensor]:
-    """Run two collectives, one after the other, without delaying those of other buckets.
+    """Let another collective follow a first one, without delaying those of other buckets.
 
     On the CPU over Gloo the second one has a place in an order, and the thread that ended the first
     issues it. Over other groups it is issued after the next bucket's first one, if the step of a
@@ -101,14 +111,12 @@ def two_stages(
     a stream waits, not the thread. While a compiler traces, ``start_next`` issues the second one.
 
     Args:
-        issue_first: starts the first collective, which counts its own bytes.
+        first: of the first collective, which has counted its own bytes.
         between: computes the second one's data from the first one's result. On any thread.
         issue_second: starts the second one, in its place if it has one; it counts and checks
             nothing, since another thread may call it.
         finish: computes the result from the second one's result. On any thread.
-        expect: gives memory to the messages in the place of the second one, before the first one is
-            issued.
-        given: the place of the second one, if it was taken before.
+        place: the second one's, by :func:`second_place`.
         second_bytes: bytes that this rank sends and receives in the second one.
         device: the tensors' device.
         group: the process group.
@@ -119,12 +127,6 @@ def two_stages(
     """
     # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
     is_traced = torch.compiler.is_compiling()
-    place: Place | None = None
-    if not is_traced and device.type == "cpu" and exchanges(group):
-        place = place_in(group, SECOND) if given is None else given
-        if expect is not None:
-            expect(place)
-    first = issue_first()
     note_collective(*second_bytes)  # here, since the issuing thread may not count
 
     def send(received: Tensor) -> Tensor:
@@ -297,7 +299,8 @@ def start_all_gather(
     result = tensor.new_empty(sum(sizes))
     place = place or place_in(group)
     place.form = form
-    return _started(issue_gather_of_sizes(sent, sizes, result, place), result)
+    own = sent[: sizes[place.rank]]
+    return _started(place.gather(own, result.split(list(sizes)), result), result)
 
 
 @torch.library.custom_op("commhook::start_all_to_all", mutates_args=())

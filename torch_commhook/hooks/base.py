@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
-from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives import resolve_group
+from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket
 from torch_commhook.collectives.futures import is_capturing
-from torch_commhook.collectives.gloo_groups import group_rank
+from torch_commhook.collectives.gloo_groups import group_rank, resolve_group
 from torch_commhook.memory.bucket_memory import (
     BucketMemory,
     BucketWithMemory,
@@ -31,7 +30,7 @@ from torch_commhook.memory.bucket_memory import (
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.native.runtime import hook_name, hook_on_bucket
+from torch_commhook.native.runtime import hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
 
 # ---- properties of a hook that its wrappers and the reducers depend on ---------------------------

@@ -18,8 +18,8 @@ from torch_commhook.codecs.block_codec import blockwise
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.compressed_call import shard_range
 from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatter
-from torch_commhook.collectives.gloo_groups import check_place, exchanges, group_rank
-from torch_commhook.collectives.plain import all_reduce, resolve_group
+from torch_commhook.collectives.gloo_groups import check_place, exchanges, group_rank, resolve_group
+from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense, result_tensor
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory

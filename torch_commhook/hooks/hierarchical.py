@@ -15,7 +15,12 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather
-from torch_commhook.collectives.gloo_groups import group_rank, group_ranks, is_destroyed
+from torch_commhook.collectives.gloo_groups import (
+    group_rank,
+    group_ranks,
+    is_destroyed,
+    resolve_group,
+)
 from torch_commhook.collectives.hosts import (
     HOST,
     Nesting,
@@ -29,7 +34,6 @@ from torch_commhook.collectives.hosts import (
     place_in_node,
     share_range,
 )
-from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, check_dense, result_tensor
 from torch_commhook.hooks.compressed import (
     compressed,

@@ -14,7 +14,7 @@ from torch_commhook.codecs.base import decay_error, decays_at_random
 from torch_commhook.collectives.futures import beside, is_capturing
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
-from torch_commhook.collectives.stages import timed, traced_all_reduce, two_stages
+from torch_commhook.collectives.stages import second_place, timed, traced_all_reduce, two_stages
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense
 from torch_commhook.hooks.low_rank import (
     Plan,
@@ -223,8 +223,9 @@ class _LowRankAverage:
             self.result = self._result(bucket)
         # The second average sends as many numbers as Q has.
         second_bytes = all_reduce_bytes(self.q, group)
+        place = second_place(group, self.device)
         return two_stages(
-            lambda: all_reduce(wire, group=group),
+            all_reduce(wire, group=group),
             self._right_factors,
             lambda tensor, place: (
                 traced_all_reduce(tensor, group, is_second=True)
@@ -232,6 +233,7 @@ class _LowRankAverage:
                 else issue_all_reduce(tensor, group, place=place)
             ),
             self._restore,
+            place=place,
             second_bytes=second_bytes,
             device=self.device,
             group=group,

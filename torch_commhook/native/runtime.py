@@ -7,7 +7,6 @@ ends the process or raises an unclear error, they raise exceptions that name hoo
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import struct
 from collections.abc import Callable
@@ -156,12 +155,6 @@ def check_hook_of(op: str, hook: object) -> None:
 def hook_name(hook: object) -> str:
     """Return a hook's name in errors, such as ``package.module.function``."""
     return _C.hook_name(hook)
-
-
-def hook_on_bucket(hook: str, index: int, count: int) -> str:
-    """The text that names a hook and its bucket in errors."""
-    # With dynamic shapes a compiler replaces numbers by variables, which have no text.
-    return f"hook '{hook}' on bucket {operator.index(index)} of {operator.index(count)}"
 
 
 # ---- libraries of C++ hooks: the headers to build them with, and their loading -------------------

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.gloo_groups import exchanges, lacks_cpu
+from torch_commhook.collectives.gloo_groups import exchanges, lacks_cpu, resolve_group
 from torch_commhook.collectives.issuing import issue_all_to_all, place_in
-from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.process_group.operations import (
     Traffic,
     has_a_thread,

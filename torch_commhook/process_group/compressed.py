@@ -14,9 +14,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import StreamNumber, beside, chained
-from torch_commhook.collectives.gloo_groups import exchanges
+from torch_commhook.collectives.gloo_groups import exchanges, resolve_group
 from torch_commhook.collectives.issuing import SECOND, as_bytes, issue_unseen, place_in
 from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel, sum_rows
 from torch_commhook.metrics import WireMeter, counting, tensor_bytes

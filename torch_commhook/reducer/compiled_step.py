@@ -17,13 +17,13 @@ import torch._logging
 from torch import Tensor
 from torch._dynamo.external_utils import call_hook
 
-from torch_commhook.buckets.grad_bucket import GradBucket, scaled_result
+from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket, scaled_result
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.unsent import keep_unsent
 from torch_commhook.metrics import TRACED_METER, as_text, from_text
 from torch_commhook.native.bucket_ops import check_flat, check_used
-from torch_commhook.native.runtime import hook_on_bucket, left_to_python
+from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
 from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.autograd.registration import RunningBackward
-from torch_commhook.buckets.grad_bucket import scaled_result
+from torch_commhook.buckets.grad_bucket import hook_on_bucket, scaled_result
 from torch_commhook.collectives.futures import has_streams
 from torch_commhook.memory.unsent import (
     BucketResult,
@@ -22,7 +22,6 @@ from torch_commhook.memory.unsent import (
     without_unused,
 )
 from torch_commhook.metrics import BucketTraffic
-from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, checked_result
-from torch_commhook.collectives import TracedFuture, resolve_group
+from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import (
     SecondStages,
@@ -27,7 +27,7 @@ from torch_commhook.collectives.futures import (
     issuing_later,
     keeping,
 )
-from torch_commhook.collectives.gloo_groups import check_not_managed, group_name
+from torch_commhook.collectives.gloo_groups import check_not_managed, group_name, resolve_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype, is_traceable, step_scale_of
 from torch_commhook.hooks.compressed import check_is_hook
 from torch_commhook.hooks.cpp import cpp
@@ -85,11 +85,15 @@ class HookCall:
     @classmethod
     def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
         """Start a hook of the library on a bucket, without stages around it."""
-        used = UsedTensors()
-        with keeping(used):
-            result, dtype, traffic = run_average(hook, bucket)
-        future = _C.as_future(result, where)
-        return cls(bucket, future, dtype, where, traffic, used=used)
+        used, meter = UsedTensors(), WireMeter()
+        spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
+        with keeping(used), counting(meter), active(spans):
+            dtype = checked_result_dtype(hook, bucket)
+            result = driven(_C.run_average(hook, bucket))
+        if spans is not None:
+            spans.note_sent(result)
+        traffic = meter.traffic(bucket.numel(), bucket.dtype())
+        return cls(bucket, _C.as_future(result, where), dtype, where, traffic, used=used)
 
     def wait(self, timeout: timedelta) -> Tensor:
         """Wait for the result, and check it. While a compiler traces, this returns at once.
@@ -130,19 +134,6 @@ class HookCall:
                 self.future.wait()
             else:
                 _C.wait_for(self.future, max(deadline - time.monotonic(), 0.0))
-
-
-def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
-    """Start a hook of the library; as :meth:`Attached.run`."""
-    meter = WireMeter()
-    spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
-    with counting(meter), active(spans):
-        # Writing the result into the gradients casts it, without another pass.
-        dtype = checked_result_dtype(hook, bucket)
-        result = driven(_C.run_average(hook, bucket))
-    if spans is not None:
-        spans.note_sent(result)
-    return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 
 # ---- the interface through which a step chooses a model's hook -----------------------------------
@@ -263,9 +254,12 @@ class Attached:
         for own in self.hook.own_groups():
             stand_ins[group_name(own)] = group.stand_in(own, device)
 
-    def gathering(self) -> AbstractContextManager[None]:
-        """Let gathers of the hook's collectives inside the block end with the step, if it fails."""
-        if torch.compiler.is_dynamo_compiling():
+    def gathering(self, device: torch.device) -> AbstractContextManager[None]:
+        """Let gathers of the hook's collectives inside the block end with the step, if it fails.
+
+        Only collectives of CUDA tensors gather anything.
+        """
+        if device.type != "cuda" or torch.compiler.is_dynamo_compiling():
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
         if group is None or not group.recovers:
@@ -396,11 +390,37 @@ class Attached:
                 result. Collectives of two stages may then overlap.
         """
         local = self.stages.before(bucket, where)
-        used = UsedTensors()
-        with keeping(used):
-            result, dtype, traffic, look = self.run(bucket, in_order=in_order)
-        future = _C.as_future(result, where)
-        return HookCall(bucket, future, dtype, where, traffic, local, used, look)
+        hook = self.hook
+        if isinstance(hook, Hook):
+            if is_capturing(bucket.device()):
+                hook.check_capture(hook.memory(bucket))
+            elif self.memory.jump_watch is not None:
+                self.memory.jump_watch.look(bucket)
+        is_waiting = in_order and isinstance(hook, Hook) and hook.lets_stages_wait
+        if is_waiting and bucket.index() == 0:
+            self.second_stages.give_up(_left())  # of a backward that an exception has ended
+        seeing = nullcontext() if is_waiting else self._seeing()
+        later = issuing_later(self.second_stages) if is_waiting else nullcontext()
+        used, meter = UsedTensors(), WireMeter()
+        spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
+        with keeping(used), self.gathering(bucket.device()):
+            with later, seeing as seen, counting(meter), active(spans):
+                if isinstance(hook, Hook):
+                    # Writing the result into the gradients casts it, without another pass.
+                    dtype = checked_result_dtype(hook, bucket)
+                    result = driven(_C.run_average(hook, bucket))
+                else:
+                    dtype = bucket.dtype()
+                    result = driven(run_hook(hook, self.state, bucket))
+            if spans is not None:
+                spans.note_sent(result)
+            if is_waiting and bucket.index() + 1 == bucket.bucket_count():
+                self.second_stages.issue()
+        traffic = meter.traffic(bucket.numel(), bucket.dtype())
+        traffic, look = self._with_seen(traffic, seen, result, bucket)
+        return HookCall(
+            bucket, _C.as_future(result, where), dtype, where, traffic, local, used, look
+        )
 
     def start_on_shards(self, bucket: ShardedBucket, where: str) -> torch.futures.Future[Tensor]:
         """Start a hook of the library on sharded gradients: :meth:`Hook.average_shard`.
@@ -418,42 +438,13 @@ class Attached:
         elif self.memory.jump_watch is not None:
             self.memory.jump_watch.look(bucket)
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with self._seeing(), active(spans), self.gathering():
+        with self._seeing(), active(spans), self.gathering(bucket.device()):
             future: torch.futures.Future[Tensor] = _C.as_future(
                 driven(self.hook.average_shard(bucket)), where
             )
         if spans is not None:
             spans.note_sent(future)
         return future
-
-    def run(
-        self, bucket: GradBucket, *, in_order: bool = False
-    ) -> tuple[Any, torch.dtype, BucketTraffic, Callable[[], None] | None]:
-        """Start the hook on a bucket; arguments as for :meth:`start`.
-
-        Returns:
-            The hook's result, the dtype that it must have, its traffic (None bytes if unknown), and
-            :attr:`HookCall.look`.
-        """
-        if isinstance(self.hook, Hook):
-            if is_capturing(bucket.device()):
-                self.hook.check_capture(self.hook.memory(bucket))
-            elif self.memory.jump_watch is not None:
-                self.memory.jump_watch.look(bucket)
-            with self.gathering():
-                if in_order and self.hook.lets_stages_wait:
-                    return *self._run_in_order(self.hook, bucket), None
-                with self._seeing() as seen:
-                    result, dtype, traffic = run_average(self.hook, bucket)
-                return result, dtype, *self._with_seen(traffic, seen, result, bucket)
-        meter = WireMeter()
-        spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with counting(meter), self._seeing() as seen, active(spans), self.gathering():
-            result = driven(run_hook(self.hook, self.state, bucket))
-        if spans is not None:
-            spans.note_sent(result)
-        traffic = meter.traffic(bucket.numel(), bucket.dtype())
-        return result, bucket.dtype(), *self._with_seen(traffic, seen, result, bucket)
 
     def _seeing(self) -> AbstractContextManager[SeenCollectives | None]:
         """What sees collectives of a hook that is not the library's; nothing under compilers."""
@@ -480,21 +471,6 @@ class Attached:
     @cached_property
     def _counts_itself(self) -> bool:
         return _is_of_the_library(self.hook)
-
-    def _run_in_order(
-        self, hook: Hook, bucket: GradBucket
-    ) -> tuple[Any, torch.dtype, BucketTraffic]:
-        """Start a hook of the library; second stages wait for the next bucket.
-
-        If the step ends with an error, its caller fails those that wait.
-        """
-        if bucket.index() == 0:
-            self.second_stages.give_up(_left())
-        with issuing_later(self.second_stages):
-            started = run_average(hook, bucket)
-        if bucket.index() + 1 == bucket.bucket_count():
-            self.second_stages.issue()
-        return started
 
     # ---- statistics ------------------------------------------------------------------------------
 

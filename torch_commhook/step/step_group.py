@@ -66,7 +66,6 @@ from torch import Tensor
 
 from torch_commhook._C import WireFailure
 from torch_commhook.autograd.registration import RunningBackward
-from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
     exchanges,
@@ -77,6 +76,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_timeout,
     is_gloo_or_own,
     lacks_cpu,
+    resolve_group,
 )
 from torch_commhook.collectives.issuing import COMPARISON, Place, place_in
 from torch_commhook.collectives.symmetric import give_up

@@ -50,13 +50,14 @@ from torch_commhook.attachment.sharded.unit import (
     without_reductions,
 )
 from torch_commhook.attachment.training_state import BeforeForward, register_first
+from torch_commhook.buckets.grad_bucket import hook_on_bucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.issuing import issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.bucket_memory import BucketWithMemory, ShardedBucket
+from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
@@ -70,7 +71,6 @@ from torch_commhook.metrics import (
     tensor_bytes,
 )
 from torch_commhook.native.bucket_ops import unflatten_into
-from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached, HookCall
 from torch_commhook.step.step_group import StepGroup
 
@@ -226,54 +226,50 @@ class ShardedRoad:
                     future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
                 wait_for(future, step_group)
             else:
-                self._run_on_shards(attached, unit, out, tensor, op, scale, step_group, meter)
+                assert isinstance(attached.hook, Hook)
+                assert isinstance(attached.memory, UnshardedMemory)
+                stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
+                memory = attached.memory_of(stand_ins, unit.number)
+                bucket = ShardedBucket(
+                    stand_ins,
+                    memory=memory,
+                    shard=out,
+                    scale=scale,
+                    op=op,
+                    buffer=tensor,
+                    index=unit.number,
+                    bucket_count=len(self._units),
+                    process_group=group,
+                )
+                where = hook_on_bucket(attached.name, unit.number, len(self._units))
+                goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
+                if goes_on:
+                    out.fill_(math.nan)  # nobody may use these values yet
+                with counting(meter):
+                    future = attached.start_on_shards(bucket, where)
+                traffic = meter.traffic(tensor.numel(), tensor.dtype)
+                finish = partial(self._shard_done, attached, unit, memory, traffic)
+                self._under_way.wait_or_add(
+                    Exchange(unit.number, future, where, step_group, finish, out), goes_on
+                )
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
         if self._attached is not None and self._attached is not attached:
             self._attached.stats.bytes_scattered += meter.bytes_sent
 
-    def _run_on_shards(
+    def _shard_done(
         self,
         attached: Attached,
         unit: Unit,
-        out: Tensor,
-        tensor: Tensor,
-        op: fsdp.ReduceOp,
-        scale: float,
-        step_group: StepGroup,
-        meter: WireMeter,
+        memory: BucketMemory | None,
+        traffic: BucketTraffic,
+        _: Any,
     ) -> None:
-        assert isinstance(attached.hook, Hook) and isinstance(attached.memory, UnshardedMemory)
-        stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
-        memory = attached.memory_of(stand_ins, unit.number)
-        bucket = ShardedBucket(
-            stand_ins,
-            memory=memory,
-            shard=out,
-            scale=scale,
-            op=op,
-            buffer=tensor,
-            index=unit.number,
-            bucket_count=len(self._units),
-            process_group=step_group.group_for(tensor.device),
-        )
-        where = hook_on_bucket(attached.name, unit.number, len(self._units))
-        goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
-        if goes_on:
-            out.fill_(math.nan)  # nobody may use these values yet
-        with counting(meter):
-            future = attached.start_on_shards(bucket, where)
-        traffic = meter.traffic(tensor.numel(), tensor.dtype)
-
-        def finish(_: Any) -> None:
-            assert isinstance(attached.memory, UnshardedMemory)
-            if memory is not None:
-                attached.memory.clear_padding(memory)
-            self._count(attached, unit, traffic)
-
-        self._under_way.wait_or_add(
-            Exchange(unit.number, future, where, step_group, finish, out), goes_on
-        )
+        """Count an exchange that has ended."""
+        assert isinstance(attached.memory, UnshardedMemory)
+        if memory is not None:
+            attached.memory.clear_padding(memory)
+        self._count(attached, unit, traffic)
 
     def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
         """Whether an exchange may end with the backward: nothing needs its result earlier."""

@@ -1,0 +1,61 @@
+"""How many frames and files of Python a gradient passes, so that both flows stay short to read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_pool
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_commhook
+from torch_commhook import attach
+
+_PACKAGE = str(Path(torch_commhook.__file__).parent)
+
+
+class Flow:
+    """The package's frames and files in a backward: those on the stack of the first message."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.frames: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            self.files.add(frame.f_code.co_filename[len(_PACKAGE) + 1 :])
+        if event == "c_call" and called.__name__ == "start" and not self.frames:
+            each: FrameType | None = frame
+            while each is not None:
+                if each.f_code.co_filename.startswith(_PACKAGE):
+                    self.frames.append(f"{each.f_code.co_filename}:{each.f_code.co_name}")
+                each = each.f_back
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps errors of whole gradients")
+@pytest.mark.parametrize(("sharded", "frames", "files"), [(False, 9, 23), (True, 10, 27)])
+@on_pool("two_ranks")
+def test_a_gradient_passes_few(rank: int, sharded: bool, frames: int, files: int) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    if sharded:
+        for module in (*model, model):
+            fully_shard(module)
+    else:
+        model = DistributedDataParallel(model)
+    handle = attach(model, "error_feedback(blockwise(bits=4))")
+    for _ in range(3):  # DDP forms its buckets anew after the first
+        loss, flow = model(torch.ones(8, 64)).sum(), Flow()
+        sys.setprofile(flow)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+    handle.remove()
+    assert 0 < len(flow.frames) <= frames, "\n".join(flow.frames)
+    assert len(flow.files) <= files, "\n".join(sorted(flow.files))
