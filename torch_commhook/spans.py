@@ -129,17 +129,30 @@ def continued(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def begin_wire() -> _C.Span | None:
-    """Begin a collective's span on the wire, if a profiler runs; it ends with the object, too."""
-    spans = current_spans()
-    if spans is None:
-        return None
-    spans.has_wire = True
-    return spans.begin("wire", is_async=True)
+class on_the_wire:  # noqa: N801 (a context manager)
+    """Records a collective's span on the wire, if a profiler runs: from now until its end.
 
+    Example:
+        with on_the_wire() as span:
+            return span.until(issue())
+    """
 
-def end_wire(span: _C.Span | None, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
-    """Let a span of :func:`begin_wire` end when a Future is complete; returns that."""
-    if span is not None:
-        span.end_with(future)
-    return future
+    __slots__ = ("_span",)
+
+    def __enter__(self) -> on_the_wire:
+        self._span: _C.Span | None = None
+        spans = current_spans()
+        if spans is not None:
+            spans.has_wire = True
+            self._span = spans.begin("wire", is_async=True)
+        return self
+
+    def until(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+        """Let the span end when a Future is complete; returns that."""
+        if self._span is not None:
+            self._span.end_with(future)
+        return future
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None and self._span is not None:
+            self._span.end()

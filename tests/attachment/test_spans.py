@@ -304,8 +304,9 @@ def test_a_span_may_outlive_the_profiler() -> None:
         of_bucket = spans.spans_of(lambda: "bucket 0, late")
         assert of_bucket is not None
         with spans.active(of_bucket):
-            assert spans.sent(lambda: future) is future
-            assert spans.sent(lambda: other) is other
+            for each in (future, other):
+                with spans.on_the_wire() as span:
+                    assert span.until(each) is each
             callback = spans.continued(lambda: torch.ones(3).sum())
     thread = threading.Thread(target=lambda: future.set_result(callback()))
     thread.start()
@@ -325,7 +326,8 @@ def test_a_collective_that_cannot_be_issued_ends_its_span() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         of_bucket = spans.spans_of(lambda: "bucket 0, failing")
         with spans.active(of_bucket), pytest.raises(ValueError, match="no"):
-            spans.sent(fail)
+            with spans.on_the_wire() as span:
+                span.until(fail())
     (span,) = spans_in(complete_events(profiler))
     assert (span.stage, span.bucket, span.hook) == ("wire", 0, "failing")
 

@@ -25,7 +25,7 @@ from torch_commhook.collectives.gloo_groups import (
     is_gloo,
 )
 from torch_commhook.metrics import tensor_bytes
-from torch_commhook.spans import begin_wire, end_wire
+from torch_commhook.spans import on_the_wire
 
 # ---- collectives with places in an order: any number of them at once, started in any order -------
 #
@@ -111,11 +111,9 @@ class Place:
             result: the Future's value.
         """
         self._keep(inputs[self.rank], outputs)
-        span = begin_wire()
-        future = self._exchanges.start(
-            list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
-        )
-        return end_wire(span, future)
+        given = list(inputs), list(outputs), result, self._number, stage, self._timeout, self.form
+        with on_the_wire() as span:
+            return span.until(self._exchanges.start(*given))
 
     def expect_gather(self, outputs: Sequence[Tensor]) -> None:
         """As :meth:`expect`, for the :meth:`gather` that follows."""
@@ -135,11 +133,9 @@ class Place:
         if len(outputs) <= FEW_RANKS:
             return self.exchange(0, [own] * len(outputs), outputs, result)
         self._keep(own, outputs)
-        span = begin_wire()
-        future = self._exchanges.gather(
-            list(outputs), result, self._number, self._timeout, self.form
-        )
-        return end_wire(span, future)
+        given = list(outputs), result, self._number, self._timeout, self.form
+        with on_the_wire() as span:
+            return span.until(self._exchanges.gather(*given))
 
     def reduce(
         self, tensor: Tensor, *, takes_maximum: bool = False
@@ -155,9 +151,9 @@ class Place:
         Returns:
             A Future of the same tensor.
         """
-        flat, span = tensor.detach().view(-1), begin_wire()
-        future = self._exchanges.reduce(flat, takes_maximum, tensor, self._number, self._timeout)
-        return end_wire(span, future)
+        given = tensor.detach().view(-1), takes_maximum, tensor, self._number, self._timeout
+        with on_the_wire() as span:
+            return span.until(self._exchanges.reduce(*given))
 
     def _keep(self, own: Tensor, outputs: Sequence[Tensor]) -> None:
         """Copy this rank's own message."""
@@ -249,8 +245,9 @@ def issued_on_device(
             f"{method}: a CUDA graph cannot capture collectives of Gloo, which run on the host; "
             "use a process group of NCCL"
         )
-    span = begin_wire()
-    return end_wire(span, _completion(issue_unseen(issue, result.device), group, method, result))
+    with on_the_wire() as span:
+        work = issue_unseen(issue, result.device)
+        return span.until(_completion(work, group, method, result))
 
 
 def issue_unseen(issue: Callable[[], Any], device: torch.device) -> Any:

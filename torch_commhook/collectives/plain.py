@@ -35,7 +35,7 @@ from torch_commhook.collectives.stages import (
 )
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.spans import begin_wire, continued, end_wire
+from torch_commhook.spans import continued, on_the_wire
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
 
@@ -451,11 +451,11 @@ def issue_reduce_scatter(
             out,
         )
     premultiplied = not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
-    span = begin_wire()
-    _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
-    if premultiplied:
-        out.mul_(scale)
-    return end_wire(span, _C.as_future(out, "reduce_scatter"))
+    with on_the_wire() as span:
+        _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
+        if premultiplied:
+            out.mul_(scale)
+        return span.until(_C.as_future(out, "reduce_scatter"))
 
 
 def broadcast(
