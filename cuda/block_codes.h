@@ -186,6 +186,7 @@ constexpr int kValuesPerByte = 8 / Codec::kBits;
 
 template <typename Codec>
 COMMHOOK_HOST_DEVICE int width_of(int count) {
+  static_assert(8 % Codec::kBits == 0, "a byte holds a whole number of codes: 1, 2, 4 or 8 bits");
   return (count + kValuesPerByte<Codec> - 1) / kValuesPerByte<Codec>;
 }
 

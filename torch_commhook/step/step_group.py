@@ -14,9 +14,9 @@ step. The same holds for groups of other backends that hooks were given. If a gr
 backend for the CPU too, ranks do not agree: the group's own timeout detects failures.
 
 On Gloo a model's hooks have a ``ProcessGroup`` of their own over the library's transport. At the
-end of a step, a rank that has all results tells all other ranks (``stages.py``), which takes half a
-round trip, and among more than 16 ranks half of log2 of their number. If each rank left some
-parameter unused, the ranks then exchange one byte for each parameter: whether it was used.
+end of a step, a rank that has all results tells all other ranks, which takes half a round trip, and
+among more than 16 ranks half of log2 of their number. If each rank left some parameter unused, the
+ranks then exchange one byte for each parameter: whether it was used.
 
 No rank ends the step without all others. A rank that fails does not reach this point. It writes the
 reason to the store and leaves the group. What it has sent before still arrives; ranks that wait for

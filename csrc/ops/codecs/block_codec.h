@@ -1,5 +1,5 @@
-// Codecs that send values in blocks: a few bits for each value and a few float32 parameters for
-// each block. This file checks their operators' arguments.
+// Codecs that send values in blocks: 1, 2, 4 or 8 bits for each value and a few float32 parameters
+// for each block. This file checks their operators' arguments.
 //
 // - A message has shards, which are cut at the borders of blocks. Or there is one message for each
 //   of several chunks, which end where the caller says (block_chunks.h), as FSDP's chunks do.

@@ -1,10 +1,9 @@
 """Runs a hook on a model whose parameters ``fully_shard`` has sharded.
 
 ``fully_shard`` communicates in groups of parameters, and lets a caller replace a group's all-gather
-and reduce-scatter. ``attachment/sharded/road.py`` replaces them with the library's (``unit.py``).
-For the all-reduce across replicas it puts a process group of its own into the mesh. The rest of its
-input is private to PyTorch: which parameters of a group have gradients, when they are complete, and
-the divide factor. Only ``fsdp.py`` reads these.
+and reduce-scatter. The library's take their place (``unit.py``). For the all-reduce across replicas
+it puts a process group of its own into the mesh. The rest of its input is private to PyTorch
+(``fsdp.py``).
 
 A reduce-scatter's input is ordered by rank, so a bucket has a stand-in for each rank's shard of
 each parameter (``memory/sharded_memory.py``). A state joins the stand-ins to whole parameters
