@@ -1,4 +1,4 @@
-"""Statistics of communication: bytes that a rank sends, by bucket and step."""
+"""Statistics of communication, by bucket and step, and values that a thread sets for its callees."""
 
 from __future__ import annotations
 

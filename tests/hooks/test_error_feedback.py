@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks, reshard_states
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.base import decay_error
-from torch_commhook.codecs.sparse_codec import mix_seeds
+from torch_commhook.codecs.base import decay_error, mix_seeds
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_call import shard_range
 from torch_commhook.hooks.expressions import parse_hook

@@ -18,7 +18,7 @@ from torch_commhook.attachment.parameters import (
     unpack,
     why_not_written,
 )
-from torch_commhook.attachment.training_state import TrainingState, warn_user
+from torch_commhook.attachment.training_state import TrainingState
 from torch_commhook.collectives.agreement import described, packed, unpacked
 from torch_commhook.elastic.joining import Donor, InBackground, NewRank, receive, send, send_number
 from torch_commhook.elastic.pace import Note, Pace
@@ -28,6 +28,7 @@ from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.repeatable_step import Recovery
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
+from torch_commhook.wording import warn_user
 
 # ---- the transfer of the training's state to ranks that join -------------------------------------
 

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
-from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks.auto import auto
@@ -28,6 +27,7 @@ from torch_commhook.memory.resharding import merged_states, on_the_host
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats, forget_bytes
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.wording import warn_user
 
 # ---- writes numbers to a user's log --------------------------------------------------------------
 

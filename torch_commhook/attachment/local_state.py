@@ -15,7 +15,6 @@ from torch import Tensor
 from torch_commhook import collectives
 from torch_commhook.attachment.parameter_exchange import BackgroundExchange
 from torch_commhook.attachment.road import Replica
-from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.states import (
@@ -28,8 +27,9 @@ from torch_commhook.memory.states import (
     load_error,
     shown,
 )
-from torch_commhook.step.stages import CheckedState
+from torch_commhook.step.attached_hook import CheckedState
 from torch_commhook.step.step_group import StepGroup
+from torch_commhook.wording import warn_user
 
 # ---- warnings that ranks end with different parameters -------------------------------------------
 

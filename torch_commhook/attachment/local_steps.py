@@ -45,8 +45,7 @@ from torch_commhook.memory.hook_memory import check_not_in_backward
 from torch_commhook.memory.states import LOCAL_STEPS
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.stages import CheckedState
+from torch_commhook.step.attached_hook import Attached, CheckedState
 
 
 class LocalSteps:

@@ -1,4 +1,4 @@
-"""What an attached hook asks of the reducer that runs it, and what both share."""
+"""What an attached hook and its reducer share: the road between them, replicas, printed hooks."""
 
 from __future__ import annotations
 

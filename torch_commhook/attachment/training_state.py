@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.utils._contextlib as decorators
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -29,31 +26,6 @@ from torch_commhook.step.attached_hook import Attached
 
 if TYPE_CHECKING:  # it imports the compiler
     from torch_commhook.reducer.reducer import Reducer
-
-# ---- warnings with the user's line ---------------------------------------------------------------
-
-
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-
-
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the location of the innermost frame outside the package.
-
-    Python 3.12 has ``skip_file_prefixes`` for this.
-
-    Args:
-        message: the text.
-        category: the warning's class.
-    """
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
-
-
-def _is_inside(file: str) -> bool:
-    # As a decorator, torch.inference_mode() has a frame between the user's and the function's.
-    return file.startswith(_PACKAGE) or file == decorators.__file__
 
 
 # ---- the library's forward pre-hook, which a model calls before its forward ----------------------

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_commhook.cli.main import OneLineParser, at_most, number_of, path, positive_int, type_of
+from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.option_types import at_most, number_of, path, positive_int, type_of
 from torch_commhook.cli.report import one_line
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig, is_no_hook

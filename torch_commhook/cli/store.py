@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_commhook.cli.main import number
+from torch_commhook.cli.option_types import number
 
 if TYPE_CHECKING:  # it takes seconds, which --help must not
     import torch.distributed as dist

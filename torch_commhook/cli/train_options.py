@@ -10,14 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.main import (
-    OneLineParser,
-    at_most,
-    number,
-    path,
-    positive_float,
-    positive_int,
-)
+from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.option_types import at_most, number, path, positive_float, positive_int
 from torch_commhook.cli.outputs import (
     EVENTS,
     LOGS,

@@ -18,7 +18,7 @@ from torch_commhook.native.bucket_ops import (
     unflatten_into,
 )
 
-# ---- checks of the fakes of all codecs' operators. In C++: csrc/ops/codecs/codec_checks.h --------
+# ---- checks of the fakes of all codecs' operators ------------------------------------------------
 
 
 #: The dtypes of errors.
@@ -620,3 +620,18 @@ def _scrambled(bits: Tensor) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits.bitwise_xor_(bits >> shift).mul_(factor).bitwise_and_(_WORD)  # products wrap around
     return bits.bitwise_xor_(bits >> 16)
+
+
+# ---- seeds of codecs' random numbers -------------------------------------------------------------
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Mix similar numbers into one of 63 bits (splitmix64)."""
+    mask = (1 << 64) - 1
+    state = 0
+    for number in numbers:
+        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1

@@ -1,4 +1,4 @@
-"""Compares plain values of the ranks, before collectives fail because of differences."""
+"""Compares plain values of the ranks, which travel as bytes that run no code."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         found.close()
 
 
-# ---- collectives in places -----------------------------------------------------------------------
+# ---- the backend of collectives in places --------------------------------------------------------
 
 
 def exchanges(group: dist.ProcessGroup) -> bool:

@@ -384,7 +384,7 @@ def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
         each.load_state_dict(state)
 
 
-# ---- sends a new rank the state of a training in pieces ------------------------------------------
+# ---- the donor, and the new rank -----------------------------------------------------------------
 
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""The members of a training, as its ranks agree through a store.
+"""The members of a training, as its ranks agree through a store, and their signs of life.
 
 The store has one text, the view, which lists the members. It changes only by ``compare_set``, from
 one view to the next. So even if the network splits, at most one side continues.

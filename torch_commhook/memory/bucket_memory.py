@@ -15,8 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
-from torch_commhook.codecs.base import write_saturated
-from torch_commhook.codecs.sparse_codec import mix_seeds
+from torch_commhook.codecs.base import mix_seeds, write_saturated
 from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.memory.states import FOLDED_INTO, ParameterStore, add_to_error
 from torch_commhook.metrics import CallMeter

@@ -1,4 +1,4 @@
-"""The runtime's functions: they call a communication hook and check its result.
+"""The runtime's functions: they call a hook and check its result. Also hooks in C++, and Dynamo.
 
 Implemented in ``csrc/runtime``. They keep the semantics of PyTorch's ``PythonCommHook``. Where that
 ends the process or raises an unclear error, they raise exceptions that name hook and bucket.
@@ -25,7 +25,7 @@ from torch._C._dynamo.eval_frame import (
 from torch_commhook.native.libraries import NativeLibraryError, check_built_for
 from torch_commhook.native.stamp import HOW_TO_BUILD
 
-# ---- excludes functions from torch's compiler. Does not import the compiler ----------------------
+# ---- excludes functions from torch's compiler, without importing it ------------------------------
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

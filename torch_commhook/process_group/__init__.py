@@ -9,7 +9,8 @@ from torch_commhook.process_group.base import (
     WorkInfo,
     register,
 )
-from torch_commhook.process_group.compressed import CompressedProcessGroup, broadcast_coalesced
+from torch_commhook.process_group.broadcast import broadcast_coalesced
+from torch_commhook.process_group.compressed import CompressedProcessGroup
 from torch_commhook.process_group.faulty import (
     Corrupt,
     Delay,

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import Codec
-from torch_commhook.codecs.sparse_codec import mix_seeds
+from torch_commhook.codecs.base import Codec, mix_seeds
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.compressed_chunks import (
     compressed_all_gather,

@@ -17,7 +17,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
 from torch_commhook.native import bucket_ops
 from torch_commhook.step.step_group import StepGroup
 
-# ---- the order in which gradients arrive. A reducer rebuilds its buckets in this order -----------
+# ---- the order in which gradients arrive, in which buckets are formed anew -----------------------
 
 
 class BucketOrder:

@@ -1,4 +1,4 @@
-"""A backward of our reducer under compiled autograd, and the traced part of it.
+"""A backward of our reducer under compiled autograd: what the compiler calls, and what it traces.
 
 Python may still run a part of it, as in eager code: everything if nothing compiles the captured
 backward, and the rest after a graph break.
@@ -123,7 +123,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
     return HookCall(bucket, future, dtype, where, traffic, local)
 
 
-# ---- steps ---------------------------------------------------------------------------------------
+# ---- operators that must run once a step ---------------------------------------------------------
 # Work that must happen once a step, compiled or not, is in operators that write to a tensor that
 # outlives the step: compilers remove work without a visible effect.
 

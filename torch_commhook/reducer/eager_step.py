@@ -1,4 +1,4 @@
-"""One backward of our reducer in eager code, from its first gradient to its end."""
+"""One backward of our reducer in eager code, with a hook in Python or in C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's own process groups, which can begin anew after a failed step."""
+"""The library's own process groups, which begin anew after a failed step: who fails, and how all meet."""
 
 from __future__ import annotations
 

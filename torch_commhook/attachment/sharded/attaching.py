@@ -17,7 +17,6 @@ from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.fsdp import check_fits
 from torch_commhook.attachment.sharded.road import ShardedRoad
 from torch_commhook.attachment.sharded.unit import ReduceScatter, Unit
-from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.gloo_groups import group_rank
@@ -26,6 +25,7 @@ from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.memory.watches import Scaler, checked_scale
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.stages import BucketStages
+from torch_commhook.wording import warn_user
 
 # ---- the hooks that may run around a communication hook on a sharded model -----------------------
 

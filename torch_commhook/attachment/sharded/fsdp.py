@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import class_name
-from torch_commhook.attachment.training_state import warn_user
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.wording import warn_user
 
 # ---- all uses of undocumented parts of fully_shard -----------------------------------------------
 

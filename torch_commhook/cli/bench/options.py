@@ -9,14 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_commhook.cli.main import (
-    OneLineParser,
-    at_most,
-    path,
-    positive_float,
-    positive_int,
-    type_of,
-)
+from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.option_types import at_most, path, positive_float, positive_int, type_of
 from torch_commhook.cli.outputs import OutputError, check_file, check_picture
 from torch_commhook.cli.place import Place, checks_outputs
 from torch_commhook.cli.plan_parser import format_count, parse_count

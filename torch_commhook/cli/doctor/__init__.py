@@ -33,7 +33,7 @@ from torch_commhook.cli.doctor.meeting import (
 )
 from torch_commhook.cli.doctor.network import check_group, check_network
 from torch_commhook.cli.doctor.ranks import check_ranks
-from torch_commhook.cli.main import number
+from torch_commhook.cli.option_types import number
 from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
