@@ -1,4 +1,4 @@
-"""Statistics of communication, by bucket and step, and values that a thread sets for its callees."""
+"""Statistics of communication, by bucket and step, and values that a thread sets for callees."""
 
 from __future__ import annotations
 

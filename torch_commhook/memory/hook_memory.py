@@ -22,9 +22,6 @@ or none.
 If no rank uses a parameter in a step, its gradient stays as it is, but messages may hold earlier
 errors of it. All ranks then add the result to their memory of this parameter (``unsent.py``): each
 rank has a share of a mean.
-
-Our reducer forms buckets anew in the order of arrival only for hooks whose results do not depend on
-the order, because compiled code has another order.
 """
 
 from __future__ import annotations

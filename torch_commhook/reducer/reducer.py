@@ -43,10 +43,6 @@ At the beginning of each step the reducer checks the parameters (``parameters.py
 their dtypes, devices and shapes (``csrc/runtime/reducer/parameter_forms.h``), and the objects that
 the modules hold (``csrc/runtime/python/module_members.h``). A compiler checks once, when it traces:
 a model with other parameters has another graph.
-
-A hook that is not marked as traceable runs after the compiled part. The last parameter's hook calls
-it through a disabled function. This costs one graph break, and no code of the library is compiled
-piecewise on its own (``left_to_python``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The library's own process groups, which begin anew after a failed step: who fails, and how all meet."""
+"""The library's own process groups, which begin anew after a failed step: who fails, who meets."""
 
 from __future__ import annotations
 

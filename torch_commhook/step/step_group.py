@@ -1,17 +1,8 @@
 """The process group through which the hooks of one model communicate, step by step.
 
-If a hook fails on one rank, the others' collectives can never complete. So on Gloo a model's hooks
-have a group of their own. The failed rank writes the reason to the store and leaves the group,
-which ends the others' collectives at once. A step counts only if every rank has confirmed its part
-through the same group. So all ranks raise in the same step, and all begin the group anew at the
-beginning of the next. Groups that a user gives to hooks belong to the user: for each there is one
-of the library's own over the same ranks, which is handled in the same way.
-
-Other backends do not allow this. Tensors on a device with another backend, such as NCCL, are sent
-through the model's group; the ranks still agree over Gloo. So all ranks raise in the failed step.
-Its collectives may still be running, and would interfere with later ones: all ranks refuse the next
-step. The same holds for groups of other backends that hooks were given. If a group has another
-backend for the CPU too, ranks do not agree: the group's own timeout detects failures.
+If a hook fails on one rank, the others' collectives can never complete. So a step counts only if
+every rank has confirmed its part. Groups that a user gives to hooks belong to the user: for each
+there is one of the library's own over the same ranks, which is handled in the same way.
 
 On Gloo a model's hooks have a ``ProcessGroup`` of their own over the library's transport. At the
 end of a step, a rank that has all results tells all other ranks, which takes half a round trip, and
