@@ -1,7 +1,9 @@
 """A backward of our reducer under compiled autograd: what the compiler calls, and what it traces.
 
 Python may still run a part of it, as in eager code: everything if nothing compiles the captured
-backward, and the rest after a graph break.
+backward, and the rest after a graph break. A hook that is not marked as traceable runs after the
+compiled part: the last parameter's hook calls it through a disabled function. This costs one graph
+break, and no code of the library is compiled piecewise on its own (``left_to_python``).
 """
 
 from __future__ import annotations
@@ -124,6 +126,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
 
 
 # ---- operators that must run once a step ---------------------------------------------------------
+#
 # Work that must happen once a step, compiled or not, is in operators that write to a tensor that
 # outlives the step: compilers remove work without a visible effect.
 
