@@ -1,4 +1,4 @@
-"""A training that goes on when ranks are lost: its settings, and its ranks seen from one of them."""
+"""A training that goes on when ranks are lost: its settings, and the ranks as one sees them."""
 
 from __future__ import annotations
 
