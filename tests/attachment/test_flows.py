@@ -16,21 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_commhook
 from torch_commhook import attach
+from torch_commhook.collectives.issuing import Place
 
 _PACKAGE = str(Path(torch_commhook.__file__).parent)
 
 
 class Flow:
-    """The package's frames and files in a backward: those on the stack of the first message."""
+    """The package's files in a backward, and its frames below the first message (innermost first)."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.frames: list[str] = []
 
-    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
-            self.files.add(frame.f_code.co_filename[len(_PACKAGE) + 1 :])
-        if event == "c_call" and called.__name__ == "start" and not self.frames:
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(_PACKAGE):
+            return
+        self.files.add(frame.f_code.co_filename[len(_PACKAGE) + 1 :])
+        # The frame that calls the link's native code.
+        if frame.f_code is Place.exchange.__code__ and not self.frames:
             each: FrameType | None = frame
             while each is not None:
                 if each.f_code.co_filename.startswith(_PACKAGE):

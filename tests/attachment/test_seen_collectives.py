@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup
-from torch_commhook.step import link
+from torch_commhook.step import seen_collectives
 
 _NUMEL = 64 * 32 + 32
 _FP32 = 4 * _NUMEL  # what each of two ranks sends of all gradients
@@ -223,10 +223,10 @@ def test_a_group_that_tells_nothing_any_more() -> None:
             raise RuntimeError("no backend")
 
     group: Any = Failed()
-    baseline = link._Baseline(weakref.ref(group), 3, 0)
-    assert link._unseen([baseline]) < 0
+    baseline = seen_collectives._Baseline(weakref.ref(group), 3, 0)
+    assert seen_collectives._unseen([baseline]) < 0
     del group
-    assert link._unseen([baseline]) == 0
+    assert seen_collectives._unseen([baseline]) == 0
 
 
 @on_processes
