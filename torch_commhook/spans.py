@@ -8,6 +8,7 @@ and none in compiled code.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -16,6 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torch_commhook import _C
+from torch_commhook.metrics import CallMeter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -155,4 +157,24 @@ class on_the_wire:  # noqa: N801 (a context manager)
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None and self._span is not None:
+            self._span.end()
+
+
+class timed:  # noqa: N801 (a context manager)
+    """Reports the time spent inside to a meter and the profiler, if there are any."""
+
+    def __init__(self, meter: CallMeter | None, stage: str) -> None:
+        self._meter = meter
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        spans = current_spans()
+        self._span = None if spans is None else spans.begin(self._stage)
+        if self._meter is not None:
+            self._begun = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._meter is not None:
+            self._meter.add(self._stage, time.perf_counter() - self._begun)
+        if self._span is not None:
             self._span.end()

@@ -12,9 +12,9 @@ from on_ranks import on_processes
 from rank_pool import RankPool
 
 from torch_commhook._C import WireFailure
-from torch_commhook.step import stages
+from torch_commhook.collectives import issuing
+from torch_commhook.collectives.issuing import StepEnd, agree_on_used
 from torch_commhook.step.connected_group import Failure, reason_of_loss
-from torch_commhook.step.stages import StepEnd, agree_on_used
 from torch_commhook.step.step_group import StepGroup
 
 
@@ -46,12 +46,12 @@ def test_maps_travel_only_where_each_rank_left_some_unused(
 ) -> None:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        exchanges, begin = [], stages.begin_maximum
-        patch.setattr(stages, "begin_maximum", lambda *args: exchanges.append(args) or begin(*args))
+        sent, begin = [], issuing.begin_maximum
+        patch.setattr(issuing, "begin_maximum", lambda *args: sent.append(args) or begin(*args))
         agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)
-    assert len(exchanges) == count
+    assert len(sent) == count
 
 
 @on_processes

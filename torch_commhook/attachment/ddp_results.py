@@ -266,20 +266,6 @@ class DdpResults:
         """Keep a bucket's result if its dtype differs from the gradients' and it must be scaled."""
         self._unrounded[index] = result
 
-    def leaves_some_out(self, attached: Attached) -> bool:
-        """Whether DDP may skip gradients whose results contain earlier errors."""
-        model = self._model()
-        return attached.keeps_error and model is not None and model.find_unused_parameters
-
-    def are_needed(self, attached: Attached) -> bool:
-        """Whether :meth:`finish` has work to do."""
-        return (
-            attached.scales_steps
-            or self.leaves_some_out(attached)
-            or bool(self.kept)
-            or self.follow_a_failure
-        )
-
     def forget(self) -> None:
         """Drop the results of a backward that has ended or failed."""
         self._unsent.clear()

@@ -91,6 +91,7 @@ class DdpRoad:
         self._running: Attached | None = None  # the hook of this backward
         self._is_first = True  # whether this backward's next bucket is its first
         self._averaged_epoch = self._group.epoch  # of the last step that succeeded
+        self._skips_unused = model.find_unused_parameters  # DDP leaves out what no rank has used
         self._seen_in_forward = False  # whether parameters were checked since the last backward
         self._key = str(id(self))
         _roads[self._key] = self
@@ -303,8 +304,8 @@ class DdpRoad:
         model = self.model()
         self._results.follow_a_failure = (
             self._group.epoch != self._averaged_epoch
+            and self._skips_unused
             and model is not None
-            and model.find_unused_parameters
             and not model.static_graph
             # In join(), a rank without inputs does not take part in what follows a step.
             and not model._join_config.enable
@@ -352,7 +353,7 @@ class DdpRoad:
         self._used.append(call.used)
         if call.look is not None:  # the reducer's own callback comes after this one
             call.future.add_done_callback(lambda _, look=call.look: look())
-        leaves_some_out = self._results.leaves_some_out(attached)
+        leaves_some_out = self._skips_unused and attached.keeps_error
         if leaves_some_out:
             self._results.keep_for_unused(index, call.future.wait)
         if not attached.keeps_ranks_apart:
@@ -412,7 +413,11 @@ class DdpRoad:
                 # In join(), where a rank without inputs takes part without gradients.
                 self._results.forget()
             elif sent is None and (
-                attached.stages.has_post_accumulate_hooks or self._results.are_needed(attached)
+                attached.stages.has_post_accumulate_hooks
+                or attached.scales_steps
+                or (self._skips_unused and attached.keeps_error)
+                or self._results.kept
+                or self._results.follow_a_failure
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine

@@ -31,7 +31,7 @@ from torch_commhook.buckets.grad_bucket import (
     scaled_result,
 )
 from torch_commhook.collectives.futures import set_error, set_outcome
-from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.issuing import begin_maximum, issue_all_reduce
 from torch_commhook.collectives.plain import broadcast
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import local_sgd
@@ -40,7 +40,6 @@ from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
 from torch_commhook.memory.states import ANCHOR, MOMENTUM
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
-from torch_commhook.step.stages import begin_maximum
 from torch_commhook.step.step_group import StepGroup
 
 # ---- exchanges of the ranks' distances from their anchors, at once or in the background ----------

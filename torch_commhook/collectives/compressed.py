@@ -21,26 +21,21 @@ from torch_commhook.collectives.compressed_call import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import completed, then_beside
+from torch_commhook.collectives.futures import completed, on_wire, then_beside, two_stages
 from torch_commhook.collectives.gloo_groups import (
     check_place,
     group_rank,
     group_timeout,
     resolve_group,
 )
-from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce_bytes
-from torch_commhook.collectives.stages import (
-    on_wire,
-    second_place,
-    timed,
-    traced_all_reduce,
-    two_stages,
-)
 from torch_commhook.collectives.symmetric import symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
+from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.bucket_ops import check_flat
+from torch_commhook.spans import timed
 
 
 # Over 80 lines: the docstring describes each argument and error.
@@ -334,11 +329,11 @@ class _CompressedSum(CompressedCall):
         return two_stages(
             self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            lambda padded, place: self.issue_gather(
+            lambda padded: self.issue_gather(
                 "sums", padded, sizes, group, is_second=True, place=place
             ),
             self._decode,
-            place=place,
+            has_place=place is not None,
             second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,

@@ -27,9 +27,10 @@ from torch_commhook.collectives.issuing import (
     issue_all_to_all,
     place_in,
 )
-from torch_commhook.collectives.stages import timed, traced_all_gather, traced_all_to_all
+from torch_commhook.collectives.traced import traced_all_gather, traced_all_to_all
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+from torch_commhook.spans import timed
 
 # ---- memory for encoded messages -----------------------------------------------------------------
 

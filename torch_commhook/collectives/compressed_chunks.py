@@ -20,10 +20,10 @@ from torch_commhook.collectives.compressed_call import (
     checked_sizes,
     listed_tensors,
 )
-from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.futures import on_wire, then_beside
 from torch_commhook.collectives.gloo_groups import check_place, group_rank, resolve_group
-from torch_commhook.collectives.stages import on_wire, timed
 from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.spans import timed
 
 
 def chunk_sizes(numel: int, world_size: int) -> list[int]:

@@ -1,17 +1,57 @@
-"""The futures that collectives return, and the order and streams in which they run."""
+"""The futures that collectives return, and the order and streams in which they run.
+
+A codec's messages are exchanged, added up, encoded again and gathered: the second collective needs
+the first one's result. All ranks must issue the same collectives on one group in the same order.
+But the first stages of two buckets may end in another order on each rank. So the stages have an
+order:
+
+- On the CPU both stages have places in an order, taken when the bucket is full, and start whenever
+  they can. The thread that ends a first stage adds up, encodes and starts the second one. Nothing
+  waits inside a callback.
+- Over other groups both stages share one communicator. The second stage of a bucket waits until the
+  hook has issued the first stage of the next bucket. The last bucket's second stage follows its
+  first one directly. So the stages of three buckets come in the order 1 1 2 1 2 2, and the wire
+  carries the next message while a rank adds up and encodes. The order depends
+  only on the order of the buckets, which is the same on all ranks. It holds for the library's hooks
+  in our reducer and in DDP's. If a stage fails on a rank, the stages that wait there also fail. If
+  an exception leaves a backward, they fail when the next backward begins, or when the hook is
+  removed.
+
+  In other cases the call itself issues both stages: a direct call of a collective; a subclass,
+  which may wait for a result in ``average()``; and a static graph of DDP, which does not number the
+  buckets of the first step. A second communicator would need no order. But NCCL and PyTorch warn of
+  concurrent collectives of two communicators: their kernels may wait for each other's resources for
+  ever.
+- ``hierarchical`` has four stages, and two more for each further level. On the CPU all have places,
+  which the call takes, and the thread that ends a stage starts the next. Elsewhere the call waits
+  for all stages but the last.
+- CUDA tensors are encoded, sent and decoded on one of three streams of the library. So the library
+  can encode a bucket while another bucket's message is on the wire and the sum of a third is
+  encoded. With NCCL only such a stream waits, not the thread and not the stream of the gradients. A
+  Future of Gloo's makes no stream wait; there ``Work.wait`` does.
+- The parts of a bucket in ``policy`` follow each other as buckets do. A stream of PyTorch's pool
+  then waits for all results and joins them (``then_all``). ``collect_all`` does not support
+  devices: it would make the current stream wait in the middle of backward.
+- Over NCCL on one machine, the ranks use no collective in either stage if their GPUs share memory
+  (``symmetric.py``).
+- While a compiler traces, first stages are issued as buckets come, then all second stages. After
+  that the code waits for results.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.metrics import ThreadValue, setting
+from torch_commhook.metrics import CallMeter, ThreadValue, note_collective, setting
 from torch_commhook.spans import continued
 
 # ---- CUDA streams for collectives of several stages, beside the gradients' stream ----------------
@@ -506,3 +546,124 @@ def issuing_later(stages: SecondStages) -> setting[SecondStages]:
 def current_second_stages() -> SecondStages | None:
     """The waiting stages of the hook that this thread runs; None if no stage is to wait."""
     return _stages.value
+
+
+# ---- two collectives; the second sends data that is computed from the first one's result ---------
+
+
+def two_stages(
+    first: torch.futures.Future[Tensor],
+    between: Callable[[Tensor], Tensor],
+    issue_second: Callable[[Tensor], torch.futures.Future[Tensor]],
+    finish: Callable[[Tensor], Tensor],
+    *,
+    has_place: bool,
+    second_bytes: tuple[int, int],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    meter: CallMeter | None = None,
+) -> torch.futures.Future[Tensor]:
+    """Let another collective follow a first one, without delaying those of other buckets.
+
+    If the second one has a place in an order, the thread that ended the first issues it. Otherwise
+    it is issued after the next bucket's first one, if the step of a hook allows it
+    (:class:`SecondStages`), or else by this call. Issuing it waits for the first; on CUDA a stream
+    waits, not the thread. While a compiler traces, ``start_next`` issues the second one.
+
+    Args:
+        first: of the first collective, which has counted its own bytes.
+        between: computes the second one's data from the first one's result. On any thread.
+        issue_second: starts the second one; it counts and checks nothing, since another thread may
+            call it.
+        finish: computes the result from the second one's result. On any thread.
+        has_place: whether the second one has a place in an order (``issuing.second_place``).
+        second_bytes: bytes that this rank sends and receives in the second one.
+        device: the tensors' device.
+        group: the process group.
+        meter: records how long both are on the wire.
+
+    Returns:
+        A Future of the result of ``finish``.
+    """
+    # Read once: later stages run in other threads, which cannot tell whether a compiler traces.
+    is_traced = torch.compiler.is_compiling()
+    note_collective(*second_bytes)  # here, since the issuing thread may not count
+
+    def send(received: Tensor) -> Tensor:
+        with torch.no_grad():
+            return between(received)
+
+    def end(received: Tensor) -> Tensor:
+        with torch.no_grad():
+            return finish(received)
+
+    if is_traced:
+        return TracedStages(
+            first,
+            lambda received: issue_second(send(received)).then(lambda done: end(done.value())),
+        )
+    first = on_wire(first, meter, device)
+    if not has_place:
+
+        def both() -> torch.futures.Future[Tensor]:
+            second = on_wire(issue_second(send(first.wait())), meter, device)
+            return then_beside(second, lambda done: end(done.value()), device)
+
+        waiting = None if group.size() == 1 else current_second_stages()
+        return both() if waiting is None else later(both, waiting, device)
+
+    return chained(
+        first,
+        lambda received: on_wire(issue_second(send(received)), meter, device),
+        end,
+    )
+
+
+def later(
+    stage: Callable[[], torch.futures.Future[Tensor]], waiting: SecondStages, device: torch.device
+) -> torch.futures.Future[Tensor]:
+    """Let a stage wait for the first stage of the next bucket; issues earlier waiting stages.
+
+    Args:
+        stage: issues it, and returns a Future of its result. Runs on the present current stream.
+        waiting: the waiting stages; this call issues all earlier ones.
+        device: the tensors' device.
+
+    Returns:
+        A Future of the result. It completes only after ``stage`` was called.
+    """
+    result: torch.futures.Future[Tensor]
+    result = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+    place = current_place(device)
+
+    def issue() -> None:
+        with place():
+            ended = stage()
+            if ended.done():
+                set_outcome(result, ended.wait)
+                return
+        ended.add_done_callback(lambda done: set_outcome(result, done.value, caught=BaseException))
+
+    try:
+        waiting.issue()
+    except BaseException as error:
+        if hasattr(error, "add_note"):  # the caller adds its own bucket's name
+            error.add_note("in the second stage of the previous bucket")
+        raise
+    waiting.add(continued(issue), lambda error: set_error(result, error))
+    return result
+
+
+def on_wire(
+    future: torch.futures.Future[Tensor], meter: CallMeter | None, device: torch.device
+) -> torch.futures.Future[Tensor]:
+    """The same future, with its duration measured."""
+    if meter is None:
+        return future
+    begun = time.perf_counter()
+
+    def ended(done: torch.futures.Future[Tensor]) -> Tensor:
+        meter.add("wire", time.perf_counter() - begun)
+        return done.value()
+
+    return then_beside(future, ended, device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.futures import traced
+from torch_commhook.collectives.futures import traced, two_stages
 from torch_commhook.collectives.gloo_groups import group_rank, is_gloo, resolve_group
 from torch_commhook.collectives.issuing import (
     Place,
@@ -21,21 +21,19 @@ from torch_commhook.collectives.issuing import (
     issue_all_reduce,
     issue_all_to_all,
     issued,
+    second_place,
     sums_in_place,
     when_good,
 )
-from torch_commhook.collectives.stages import (
-    second_place,
-    timed,
+from torch_commhook.collectives.traced import (
     traced_all_gather,
     traced_all_reduce,
     traced_all_to_all,
     traced_real,
-    two_stages,
 )
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.spans import continued, on_the_wire
+from torch_commhook.spans import continued, on_the_wire, timed
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
 
@@ -556,7 +554,7 @@ def wide_all_reduce(
         with timed(None, "encode"):
             return sum_rows(received.view(ranks, shard), sums)
 
-    def issue_second(tensor: Tensor, place: Place | None) -> torch.futures.Future[Tensor]:
+    def issue_second(tensor: Tensor) -> torch.futures.Future[Tensor]:
         if is_traced:
             return traced_all_gather(tensor, group, is_second=True)
         return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
@@ -571,7 +569,7 @@ def wide_all_reduce(
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],
-        place=place,
+        has_place=place is not None,
         second_bytes=(tensor_bytes(sums) * (ranks - 1),) * 2,
         device=wire.device,
         group=group,

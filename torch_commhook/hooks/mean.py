@@ -16,10 +16,10 @@ from torch_commhook.collectives.plain import (
     sum_rows,
     wide_all_reduce,
 )
-from torch_commhook.collectives.stages import timed
 from torch_commhook.hooks.base import Hook, Workspaces, average_scale, check_dense
 from torch_commhook.hooks.expressions import SHORT_DTYPES
 from torch_commhook.memory.bucket_memory import ShardedBucket
+from torch_commhook.spans import timed
 
 
 class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)

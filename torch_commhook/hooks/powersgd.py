@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import decay_error, decays_at_random
-from torch_commhook.collectives.futures import beside, is_capturing
-from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.futures import beside, is_capturing, two_stages
+from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
-from torch_commhook.collectives.stages import second_place, timed, traced_all_reduce, two_stages
+from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.hooks.base import Hook, HookTraits, average_scale, check_dense
 from torch_commhook.hooks.low_rank import (
     Plan,
@@ -30,6 +30,7 @@ from torch_commhook.hooks.low_rank import (
 )
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.metrics import CallMeter
+from torch_commhook.spans import timed
 
 
 class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -227,13 +228,13 @@ class _LowRankAverage:
         return two_stages(
             all_reduce(wire, group=group),
             self._right_factors,
-            lambda tensor, place: (
+            lambda tensor: (
                 traced_all_reduce(tensor, group, is_second=True)
                 if self.is_traced
                 else issue_all_reduce(tensor, group, place=place)
             ),
             self._restore,
-            place=place,
+            has_place=place is not None,
             second_bytes=second_bytes,
             device=self.device,
             group=group,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.autograd.registration import RunningBackward
 from torch_commhook.buckets.grad_bucket import hook_on_bucket, scaled_result
 from torch_commhook.collectives.futures import has_streams
 from torch_commhook.memory.unsent import (
@@ -23,9 +22,9 @@ from torch_commhook.memory.unsent import (
 )
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
-from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters
+from torch_commhook.reducer.parameters import NoAgreement, ParameterUse, ReducerParameters
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached, HookCall
-from torch_commhook.step.step_group import NoAgreement, StepGroup
+from torch_commhook.step.step_group import RunningBackward, StepGroup
 
 # ---- runs a hook in C++ on the reducer's buckets in an eager backward ----------------------------
 

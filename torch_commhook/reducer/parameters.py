@@ -15,7 +15,7 @@ from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.buckets import BucketState, destinations
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import NoAgreement, StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 # ---- the parameters of a reducer: checks of their gradients, and writes to them ------------------
 
@@ -375,3 +375,27 @@ class FormedBuckets:
             bucket.memory = (
                 None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
             )
+
+
+class NoAgreement:
+    """Replaces a :class:`StepGroup` in steps that each rank takes alone."""
+
+    size = 1
+    recovers = False
+    shares_used = False
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def commit(self, used: Tensor) -> None:
+        """Do nothing: ``used`` is this rank's."""
+
+    def fail(self, reason: BaseException | str) -> None:
+        """Nothing."""
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        """Return the error itself."""
+        return error

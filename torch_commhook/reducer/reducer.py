@@ -55,7 +55,6 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
-from torch_commhook.autograd.registration import RunningBackward
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.reducer.buckets import BucketOrder
@@ -76,7 +75,7 @@ from torch_commhook.reducer.parameters import (
 )
 from torch_commhook.reducer.repeatable_step import Recovery, RepeatableStep
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import RunningBackward, StepGroup
 
 # ---- the errors of backward passes that cannot be averaged ---------------------------------------
 

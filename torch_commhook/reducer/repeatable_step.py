@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import scaled_result
+from torch_commhook.collectives.issuing import begin_maximum
 from torch_commhook.collectives.plain import broadcast
 from torch_commhook.memory.hook_memory import KeptMemory
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.eager_step import EagerStep
-from torch_commhook.step.stages import begin_maximum
 from torch_commhook.step.step_group import StepGroup
 
 # ---- a step that the remaining ranks repeat when a rank is lost ----------------------------------

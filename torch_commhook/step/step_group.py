@@ -44,19 +44,21 @@ the ranks cannot agree: they wait until the group's own timeout.
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook._C import WireFailure
-from torch_commhook.autograd.registration import RunningBackward
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
     exchanges,
@@ -69,7 +71,15 @@ from torch_commhook.collectives.gloo_groups import (
     lacks_cpu,
     resolve_group,
 )
-from torch_commhook.collectives.issuing import COMPARISON, Place, place_in
+from torch_commhook.collectives.issuing import (
+    COMPARISON,
+    Place,
+    StepEnd,
+    agree_on_used,
+    all_alike,
+    begin_maximum,
+    place_in,
+)
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.step.connected_group import (
     ConnectedGroup,
@@ -82,7 +92,6 @@ from torch_commhook.step.connected_group import (
     reason_of_loss,
 )
 from torch_commhook.step.link import MoreConnections
-from torch_commhook.step.stages import StepEnd, agree_on_used, all_alike, begin_maximum
 
 _log = logging.getLogger(__name__)
 #: Another rank is at fault, and will send nothing more.
@@ -603,25 +612,57 @@ def check_is_free(group: dist.ProcessGroup) -> None:
         )
 
 
-class NoAgreement:
-    """Replaces a :class:`StepGroup` in steps that each rank takes alone."""
+# ---- determines which backward() Python code is a part of ----------------------------------------
+#
+# The autograd engine only reports the number of the innermost backward; the stack shows outer ones.
 
-    size = 1
-    recovers = False
-    shares_used = False
 
-    def begin(self) -> None:
-        """Nothing."""
+_FUNCTION_FILE = torch.autograd.function.__file__
+_GRAPH_FILE = torch.autograd.graph.__file__
 
-    def end(self) -> None:
-        """Nothing."""
 
-    def commit(self, used: Tensor) -> None:
-        """Do nothing: ``used`` is this rank's."""
+class RunningBackward:
+    """The outermost ``backward()`` on this thread's stack.
 
-    def fail(self, reason: BaseException | str) -> None:
-        """Nothing."""
+    Attributes:
+        is_nested: whether another one runs inside a node of its graph, as in reentrant activation
+            checkpointing.
+        thread: the thread's number.
+    """
 
-    def fail_with(self, error: BaseException) -> BaseException:
-        """Return the error itself."""
-        return error
+    def __init__(self) -> None:
+        frame: Any = sys._getframe(1)
+        outermost: Any = None
+        self.is_nested = False
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_engine_run_backward" and code.co_filename == _GRAPH_FILE:
+                outermost = frame
+            elif (
+                outermost is not None
+                and code.co_name == "apply"
+                and code.co_filename == _FUNCTION_FILE
+                # A node's method; a function's own, which runs its forward, is a class method.
+                and code.co_varnames[0] == "self"
+            ):
+                self.is_nested = True
+            frame = frame.f_back
+        self.thread = threading.get_ident()
+        self._frame_id = id(outermost)
+        self._output: weakref.ref[Any] | None = None
+        if outermost is not None:
+            with suppress(LookupError, TypeError):  # no tensor, or one without a weak reference
+                self._output = weakref.ref(outermost.f_locals["t_outputs"][0])
+
+    def has_left(self, earlier: RunningBackward | None) -> bool:
+        """Whether an earlier one on this thread has ended, possibly by an exception."""
+        return earlier is not None and earlier.thread == self.thread and not earlier.is_same(self)
+
+    def is_same(self, other: RunningBackward) -> bool:
+        """Whether two are the same. Frames are reused; tensors seldom are."""
+        if self.thread != other.thread or self._frame_id != other._frame_id:
+            return False
+        if self._output is None or other._output is None:
+            return self._output is other._output
+        output = self._output()
+        return output is not None and output is other._output()

@@ -25,14 +25,13 @@ from torch_commhook import _C
 from torch_commhook.attachment.road import is_on_any_rank
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.unit import Unit
-from torch_commhook.autograd.registration import RunningBackward
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed_chunks import compressed_all_gather
-from torch_commhook.collectives.plain import all_gather
-from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.collectives.issuing import issue_all_gather
+from torch_commhook.metrics import WireMeter, counting, tensor_bytes
 from torch_commhook.spans import active, spans_of
 from torch_commhook.step.attached_hook import DRAIN_SECONDS
-from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import RunningBackward, StepGroup
 
 # ---- exchanges of gradients that run while the backward continues --------------------------------
 
@@ -374,15 +373,14 @@ class Gathers:
         self._step.before_gather()
         step_group = self._step.group_of(group)
         inner = group if step_group is None else step_group.group_for(tensor.device)
-        meter = WireMeter()
         try:
-            with counting(meter):
-                if self._weights is None or tensor.dtype == torch.uint8 or group is not self._group:
-                    shape = inner.size(), *tensor.shape
-                    future = all_gather(tensor, out=out.view(shape), group=inner)
-                else:
-                    with active(spans_of(lambda: f"weights, {self._weights!r}")):
-                        future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
+            if self._weights is None or tensor.dtype == torch.uint8 or group is not self._group:
+                rows = out.view(inner.size(), *tensor.shape)
+                sent = tensor_bytes(tensor) * (inner.size() - 1)
+                return issue_all_gather(tensor, rows, inner), sent
+            meter = WireMeter()
+            with counting(meter), active(spans_of(lambda: f"weights, {self._weights!r}")):
+                future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
         except Exception as error:
             raise self._failed(error, step_group) from None
         return future, meter.bytes_sent
