@@ -68,7 +68,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.process_group.compressed");
+  m.set_python_module("torch_commhook.process_group.broadcast");
 
   // ---- Process groups, given by their names. The kernels are in csrc/runtime.
 

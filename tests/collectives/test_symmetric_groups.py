@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import compressed_all_reduce, symmetric, symmetric_memory
+from torch_commhook.collectives import (
+    compressed,
+    compressed_all_reduce,
+    symmetric,
+    symmetric_memory,
+)
 from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.collectives.symmetric_memory import (
     SymmetricBuffers,
@@ -108,6 +113,7 @@ def with_files(
             ("_allocate", files.allocate),
         ]:
             stack.enter_context(mock.patch.object(symmetric, name, double))
+        stack.enter_context(mock.patch.object(compressed, "SHARING_DEVICES", ("cpu",)))
         yield files
 
 

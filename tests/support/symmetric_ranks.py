@@ -146,6 +146,7 @@ class SharedRanks:
                 )
 
         with (
+            mock.patch.object(compressed, "SHARING_DEVICES", ("cpu", "cuda")),
             mock.patch.object(compressed, "symmetric_buffers", shared),
             mock.patch.object(compressed, "group_timeout", lambda *_: seconds),
             ThreadPoolExecutor(self.ranks) as pool,

@@ -38,6 +38,10 @@ from torch_commhook.native.bucket_ops import check_flat
 from torch_commhook.spans import timed
 
 
+#: Devices whose ranks may sum in memory that they share (``symmetric.py``).
+SHARING_DEVICES = ("cuda",)
+
+
 # Over 80 lines: the docstring describes each argument and error.
 def compressed_all_reduce(
     tensors: Tensor | Sequence[Tensor],
@@ -318,7 +322,7 @@ class _CompressedSum(CompressedCall):
             )
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
-        if self.device.type == "cuda" and not self.is_traced:
+        if self.device.type in SHARING_DEVICES and not self.is_traced:
             shared = symmetric_buffers(self.own_buffers, self.codec, shards, self.device, group)
             if shared is not None:
                 return self._share_shards(sources, error, shared, group)

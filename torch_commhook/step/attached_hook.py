@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, checked_result
-from torch_commhook.collectives import TracedFuture
+from torch_commhook.collectives import TracedFuture, compressed
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import (
     SecondStages,
@@ -261,9 +261,9 @@ class Attached:
     def gathering(self, device: torch.device) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails.
 
-        Only collectives of CUDA tensors gather anything.
+        Only collectives of devices that share memory gather anything.
         """
-        if device.type != "cuda" or torch.compiler.is_dynamo_compiling():
+        if device.type not in compressed.SHARING_DEVICES or torch.compiler.is_dynamo_compiling():
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
         if group is None or not group.recovers:
