@@ -1,9 +1,10 @@
 // The kernels of block quantisation with 8 bits.
-#include "blockwise_launch.cuh"
+#include "block_launch.cuh"
+#include "blockwise_block.h"
 
 namespace commhook::cuda {
 
-template struct BlockwiseLaunch<BlockwiseBlock<8, true>>;
-template struct BlockwiseLaunch<BlockwiseBlock<8, false>>;
+template struct BlockLaunch<BlockwiseBlock<8, true>>;
+template struct BlockLaunch<BlockwiseBlock<8, false>>;
 
 }  // namespace commhook::cuda

@@ -29,7 +29,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "ops/codecs/block_chunks.h"
 #include "ops/codecs/block_layout.h"
@@ -70,20 +69,5 @@ C10_EXPORT BlockLayout check_reduce_shards(const char* op, at::TensorList messag
                                            int64_t numel, const std::optional<at::Tensor>& error,
                                            const std::optional<at::Tensor>& rounding,
                                            const std::optional<at::Tensor>& failed);
-
-// Writes the same as `reduce` does for a matrix of the shards, which are in separate tensors.
-// Writes nothing if the exchange has failed.
-template <typename Reduce>
-void reduce_shards(at::TensorList messages, const std::optional<at::Tensor>& failed,
-                   const Reduce& reduce) {
-  if (symmetric::has_failed(failed)) {
-    return;  // other ranks may still be reading the previous sum
-  }
-  std::vector<at::Tensor> rows;
-  for (const auto& each : messages) {
-    rows.push_back(each.view({-1}));  // messages may be of any shape
-  }
-  reduce(at::stack(rows));
-}
 
 }  // namespace commhook::codecs

@@ -9,8 +9,10 @@
 
 #include "ops/bucket/bucket.h"
 #include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/codec_reference.h"
+#include "ops/cpu/capability.h"
 
 namespace commhook::codecs::reference {
 
@@ -151,3 +153,74 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, const BlockLa
 }
 
 }  // namespace commhook::codecs::reference
+
+namespace commhook::codecs {
+
+// The kernels for the CPU, and plain ATen for all other devices. Own gives a codec's own part:
+// on_cpu(format), quantize(format, rounding) and restore(format).
+template <typename Own>
+struct HostKernels {
+  template <typename Format>
+  static void encode(const char* /*op*/, const Format& format, at::TensorList tensors,
+                     const at::Tensor& message, const Chunks& chunks, double scale,
+                     const std::optional<at::Tensor>& error,
+                     const std::optional<at::Tensor>& rounding) {
+    if (cpu::serve(message.device())) {
+      encode_on_cpu(Own::on_cpu(format), tensors, message, chunks, scale, error, rounding);
+    } else {
+      reference::encode(tensors, message, chunks, scale, error, Own::quantize(format, rounding));
+    }
+  }
+
+  template <typename Format>
+  static void decode(const char* /*op*/, const Format& format, const at::Tensor& message,
+                     at::TensorList tensors, const Chunks& chunks) {
+    if (cpu::serve(message.device())) {
+      decode_on_cpu(Own::on_cpu(format), message, tensors, chunks);
+    } else {
+      reference::decode(message, tensors, chunks, Own::restore(format));
+    }
+  }
+
+  template <typename Format>
+  static void decode_sum(const char* /*op*/, const Format& format, const at::Tensor& messages,
+                         at::TensorList tensors, const BlockLayout& layout, double scale) {
+    if (cpu::serve(messages.device())) {
+      decode_sum_on_cpu(Own::on_cpu(format), messages, tensors, layout, scale);
+    } else {
+      reference::decode_sum(messages, tensors, layout, scale, Own::restore(format));
+    }
+  }
+
+  template <typename Format>
+  static void reduce(const char* /*op*/, const Format& format, const at::Tensor& messages,
+                     const at::Tensor& message, const BlockLayout& layout, double scale,
+                     const std::optional<at::Tensor>& error,
+                     const std::optional<at::Tensor>& rounding) {
+    if (cpu::serve(message.device())) {
+      reduce_on_cpu(Own::on_cpu(format), messages, message, layout, scale, error, rounding);
+    } else {
+      reference::reduce(messages, message, layout, scale, error, Own::quantize(format, rounding),
+                        Own::restore(format));
+    }
+  }
+
+  // Reads the shards as one matrix. Writes nothing if the exchange has failed.
+  template <typename Format>
+  static void reduce_shards(const char* op, const Format& format, at::TensorList messages,
+                            const at::Tensor& message, const BlockLayout& layout, double scale,
+                            const std::optional<at::Tensor>& error,
+                            const std::optional<at::Tensor>& rounding,
+                            const std::optional<at::Tensor>& failed) {
+    if (symmetric::has_failed(failed)) {
+      return;  // other ranks may still be reading the previous sum
+    }
+    std::vector<at::Tensor> rows;
+    for (const auto& each : messages) {
+      rows.push_back(each.view({-1}));  // messages may be of any shape
+    }
+    reduce(op, format, at::stack(rows), message, layout, scale, error, rounding);
+  }
+};
+
+}  // namespace commhook::codecs

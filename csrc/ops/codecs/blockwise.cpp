@@ -3,18 +3,14 @@
 #include "ops/codecs/blockwise.h"
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/philox.h"
-#include "ops/cpu/capability.h"
-#include "ops/mutation.h"
 
 #ifdef COMMHOOK_X86_KERNELS
 #include <immintrin.h>
@@ -22,7 +18,7 @@
 
 namespace commhook::blockwise {
 
-Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric) {
+Format Codec::check(const char* op, int64_t bits, int64_t block_size, bool is_symmetric) {
   TORCH_CHECK_VALUE(bits == 2 || bits == 4 || bits == 8, op, ": bits must be 2, 4 or 8, got ",
                     bits);
   codecs::check_block_size(op, block_size, bits == 2 ? 16 : 8);
@@ -40,10 +36,6 @@ using codecs::Rounding;
 
 #define COMMHOOK_KERNELS "ops/codecs/blockwise_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
-
-const BlockKernels& kernels_for(const Format& format) {
-  return COMMHOOK_CHOOSE(kKernels)[format.bits / 4][format.is_symmetric ? 1 : 0];
-}
 
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
@@ -167,137 +159,28 @@ at::Tensor dithers_of(const codecs::Rounding& rounding, int64_t first, int64_t c
   return dithers.view({count, 8 * counters}).narrow(1, 0, n).to(device);
 }
 
-auto quantize_with(const Format& format, const std::optional<at::Tensor>& rounding) {
-  return [&format, drawn = codecs::reference::rounding_on_host(rounding)](
-             const at::Tensor& values, int64_t block, const at::Tensor& error) {
-    const auto dithers = dithers_of(drawn, block, values.size(0), values.size(1), values.device());
-    return quantized(values, format, dithers, error);
-  };
-}
-
-auto restore_with(const Format& format) {
-  return [&format](const codecs::reference::Blocks& blocks, int64_t n) {
-    const auto scaled = unpacked(blocks.codes, format, n) * blocks.parameters.narrow(1, 0, 1);
-    return format.is_symmetric ? scaled : blocks.parameters.narrow(1, 1, 1) + scaled;
-  };
-}
-
-// ---- the operators -----------------------------------------------------------------------------
-
-void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes, double scale,
-            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
-  const auto format = check_format("blockwise_encode", bits, block_size, symmetric);
-  const auto chunks = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
-                                           shards, sizes, error, rounding);
-  if (cpu::serve(message.device())) {
-    return codecs::encode_on_cpu(kernels_for(format), tensors, message, chunks, scale, error,
-                                 rounding);
+struct Kernels {
+  static const BlockKernels& on_cpu(const Format& format) {
+    return COMMHOOK_CHOOSE(kKernels)[format.bits / 4][format.is_symmetric ? 1 : 0];
   }
-  codecs::reference::encode(tensors, message, chunks, scale, error,
-                            quantize_with(format, rounding));
-}
-
-void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes) {
-  const auto format = check_format("blockwise_decode", bits, block_size, symmetric);
-  const auto chunks =
-      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards, sizes);
-  if (cpu::serve(message.device())) {
-    return codecs::decode_on_cpu(kernels_for(format), message, tensors, chunks);
+  static auto quantize(const Format& format, const std::optional<at::Tensor>& rounding) {
+    return [&format, drawn = codecs::reference::rounding_on_host(rounding)](
+               const at::Tensor& values, int64_t block, const at::Tensor& error) {
+      const auto dithers =
+          dithers_of(drawn, block, values.size(0), values.size(1), values.device());
+      return quantized(values, format, dithers, error);
+    };
   }
-  codecs::reference::decode(message, tensors, chunks, restore_with(format));
-}
-
-void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t bits,
-                int64_t block_size, bool symmetric, double scale) {
-  const auto format = check_format("blockwise_decode_sum", bits, block_size, symmetric);
-  const auto layout =
-      codecs::check_decode_sum("blockwise_decode_sum", messages, tensors, format.form());
-  if (cpu::serve(messages.device())) {
-    return codecs::decode_sum_on_cpu(kernels_for(format), messages, tensors, layout, scale);
+  static auto restore(const Format& format) {
+    return [&format](const codecs::reference::Blocks& blocks, int64_t n) {
+      const auto scaled = unpacked(blocks.codes, format, n) * blocks.parameters.narrow(1, 0, 1);
+      return format.is_symmetric ? scaled : blocks.parameters.narrow(1, 1, 1) + scaled;
+    };
   }
-  codecs::reference::decode_sum(messages, tensors, layout, scale, restore_with(format));
-}
-
-void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel, int64_t bits,
-            int64_t block_size, bool symmetric, double scale,
-            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
-  const auto format = check_format("blockwise_reduce", bits, block_size, symmetric);
-  const auto layout = codecs::check_reduce("blockwise_reduce", messages, message, format.form(),
-                                           numel, error, rounding);
-  if (cpu::serve(message.device())) {
-    return codecs::reduce_on_cpu(kernels_for(format), messages, message, layout, scale, error,
-                                 rounding);
-  }
-  codecs::reference::reduce(messages, message, layout, scale, error,
-                            quantize_with(format, rounding), restore_with(format));
-}
-
-void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel, int64_t bits,
-                   int64_t block_size, bool symmetric, double scale,
-                   const std::optional<at::Tensor>& error,
-                   const std::optional<at::Tensor>& rounding,
-                   const std::optional<at::Tensor>& failed) {
-  const auto format = check_format("blockwise_reduce_shards", bits, block_size, symmetric);
-  codecs::check_reduce_shards("blockwise_reduce_shards", messages, message, format.form(), numel,
-                              error, rounding, failed);
-  codecs::reduce_shards(messages, failed, [&](const at::Tensor& rows) {
-    reduce(rows, message, numel, bits, block_size, symmetric, scale, error, rounding);
-  });
-}
-
-TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.block_codec");
-  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
-
-  // Writes the message of a bucket, or one message for each run of values that `sizes` gives:
-  // float32(value) * scale + error, quantised in blocks. Writes the new error into `error`. Rounds
-  // at random if `rounding` holds a seed and a step.
-  m.def(
-      "blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, "
-      "bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? "
-      "error=None, "
-      "Tensor? rounding=None) -> ()",
-      compliant);
-  // Writes a message's values into tensors.
-  m.def(
-      "blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, int block_size, "
-      "bool symmetric, int shards=1, SymInt[]? sizes=None) -> ()",
-      compliant);
-  // Writes scale * (sum of the values of several messages) into tensors.
-  m.def(
-      "blockwise_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int bits, int block_size, "
-      "bool symmetric, float scale=1.0) -> ()",
-      compliant);
-  // Writes the message of scale * (sum of the values of several messages) + error.
-  m.def(
-      "blockwise_reduce(Tensor messages, Tensor(a!) message, int numel, *, int bits, "
-      "int block_size, bool symmetric, float scale=1.0, Tensor(b!)? error=None, "
-      "Tensor? rounding=None) -> ()",
-      compliant);
-  // The same for messages in separate tensors, such as those that other ranks share. Reads and
-  // writes nothing if `failed` is not zero.
-  m.def(
-      "blockwise_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int bits, int "
-      "block_size, bool symmetric, "
-      "float scale=1.0, Tensor(b!)? error=None, Tensor? rounding=None, Tensor? failed=None) -> ()",
-      compliant);
-}
-
-TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
-  m.impl("blockwise_encode", encode);
-  m.impl("blockwise_decode", decode);
-  m.impl("blockwise_decode_sum", decode_sum);
-  m.impl("blockwise_reduce", reduce);
-  m.impl("blockwise_reduce_shards", reduce_shards);
-}
+};
 
 }  // namespace
 }  // namespace commhook::blockwise
 
-COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_encode")
-COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode")
-COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode_sum")
-COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_reduce")
-COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_reduce_shards")
+COMMHOOK_BLOCK_OPERATORS(commhook::blockwise::Codec,
+                         commhook::codecs::HostKernels<commhook::blockwise::Kernels>)

@@ -1,7 +1,7 @@
 // Block quantisation: shared by the operators' kernels.
 #pragma once
 
-#include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_operators.h"
 
 namespace commhook::blockwise {
 
@@ -16,7 +16,15 @@ struct Format {
   codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
 };
 
-// Throws an error that names the operator `op`.
-C10_EXPORT Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric);
+struct Codec {
+  static constexpr const char* kName = "blockwise";
+  static constexpr const char* kSettings = "int bits, int block_size, bool symmetric";
+  using Settings = codecs::Types<int64_t, int64_t, bool>;
+  static constexpr bool kRounds = true;
+
+  C10_EXPORT static Format check(const char* op, int64_t bits, int64_t block_size,
+                                 bool is_symmetric);
+  static codecs::BlockForm form(const Format& format) { return format.form(); }
+};
 
 }  // namespace commhook::blockwise

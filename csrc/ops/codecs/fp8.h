@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_operators.h"
 
 namespace commhook::fp8 {
 
@@ -12,7 +12,14 @@ struct Format {
   codecs::BlockForm form;
 };
 
-// Throws an error that names the operator `op`.
-C10_EXPORT Format check_format(const char* op, std::string_view format, int64_t block_size);
+struct Codec {
+  static constexpr const char* kName = "fp8";
+  static constexpr const char* kSettings = "str format, int block_size";
+  using Settings = codecs::Types<std::string_view, int64_t>;
+  static constexpr bool kRounds = false;
+
+  C10_EXPORT static Format check(const char* op, std::string_view format, int64_t block_size);
+  static const codecs::BlockForm& form(const Format& format) { return format.form; }
+};
 
 }  // namespace commhook::fp8

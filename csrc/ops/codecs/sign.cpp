@@ -9,21 +9,17 @@
 #include "ops/codecs/sign.h"
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
-#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/sign_math.h"
-#include "ops/cpu/capability.h"
-#include "ops/mutation.h"
 
 namespace commhook::sign {
 
-codecs::BlockForm check_form(const char* op, int64_t block_size) {
+codecs::BlockForm Codec::check(const char* op, int64_t block_size) {
   codecs::check_block_size(op, block_size, 32);
   return {block_size, 1, 1};
 }
@@ -94,116 +90,21 @@ at::Tensor restored(const codecs::reference::Blocks& blocks, int64_t n) {
   return at::where(is_negative, -blocks.parameters, blocks.parameters);
 }
 
-auto quantize() {
-  return [](const at::Tensor& values, int64_t, const at::Tensor& error) {
-    return quantized(values, error);
-  };
-}
-
-// ---- the operators -----------------------------------------------------------------------------
-
-void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
-            at::OptionalIntArrayRef sizes, double scale, const std::optional<at::Tensor>& error) {
-  const auto form = check_form("sign_encode", block_size);
-  const auto chunks =
-      codecs::check_encode("sign_encode", tensors, message, form, shards, sizes, error, {});
-  if (cpu::serve(message.device())) {
-    return codecs::encode_on_cpu(COMMHOOK_CHOOSE(kKernels), tensors, message, chunks, scale, error,
-                                 {});
+struct Kernels {
+  static const BlockKernels& on_cpu(const codecs::BlockForm& /*format*/) {
+    return COMMHOOK_CHOOSE(kKernels);
   }
-  codecs::reference::encode(tensors, message, chunks, scale, error, quantize());
-}
-
-void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards,
-            at::OptionalIntArrayRef sizes) {
-  const auto form = check_form("sign_decode", block_size);
-  const auto chunks = codecs::check_decode("sign_decode", message, tensors, form, shards, sizes);
-  if (cpu::serve(message.device())) {
-    return codecs::decode_on_cpu(COMMHOOK_CHOOSE(kKernels), message, tensors, chunks);
+  static auto quantize(const codecs::BlockForm& /*format*/,
+                       const std::optional<at::Tensor>& /*rounding*/) {
+    return [](const at::Tensor& values, int64_t, const at::Tensor& error) {
+      return quantized(values, error);
+    };
   }
-  codecs::reference::decode(message, tensors, chunks, restored);
-}
-
-void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t block_size,
-                double scale) {
-  const auto form = check_form("sign_decode_sum", block_size);
-  const auto layout = codecs::check_decode_sum("sign_decode_sum", messages, tensors, form);
-  if (cpu::serve(messages.device())) {
-    return codecs::decode_sum_on_cpu(COMMHOOK_CHOOSE(kKernels), messages, tensors, layout, scale);
-  }
-  codecs::reference::decode_sum(messages, tensors, layout, scale, restored);
-}
-
-void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
-            int64_t block_size, double scale, const std::optional<at::Tensor>& error) {
-  const auto form = check_form("sign_reduce", block_size);
-  const auto layout =
-      codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {});
-  if (cpu::serve(message.device())) {
-    return codecs::reduce_on_cpu(COMMHOOK_CHOOSE(kKernels), messages, message, layout, scale, error,
-                                 {});
-  }
-  codecs::reference::reduce(messages, message, layout, scale, error, quantize(), restored);
-}
-
-void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
-                   int64_t block_size, double scale, const std::optional<at::Tensor>& error,
-                   const std::optional<at::Tensor>& failed) {
-  const auto form = check_form("sign_reduce_shards", block_size);
-  codecs::check_reduce_shards("sign_reduce_shards", messages, message, form, numel, error, {},
-                              failed);
-  codecs::reduce_shards(messages, failed, [&](const at::Tensor& rows) {
-    reduce(rows, message, numel, block_size, scale, error);
-  });
-}
-
-TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.block_codec");
-  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
-
-  // Writes the message of a bucket, or one message for each run of values that `sizes` gives: the
-  // signs of float32(value) * scale + error, and the mean magnitude of each block. Writes the new
-  // error into `error`.
-  m.def(
-      "sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, "
-      "SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? error=None) -> ()",
-      compliant);
-  // Writes a message's values into tensors.
-  m.def(
-      "sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1, "
-      "SymInt[]? sizes=None) -> ()",
-      compliant);
-  // Writes scale * (sum of the values of several messages) into tensors.
-  m.def(
-      "sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_size, "
-      "float scale=1.0) -> ()",
-      compliant);
-  // Writes the message of scale * (sum of the values of several messages) + error.
-  m.def(
-      "sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, "
-      "float scale=1.0, Tensor(b!)? error=None) -> ()",
-      compliant);
-  // The same for messages in separate tensors, such as those that other ranks share. Reads and
-  // writes nothing if `failed` is not zero.
-  m.def(
-      "sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, "
-      "float scale=1.0, Tensor(b!)? error=None, Tensor? failed=None) -> ()",
-      compliant);
-}
-
-TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
-  m.impl("sign_encode", encode);
-  m.impl("sign_decode", decode);
-  m.impl("sign_decode_sum", decode_sum);
-  m.impl("sign_reduce", reduce);
-  m.impl("sign_reduce_shards", reduce_shards);
-}
+  static auto restore(const codecs::BlockForm& /*format*/) { return restored; }
+};
 
 }  // namespace
 }  // namespace commhook::sign
 
-COMMHOOK_MUTATING_OPERATOR(commhook, "sign_encode")
-COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode")
-COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode_sum")
-COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce")
-COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce_shards")
+COMMHOOK_BLOCK_OPERATORS(commhook::sign::Codec,
+                         commhook::codecs::HostKernels<commhook::sign::Kernels>)
