@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from torch_commhook import _C, PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import compressed_all_reduce, symmetric, symmetric_memory
+from torch_commhook.collectives import (
+    compressed,
+    compressed_all_reduce,
+    symmetric,
+    symmetric_memory,
+)
 from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.collectives.symmetric_memory import (
@@ -38,6 +43,7 @@ from torch_commhook.collectives.symmetric_memory import (
     try_out,
 )
 from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.step import attached_hook
 from torch_commhook.step.step_group import StepGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -109,6 +115,8 @@ def with_files(
             ("_allocate", files.allocate),
         ]:
             stack.enter_context(mock.patch.object(symmetric, name, double))
+        for module in (compressed, attached_hook):
+            stack.enter_context(mock.patch.object(module, "SHARING_DEVICES", ("cpu",)))
         yield files
 
 

@@ -30,7 +30,7 @@ from torch_commhook.collectives.gloo_groups import (
 )
 from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce_bytes
-from torch_commhook.collectives.symmetric import symmetric_buffers
+from torch_commhook.collectives.symmetric import SHARING_DEVICES, symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
@@ -318,7 +318,7 @@ class _CompressedSum(CompressedCall):
             )
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
-        if self.device.type == "cuda" and not self.is_traced:
+        if self.device.type in SHARING_DEVICES and not self.is_traced:
             shared = symmetric_buffers(self.own_buffers, self.codec, shards, self.device, group)
             if shared is not None:
                 return self._share_shards(sources, error, shared, group)

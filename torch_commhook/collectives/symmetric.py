@@ -40,6 +40,8 @@ from torch_commhook.collectives.symmetric_memory import (
 
 #: "0" disables symmetric memory for compressed sums.
 VARIABLE = "COMMHOOK_SYMMETRIC_MEMORY"
+#: The types of devices whose memory ranks can share.
+SHARING_DEVICES = ("cuda",)
 
 _log = logging.getLogger(__name__)
 

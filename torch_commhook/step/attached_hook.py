@@ -32,6 +32,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_name,
     resolve_group,
 )
+from torch_commhook.collectives.symmetric import SHARING_DEVICES
 from torch_commhook.hooks.base import (
     FunctionHook,
     Hook,
@@ -245,9 +246,9 @@ class Attached:
     def gathering(self, device: torch.device) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails.
 
-        Only collectives of CUDA tensors gather anything.
+        Only collectives over shared memory gather anything.
         """
-        if device.type != "cuda" or torch.compiler.is_dynamo_compiling():
+        if device.type not in SHARING_DEVICES or torch.compiler.is_dynamo_compiling():
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
         if group is None or not group.recovers:
