@@ -490,13 +490,6 @@ class FunctionHook(Hook):
         result: torch.futures.Future[Tensor] = self.function(self.state, bucket)
         return result
 
-    def check_shards(self) -> None:
-        raise TypeError(
-            f"hook '{self}' averages whole gradients, but a rank has only its shards of sharded "
-            "parameters; subclass torch_commhook.hooks.Hook, with average_shard(), or shard over a "
-            "mesh of two dimensions"
-        )
-
     def __repr__(self) -> str:
         return hook_name(self.function)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import class_name
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import FunctionHook, Hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
@@ -529,6 +529,12 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
             "part of the only replica; shard over a mesh of two dimensions, of replicas and shards"
         )
     if on_shards:
+        if isinstance(hook, FunctionHook):
+            raise TypeError(
+                f"{op}: hook '{attached.name}' averages whole gradients, but a rank has only its "
+                "shards of sharded parameters; subclass torch_commhook.hooks.Hook, "
+                "with average_shard(), or shard over a mesh of two dimensions"
+            )
         hook.check_shards()
 
 
