@@ -83,9 +83,9 @@ def _get_nothing() -> Any:
 #
 # An optimizer reports its steps only to hooks, of one optimizer or of all. One hook refuses steps
 # inside backward, and finds scalers that no attached hook knows: a scaler of mixed precision is
-# among the callers of the optimizer's step(). This costs a microsecond per step. Two more, with
-# local steps, count steps. An optimizer may consist of others, and step by their steps; only the
-# outer step counts then.
+# among the callers of the optimizer's step(). This costs a few microseconds per step. Two more
+# hooks, with local steps, count steps. An optimizer may consist of others, and step by their steps;
+# only the outer step counts then.
 
 
 _log = logging.getLogger(__name__)
