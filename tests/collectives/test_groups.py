@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -15,13 +16,10 @@ from on_ranks import of_all_ranks, on_pool, on_processes
 from rank_pool import RankPool
 from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, model
 
-from torch_commhook import attach, hooks
+from torch_commhook import ProcessGroup, attach, hooks
 from torch_commhook.codecs import Codec
-from torch_commhook.collectives import compressed_all_reduce, hosts
-from torch_commhook.collectives.gloo_groups import (
-    group_name,
-    group_store,
-)
+from torch_commhook.collectives import compressed_all_reduce, gloo_groups, hosts
+from torch_commhook.collectives.gloo_groups import group_name, group_store, state_of
 from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
 from torch_commhook.testing import run_ranks
 
@@ -51,6 +49,18 @@ def test_nested_groups(levels: list[Any], sizes: tuple[int, ...]) -> None:
     ranks = next((len(level) for level in levels if isinstance(level, list)), 4)
     ranks = 8 if levels == [2, 2] else ranks
     check(levels, ranks, sizes)
+
+
+@pytest.mark.parametrize("kind", [dist.ProcessGroup, ProcessGroup])
+def test_the_state_of_a_group_ends_with_it(kind: type[dist.ProcessGroup]) -> None:
+    group = kind(0, 1)
+    state_of(group).is_lost = True
+    assert state_of(group).is_lost and not state_of(kind(0, 1)).is_lost
+    gc.collect()
+    count = len(gloo_groups._states)
+    del group
+    gc.collect()
+    assert len(gloo_groups._states) == count - 1
 
 
 def check(levels: Sequence[Any], ranks: int, sizes: tuple[int, ...] | None = None) -> None:

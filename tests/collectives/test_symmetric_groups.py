@@ -35,6 +35,7 @@ from torch_commhook.collectives import (
     symmetric_memory,
 )
 from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.collectives.symmetric_memory import (
     SymmetricBuffers,
     control_words,
@@ -42,6 +43,7 @@ from torch_commhook.collectives.symmetric_memory import (
     try_out,
 )
 from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.step import attached_hook
 from torch_commhook.step.step_group import StepGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -113,7 +115,8 @@ def with_files(
             ("_allocate", files.allocate),
         ]:
             stack.enter_context(mock.patch.object(symmetric, name, double))
-        stack.enter_context(mock.patch.object(compressed, "SHARING_DEVICES", ("cpu",)))
+        for module in (compressed, attached_hook):
+            stack.enter_context(mock.patch.object(module, "SHARING_DEVICES", ("cpu",)))
         yield files
 
 
@@ -134,7 +137,7 @@ def test_buckets_of_several_sizes(rank: int, tmp_path: Path) -> None:
         assert symmetric.obstacle_of(dist.group.WORLD) == ""
         assert next(files.numbers) == 2  # a message of 5,000 values has outgrown the first
     assert meters[0].bytes_sent == meters[1].bytes_sent > 0
-    found = weakref.ref(symmetric._memories[buffers][1])
+    found = weakref.ref(state_of(dist.group.WORLD).shared_memory[buffers])
     del buffers
     gc.collect()
     assert found() is None
@@ -162,7 +165,7 @@ def test_one_rank_that_cannot(
         buffers = MessageBuffers()
         for _ in range(2):
             assert torch.equal(summed(rank, buffers, group), summed(rank))
-        assert buffers not in symmetric._memories
+        assert buffers not in state_of(group).shared_memory
         assert symmetric.obstacle_of(group) == reason
     dist.destroy_process_group(group)
 
@@ -455,7 +458,7 @@ def test_a_trial_that_fails(
             assert next(files.numbers) == 1 + is_known
             gc.collect()
             assert len(files.alive) == is_known  # the memory that has proven right stays
-            assert (buffers in symmetric._memories) == is_known
+            assert (buffers in state_of(group).shared_memory) == is_known
         obstacle = symmetric.obstacle_of(group)
     texts = [call.args[0].getMessage() for call in handled.call_args_list]
     assert len(texts) == (rank == 0), texts
@@ -480,12 +483,12 @@ def test_each_memory_and_codec_is_tried_once(rank: int, tmp_path: Path) -> None:
         for each in buffers:
             assert_right_sums(rank, group, each)
         assert tried == [repr(CODEC)] * 2  # the memory of each bucket
-        memory = [symmetric._memories[each][1] for each in buffers]
+        memory = [state_of(group).shared_memory[each] for each in buffers]
         for each in (*buffers, *buffers):
             assert_right_sums(rank, group, each, OTHER)
             assert_right_sums(rank, group, each)
         assert tried[2:] == [repr(OTHER)]
-        assert [symmetric._memories[each][1] for each in buffers] == memory
+        assert [state_of(group).shared_memory[each] for each in buffers] == memory
         gc.collect()
         assert len(files.alive) == 2  # that of the third trial is gone
         assert symmetric.obstacle_of(group) == ""
@@ -529,8 +532,7 @@ def test_a_new_group_finds_no_memory_of_an_old_one(rank: int, tmp_path: Path) ->
             group = dist.new_group()
             assert symmetric.obstacle_of(group) is None
             assert_right_sums(rank, group, buffers)
-            of_group, memory = symmetric._memories[buffers]
-            assert of_group() is group
+            memory = state_of(group).shared_memory[buffers]
             assert next(files.numbers) == 2 * step + 1
             assert memory._controls[rank][-2:].tolist() == [6, 0]  # 4 barriers are the trial's
             if rank == step % 3:
@@ -539,6 +541,6 @@ def test_a_new_group_finds_no_memory_of_an_old_one(rank: int, tmp_path: Path) ->
                 for _ in range(2):
                     summed(rank, buffers, group)
             dist.destroy_process_group(group)
-        del of_group, memory, group
+        del memory, group
         gc.collect()
-        assert len(files.alive) == 1
+        assert len(files.alive) == 0

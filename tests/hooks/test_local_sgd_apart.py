@@ -17,7 +17,7 @@ from local_training import MEAN, ROADS, attached, train
 from on_ranks import on_processes
 
 from torch_commhook import hooks
-from torch_commhook.attachment.training_state import _counters
+from torch_commhook.attachment.training_state import _local_steps
 from torch_commhook.hooks import local_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
@@ -137,7 +137,7 @@ def test_warnings_that_are_errors(rank: int) -> None:
                     handle.remove() if way is Dropped.remove else handle.replace(hooks.cast())
                 assert handle.is_attached == (way is Dropped.replace)
                 handle.remove()
-        assert not handle.is_attached and not _counters
+        assert not handle.is_attached and not _local_steps()
 
 
 SCRIPT = """

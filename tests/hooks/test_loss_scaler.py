@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
+from torch_commhook.attachment import training_state
 from torch_commhook.hooks.expressions import parse_hook
-from torch_commhook.memory import hook_memory
 from torch_commhook.memory.watches import JumpWatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -183,12 +183,13 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 
 
 def test_nobody_looks_for_scalers_once_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_memory, "_watched", WeakSet())  # without other tests' hooks
-    monkeypatch.setattr(hook_memory, "_handles", [])
+    # Without other tests' hooks.
+    monkeypatch.setattr(training_state, "roads", WeakKeyDictionary())
+    monkeypatch.setattr(training_state, "_handles", [])
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert hook_memory._handles
+    assert training_state._handles
     handle.remove()
-    assert not hook_memory._handles
+    assert not training_state._handles
 
 
 def _graphs_of_step(hook: str) -> int:
@@ -343,5 +344,6 @@ class Event:
 
 def test_a_norm_is_read_when_it_has_come() -> None:
     watch = JumpWatch("hook", keeps_error=True)
-    found = [watch.read_when_come(torch.tensor(float(step + 1)), Event()) for step in range(6)]
+    norms = [torch.tensor(float(step + 1)) for step in range(6)]
+    found = [watch.read_when_come(norm, Event().query) for norm in norms]
     assert found == [[], [], [1.0], [2.0], [3.0], [4.0]]  # each two steps late

@@ -28,6 +28,7 @@ from torch_commhook.hooks.low_rank import Plan
 from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.memory.unsent import keep_unsent, without_unused
 from torch_commhook.reducer import compiled_step
+from torch_commhook.step.step_group import by_name
 from torch_commhook.testing import run_ranks
 
 Arguments = dict[str, Any]
@@ -224,7 +225,7 @@ def test_names_and_keys_of_nothing() -> None:
 def _key_of(handle: HookHandle) -> int:
     """Of the reducer of a module that a hook is attached to."""
     (key,) = (
-        key for key, one in compiled_step.reducers.items() if one.attached is handle._attached
+        key for key, each in by_name.items() if getattr(each, "attached", None) is handle._attached
     )
     return key
 

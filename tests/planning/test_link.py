@@ -15,7 +15,7 @@ from on_ranks import of_all_ranks, on_processes, on_ranks
 from wire_ranks import WireRanks
 
 from torch_commhook import MeasuredLink, measure_link
-from torch_commhook.collectives import gloo_groups
+from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.planning import LinkFile
 from torch_commhook.planning import wire as planning_wire
 from torch_commhook.planning.link import (
@@ -193,7 +193,7 @@ def test_a_round_trip_is_twice_the_way(apart: float, monkeypatch: pytest.MonkeyP
 
     def run(rank: int) -> tuple[float, float]:
         group = world.groups[rank]
-        gloo_groups._backends[group] = world.backends[rank]
+        state_of(group).own_backend = world.backends[rank]
         time.sleep(apart * rank)
         return measure_round_trip(Wire(group), 0.1), step_link._round_trip(group)
 

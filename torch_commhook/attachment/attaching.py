@@ -327,7 +327,7 @@ def _checked_model(
         _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     shared: dict[str, object] = {"the parameters": described(parameters)}
-    shared |= _shared(model, attached.hook, settings)
+    shared |= _shared(model, attached.given, settings)
     if not is_ddp and _group_of(model, process_group).size() > 1:
         shared |= check_values(
             model,
@@ -366,7 +366,7 @@ def _attach_elastic(
     attached.connections = 1
     training = None
     try:
-        shared = _shared(model, attached.hook, settings)
+        shared = _shared(model, attached.given, settings)
         training = ElasticTraining(
             model,
             attached,

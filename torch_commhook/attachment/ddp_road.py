@@ -27,19 +27,15 @@ from torch_commhook.memory.bucket_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.step.attached_hook import DRAIN_SECONDS, Attached
-from torch_commhook.step.step_group import StepGroup, check_is_free
+from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
 
 _MakeSuccessor = Callable[
     [DistributedDataParallel, list[tuple[str, Tensor]], StepGroup, list[bool]], Road
 ]
 
 
-#: Compiled code finds an object by a string key.
-_roads: weakref.WeakValueDictionary[str, DdpRoad] = weakref.WeakValueDictionary()
-
-
 def _parameters_changed(key: str) -> bool:
-    return _roads[key].what_is_wrong() is not None
+    return by_name[key].what_is_wrong() is not None
 
 
 # As torch.compiler.assume_constant_result, without the import of the compiler.
@@ -94,7 +90,7 @@ class DdpRoad:
         self._skips_unused = model.find_unused_parameters  # DDP leaves out what no rank has used
         self._seen_in_forward = False  # whether parameters were checked since the last backward
         self._key = str(id(self))
-        _roads[self._key] = self
+        by_name[self._key] = self
         self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, BucketWithMemory] = {}

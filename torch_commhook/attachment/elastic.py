@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +22,6 @@ from torch_commhook.collectives.agreement import described, packed, unpacked
 from torch_commhook.elastic.joining import Donor, InBackground, NewRank, receive, send, send_number
 from torch_commhook.elastic.pace import Note, Pace
 from torch_commhook.elastic.ranks import Elastic, ElasticRanks, donors_of
-from torch_commhook.hooks.base import Hook
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.repeatable_step import Recovery
 from torch_commhook.step.attached_hook import Attached
@@ -521,8 +519,7 @@ def check_elastic_hook(attached: Attached) -> None:
     Raises:
         ValueError: the hook has process groups of its own.
     """
-    hook: Callable[..., Any] = attached.hook
-    if isinstance(hook, Hook) and hook.has_own_groups():
+    if attached.hook.has_own_groups():
         raise ValueError(
             "attach: with elastic, the hook must communicate among all ranks, got "
             f"'{attached.name}' with process groups of its own"

@@ -17,12 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, compared_settings, road_in_use, roads
+from torch_commhook.attachment.training_state import stop_watching_optimizers, watch_optimizers
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks.auto import auto
-from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.expressions import as_hook
-from torch_commhook.memory.hook_memory import stop_watching_optimizers, watch_optimizers
 from torch_commhook.memory.resharding import merged_states, on_the_host
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats, forget_bytes
@@ -106,7 +105,7 @@ class HookHandle:
     @property
     def hook(self) -> Callable[..., Any]:
         """The hook."""
-        return self._attached.hook
+        return self._attached.given
 
     @property
     def is_attached(self) -> bool:
@@ -122,8 +121,8 @@ class HookHandle:
         If the hook keeps ranks apart, call :meth:`synchronize` first, or the ranks' parameters
         differ.
         """
-        stop_watching_optimizers(self._attached)  # also if the model is gone
         if not self.is_attached:
+            stop_watching_optimizers()  # the model may be gone
             return
         try:
             if self._attached.local_steps is not None:
@@ -140,6 +139,7 @@ class HookHandle:
             release(model)
             if not road.is_alive and not road.is_closing:
                 roads.pop(model, None)
+        stop_watching_optimizers()
 
     def __enter__(self) -> HookHandle:
         return self
@@ -196,9 +196,9 @@ class HookHandle:
         elastic = getattr(self._road, "elastic", None)
         if elastic is not None:
             elastic.hook_replaced(shared)
-        stop_watching_optimizers(before)
         if before.local_steps is not None:
             before.local_steps.close()
+        stop_watching_optimizers()
 
     # ---- around the hook -------------------------------------------------------------------------
 
@@ -401,7 +401,8 @@ class HookHandle:
             return self._gathered_state()
         memory, local_steps = self._attached.memory, self._attached.local_steps
         if local_steps is not None:
-            return local_steps.state_dict()
+            with_parameters: dict[str, Any] = local_steps.state_dict()
+            return with_parameters
         return {} if memory.remembers_nothing else memory.state_dict()
 
     def _gathered_state(self) -> dict[str, Any]:
@@ -513,11 +514,9 @@ def _warn_of_connections(road: Road, attached: Attached, op: str) -> None:
 
 def _refused(attached: Attached, road: Road) -> Exception | None:
     """The error if the hook does not fit the ranks and parameters, or None."""
-    hook = attached.hook
     try:
-        if isinstance(hook, Hook):
-            hook.check_ranks(road.group.parent)
-            hook.check_parameters(attached.memory.store.named_parameters())
+        attached.hook.check_ranks(road.group.parent)
+        attached.hook.check_parameters(attached.memory.store.named_parameters())
     except Exception as refused:
         return refused
     return None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,32 +24,10 @@ from torch_commhook.memory.states import (
     load_error,
     shown,
 )
-from torch_commhook.step.attached_hook import CheckedState
 from torch_commhook.step.step_group import StepGroup
 from torch_commhook.wording import warn_user
 
 # ---- warnings that ranks end with different parameters -------------------------------------------
-
-
-class _KeepsApart(Protocol):
-    def warn_if_apart(self, what: str) -> None:
-        """Warn if the ranks' parameters differ now."""
-
-
-_attached: weakref.WeakSet[_KeepsApart] = weakref.WeakSet()
-
-
-def warn_at_exit(steps: _KeepsApart) -> None:
-    """Call ``steps.warn_if_apart()`` at the end of the process, if ``steps`` still exists."""
-    if not _attached:
-        atexit.unregister(_at_exit)
-        atexit.register(_at_exit)
-    _attached.add(steps)
-
-
-def forget(steps: _KeepsApart) -> None:
-    """Do not warn at the end of the process."""
-    _attached.discard(steps)
 
 
 def warn_apart(name: str, what: str, steps: int) -> None:
@@ -72,13 +47,6 @@ def warn_apart(name: str, what: str, steps: int) -> None:
         "HookHandle.synchronize() first, on all ranks",
         RuntimeWarning,
     )
-
-
-def _at_exit() -> None:
-    if getattr(sys, "last_value", None) is not None:
-        return  # an exception has ended the program; its traceback suffices
-    for steps in list(_attached):
-        steps.warn_if_apart("was still attached when the process ended,")
 
 
 # ---- gives all ranks the same anchors after users have written to parameters ---------------------
@@ -245,6 +213,22 @@ class Round:
 
 
 # ---- the parts of a local-steps state that are not in the hook's memory --------------------------
+
+
+class CheckedState(NamedTuple):
+    """A checked state that is to be loaded.
+
+    Attributes:
+        parameters: this rank's parameters, and their new values.
+        position: the position in a round.
+        rest: the hook's memory.
+        means: the mean distances of a running exchange, by parameter name; None if none is running.
+    """
+
+    parameters: list[tuple[Tensor, Tensor]]
+    position: dict[str, Any]
+    rest: dict[str, Any]
+    means: dict[str, Tensor] | None = None
 
 
 def taken_apart(

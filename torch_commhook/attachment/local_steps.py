@@ -13,18 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook.attachment.local_state import (
+    CheckedState,
     Round,
     agree_on_anchors,
     check_anchors,
     check_fragment,
     checked_means,
     exchange_of_state,
-    forget,
     own_tensors,
     position_of,
     taken_apart,
     warn_apart,
-    warn_at_exit,
 )
 from torch_commhook.attachment.parameter_exchange import (
     BackgroundExchange,
@@ -35,17 +34,16 @@ from torch_commhook.attachment.parameter_exchange import (
 from torch_commhook.attachment.road import Replica, Road
 from torch_commhook.attachment.training_state import (
     BeforeForward,
-    add_step_counter,
     register_first,
-    remove_step_counter,
+    stop_watching_optimizers,
 )
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.hook_memory import check_not_in_backward
 from torch_commhook.memory.states import LOCAL_STEPS
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.step.attached_hook import Attached, CheckedState
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.stages import check_not_in_backward
 
 
 class LocalSteps:
@@ -88,10 +86,8 @@ class LocalSteps:
         self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First: the model's other messages before a forward come after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
-        add_step_counter(self)
         self._end = weakref.finalize(model, self._model_gone)
         self._end.atexit = False
-        warn_at_exit(self)
 
     @property
     def hook(self) -> local_sgd:
@@ -150,9 +146,8 @@ class LocalSteps:
 
     def _stop(self) -> None:
         self._is_over = True
-        forget(self)
         self._forward_handle.remove()
-        remove_step_counter(self)
+        stop_watching_optimizers()
         if self._background is not None:
             self._background.leave()
 

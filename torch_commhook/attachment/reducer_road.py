@@ -32,7 +32,7 @@ from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.compiled_step import parameters_changed
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import StepGroup, check_is_free
+from torch_commhook.step.step_group import StepGroup, by_name, check_is_free
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 #: A model up to this size is broadcast from a copy, while the ranks go on attaching.
@@ -111,7 +111,7 @@ class ReducerRoad:
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
             model._accum_grad_hooks.clear()
-        _dont_fuse(self)
+        _dont_fuse()
         self._closed = False
         # A parameter, its hook in C++, and that hook's reference to the parameter form a cycle that
         # Python's collector does not see.
@@ -316,7 +316,7 @@ class ReducerRoad:
         self._to_check = []
         self._watched.clear()
         self._group.close()
-        _fuse_again(self)
+        _fuse_again()
         ddp = self._ddp
         if ddp is not None:
             ddp._register_accum_grad_hook()
@@ -413,22 +413,24 @@ class ReducerRoad:
 # DDP with the Python reducer lets Inductor fuse all-reduces in the whole process, since its own
 # hooks are for single parameters. Our hooks have buckets. Ranks that compile different graphs, as
 # after an exception, must still issue the same collectives.
-_roads_without_fusion: weakref.WeakSet[ReducerRoad] = weakref.WeakSet()
 _fusion_before = False
 
 
-def _dont_fuse(road: ReducerRoad) -> None:
+def _dont_fuse() -> None:
     global _fusion_before
-    if torch._inductor.config._fuse_ddp_communication or not _roads_without_fusion:
+    if torch._inductor.config._fuse_ddp_communication or _count_reducers() == 1:
         _fusion_before = torch._inductor.config._fuse_ddp_communication
     torch._inductor.config._fuse_ddp_communication = False
-    _roads_without_fusion.add(road)
 
 
-def _fuse_again(road: ReducerRoad) -> None:
-    _roads_without_fusion.discard(road)
-    if not _roads_without_fusion:
+def _fuse_again() -> None:
+    if _count_reducers() == 0:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
+
+
+def _count_reducers() -> int:
+    found = [reference() for reference in by_name.valuerefs()]
+    return sum(isinstance(each, Reducer) and not each.is_closed for each in found)
 
 
 @torch.compiler.disable

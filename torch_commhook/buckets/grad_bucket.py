@@ -71,7 +71,11 @@ class GradBucket:
         "_parameters",
         "_process_group",
         "_sparse_grad_indices",
+        "memory",
     )
+
+    #: A hook's :class:`BucketMemory` of the bucket, or None.
+    memory: Any
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class GradBucket:
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
         self._process_group = process_group
+        self.memory = None
         self._layout: BucketLayout | None = None
         if gradients is None and buffer is None:
             raise ValueError("GradBucket: gradients or buffer must be given, got neither")
@@ -301,6 +306,7 @@ class GradBucket:
         self._bucket_count = _C.bucket_count(bucket)
         self._sparse_grad_indices = _C.sparse_grad_indices(bucket)
         self._process_group = process_group
+        self.memory = None
         self._layout = None
         return self
 

@@ -591,7 +591,7 @@ class _Scatter:
             buffer=self._gradients,
             process_group=resolve_group(),
         )
-        driven(self._hook.average_shard(bucket)).wait()  # type: ignore[attr-defined]
+        driven(self._hook.average_shard(bucket)).wait()
 
     def sent(self) -> tuple[float, float]:
         """The bytes that a step sends, and the bytes of the error memory."""

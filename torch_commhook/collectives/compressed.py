@@ -30,16 +30,12 @@ from torch_commhook.collectives.gloo_groups import (
 )
 from torch_commhook.collectives.issuing import issue_all_reduce, second_place
 from torch_commhook.collectives.plain import all_reduce_bytes
-from torch_commhook.collectives.symmetric import symmetric_buffers
+from torch_commhook.collectives.symmetric import SHARING_DEVICES, symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.collectives.traced import traced_all_reduce
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.bucket_ops import check_flat
 from torch_commhook.spans import timed
-
-
-#: Devices whose ranks may sum in memory that they share (``symmetric.py``).
-SHARING_DEVICES = ("cuda",)
 
 
 # Over 80 lines: the docstring describes each argument and error.

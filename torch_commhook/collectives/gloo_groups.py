@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +24,51 @@ _CPU = torch.device("cpu")
 # An object: PyTorch types it as an int here, and as a group where it returns it.
 _NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 
-#: The backends of the library's own groups.
-_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = (
-    weakref.WeakKeyDictionary()
-)
-#: Those of exchanges of a user's groups.
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.WireBackend] = weakref.WeakKeyDictionary()
-_making: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+
+@dataclass(eq=False, slots=True)
+class GroupState:
+    """The library's state of one process group. It must not refer to the group.
+
+    Attributes:
+        own_backend: the group's backend, if the library has made the group.
+        exchange_backend: the backend of collectives in places, if a user has made the group.
+        lock: held while that backend is made.
+        subgroups: by ranks, the groups over some of its ranks; the last one is in use.
+        label_exchanges, link_tests, step_groups_made: how many have begun: the names of these in
+            the store have numbers.
+        obstacle: why its ranks do not share memory; "" if they do, None if unknown so far.
+        shared_memory: the memory that its ranks share, by the buffers of a caller.
+        proven_codecs: the texts of the codecs with which its ranks have tested shared memory.
+        collectives_seen: the number of collectives that hooks were seen to begin.
+        step_groups: the existing groups that take a model's steps over its ranks.
+        is_lost: whether collectives of a failed step may still be running on it.
+    """
+
+    own_backend: _C.WireBackend | None = None
+    exchange_backend: _C.WireBackend | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    subgroups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict)
+    label_exchanges: int = 0
+    link_tests: int = 0
+    step_groups_made: int = 0
+    obstacle: str | None = None
+    shared_memory: weakref.WeakKeyDictionary[Any, Any] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    proven_codecs: set[str] = field(default_factory=set)
+    collectives_seen: int = 0
+    step_groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    is_lost: bool = False
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """The library's state of a group, which exists as long as the group."""
+    found = _states.get(group)
+    # setdefault, since threads may ask for it at once.
+    return _states.setdefault(group, GroupState()) if found is None else found
 
 
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
@@ -47,7 +86,7 @@ def is_gloo_or_own(group: dist.ProcessGroup) -> bool:
     """As :func:`is_gloo`; also for the library's own groups."""
     # Newer compilers use another object while they trace.
     group = getattr(group, "real_obj", group)
-    return group in _backends or is_gloo(group)
+    return state_of(group).own_backend is not None or is_gloo(group)
 
 
 def wire_backend(group: dist.ProcessGroup) -> _C.WireBackend | None:
@@ -268,7 +307,7 @@ def make_group(
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._set_group_desc(description)
     make_known(group, name, ranks, "cpu:commhook", store)
-    _backends[group] = backend
+    state_of(group).own_backend = backend
     return group
 
 
@@ -277,7 +316,8 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group that :func:`make_group` has made: this rank leaves it."""
     if is_known(group):  # torch.distributed may have ended already
         dist.destroy_process_group(group)
-    found = _backends.pop(group, None)
+    state = state_of(group)
+    found, state.own_backend = state.own_backend, None
     if found is not None:
         found.close()
 
@@ -305,15 +345,16 @@ def backend_of(group: dist.ProcessGroup) -> _C.WireBackend:
     The first call for a group of Gloo makes one over the same ranks, on all of them at the same
     point.
     """
-    found = _backends.get(group) or _beside.get(group)
+    state = state_of(group)
+    found = state.own_backend or state.exchange_backend
     if found is not None:
         return found
-    with _making.setdefault(group, threading.Lock()):
-        found = _beside.get(group)
+    with state.lock:
+        found = state.exchange_backend
         if found is None:
             store = group_store(group)
             assert store is not None
-            found = _beside[group] = _C.WireBackend(
+            found = state.exchange_backend = _C.WireBackend(
                 endpoint(),
                 dist.PrefixStore("commhook/exchanges", store),
                 "exchanges",

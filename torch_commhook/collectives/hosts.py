@@ -43,6 +43,7 @@ from torch_commhook.collectives.gloo_groups import (
     is_known,
     make_group,
     resolve_group,
+    state_of,
 )
 from torch_commhook.collectives.issuing import SECOND, Place, as_bytes, place_in
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, sum_of_shares
@@ -54,14 +55,6 @@ from torch_commhook.native import bucket_ops
 
 #: The name of the level whose units are the machines.
 HOST = "host"
-
-#: The number of label exchanges that have begun over a group: each has keys of its own.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-#: For each group, the groups over some of its ranks that were made here, by these ranks; the last
-#: one is in use.
-_made: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]
-] = weakref.WeakKeyDictionary()
 
 
 class Nesting(NamedTuple):
@@ -210,10 +203,11 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
     size, rank = group.size(), group.rank()
     if size == 1:
         return [[0] for _ in labels]
-    count = _counts[group] = _counts.get(group, 0) + 1
+    state = state_of(group)
+    state.label_exchanges += 1
     base = group_store(group)
     assert base is not None
-    store = dist.PrefixStore(f"{group_name(group)}/commhook-labels{count}", base)
+    store = dist.PrefixStore(f"{group_name(group)}/commhook-labels{state.label_exchanges}", base)
     own = json.dumps(list(labels))
     if not base.has_extended_api():  # type: ignore[attr-defined]
         store.set(str(rank), own)
@@ -263,7 +257,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
         group: a group that ``torch.distributed`` knows.
         ranks: ranks of ``group`` in ascending order, including this one.
     """
-    made = _made.setdefault(group, {}).setdefault(tuple(ranks), [])
+    made = state_of(group).subgroups.setdefault(tuple(ranks), [])
     if made and is_known(made[-1]):
         return made[-1]
     known = group_ranks(group)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -30,7 +29,7 @@ from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.agreement import gather_in_step
 from torch_commhook.collectives.compressed_call import MessageBuffers
 from torch_commhook.collectives.futures import is_capturing
-from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_known
+from torch_commhook.collectives.gloo_groups import group_name, group_timeout, is_known, state_of
 from torch_commhook.collectives.symmetric_memory import (
     TRIAL_TIMEOUT,
     MissedRankError,
@@ -41,6 +40,8 @@ from torch_commhook.collectives.symmetric_memory import (
 
 #: "0" disables symmetric memory for compressed sums.
 VARIABLE = "COMMHOOK_SYMMETRIC_MEMORY"
+#: The types of devices whose memory ranks can share.
+SHARING_DEVICES = ("cuda",)
 
 _log = logging.getLogger(__name__)
 
@@ -50,15 +51,6 @@ class _Allocation(NamedTuple):
 
     memory: Tensor
     share: Callable[[], tuple[list[Tensor], object]]
-
-
-#: Why a group's ranks do not share memory; "" if they do.
-_obstacles: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_memories: weakref.WeakKeyDictionary[
-    MessageBuffers, tuple[weakref.ref[dist.ProcessGroup], SymmetricBuffers]
-] = weakref.WeakKeyDictionary()
-#: The texts of the codecs with which a group's ranks have tested shared memory.
-_proven: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def symmetric_buffers(
@@ -91,32 +83,33 @@ def symmetric_buffers(
         return None
     assert isinstance(codec, BlockCodec)
     sizes = [shard.nbytes for shard in shards]
-    of_group, known = _memories.get(buffers, (None, None))
+    state = state_of(group)
+    known: SymmetricBuffers | None = state.shared_memory.get(buffers)
     has_room = False
-    if known is not None and of_group is not None and of_group() is group:
+    if known is not None:
         known.check()
         has_room = known.fits(sizes)
-    if _obstacles.get(group):
+    if state.obstacle:
         return None
-    if has_room and repr(codec) in _proven.get(group, ()):
+    if has_room and repr(codec) in state.proven_codecs:
         return known
     if is_capturing(device):
         return None
-    if group not in _obstacles:
-        _obstacles[group] = _obstacle(group, device)
-        if _obstacles[group]:
+    if state.obstacle is None:
+        state.obstacle = _obstacle(group, device)
+        if state.obstacle:
             return None
     if has_room:  # a CUDA graph may use it, and a failed test must not free it
         return None if _make(sizes, None, codec, device, group) is None else known
     made = _make(sizes, None if known is None else known.capacity, codec, device, group)
     if made is not None:
-        _memories[buffers] = weakref.ref(group), made
+        state.shared_memory[buffers] = made
     return made
 
 
 def obstacle_of(group: dist.ProcessGroup) -> str | None:
     """Why compressed sums of a group share no memory; "" if they do, None if unknown so far."""
-    return _obstacles.get(group)
+    return state_of(group).obstacle
 
 
 def give_up(group: dist.ProcessGroup) -> None:
@@ -125,10 +118,9 @@ def give_up(group: dist.ProcessGroup) -> None:
     Ranks that wait for this one now or later fail. Otherwise they would pair its next sum with the
     one that they wait for.
     """
-    for of_group, memory in list(_memories.values()):
-        if of_group() is group:
-            with suppress(RuntimeError):  # from a device that cannot continue
-                memory.give_up()
+    for memory in list(state_of(group).shared_memory.values()):
+        with suppress(RuntimeError):  # from a device that cannot continue
+            memory.give_up()
 
 
 def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> bool:
@@ -258,14 +250,14 @@ def _make(
 
         memory: SymmetricBuffers | None = _together(group, tried_out)
     if memory is not None:
-        _proven.setdefault(group, set()).add(repr(codec))
+        state_of(group).proven_codecs.add(repr(codec))
     elif rank == 0:
         # No Python warning: where warnings are errors, this rank alone would raise.
         _log.warning(
             "torch_commhook: compressed sums of process group %r use its collectives, not memory "
             "that its GPUs share: a test of that memory failed on %s",
             group_name(group),
-            _obstacles[group],
+            state_of(group).obstacle,
         )
     return memory
 
@@ -287,7 +279,7 @@ def _together(group: dist.ProcessGroup, step: Callable[[], Any]) -> Any:
         f"rank {rank}: {each}" for rank, (each, missed) in enumerate(told) if each and not missed
     ]
     if failed:
-        _obstacles[group] = first[0] if first else "; ".join(failed)
+        state_of(group).obstacle = first[0] if first else "; ".join(failed)
         return None
     return result
 

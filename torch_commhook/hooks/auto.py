@@ -6,10 +6,8 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -247,7 +245,6 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
             getattr(hook, "_commhook_traceable", False) for hook in self.candidates
         )
         self._in_use: list[Hook] = [self._plain]
-        self._progress = _Progresses()
 
     def hooks_inside(self) -> Sequence[Hook]:
         return self.candidates
@@ -273,7 +270,12 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def first_steps(self, memory: HookMemory) -> FirstSteps:
         """The records of a model's first steps on this rank."""
-        return self._progress.of(memory).first_steps
+        return self._progress(memory).first_steps
+
+    def _progress(self, memory: HookMemory) -> _Progress:
+        """The progress of the choice for a model."""
+        found: _Progress = memory.notes.setdefault(self._kind, _Progress())
+        return found
 
     def propose(self, memory: HookMemory, number: int, reason: str) -> None:
         """Propose a hook for a model. It counts once the current step has succeeded on all ranks.
@@ -283,15 +285,15 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
             number: the hook's index in :attr:`candidates`.
             reason: the reason, in words.
         """
-        self._progress.of(memory).proposed = number, reason
+        self._progress(memory).proposed = number, reason
 
     def withdraw(self, memory: HookMemory) -> None:
         """Forget the proposed hook, because the step repeats."""
-        self._progress.of(memory).proposed = None
+        self._progress(memory).proposed = None
 
     def take_proposed(self, memory: HookMemory) -> None:
         """Average with the proposed hook from now on. Call it between steps or at a step's end."""
-        progress = self._progress.of(memory)
+        progress = self._progress(memory)
         if progress.proposed is None:
             return
         number, _ = progress.taken = progress.proposed
@@ -304,11 +306,11 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def explain(self, memory: HookMemory, reason: str) -> None:
         """Set the reason why no hook is chosen."""
-        self._progress.of(memory).why_open = reason
+        self._progress(memory).why_open = reason
 
     def choice_and_reason(self, memory: HookMemory) -> tuple[str, str]:
         """The text of the hook that averages a model's gradients, and the reason for it."""
-        hook, progress = self.chosen(memory), self._progress.of(memory)
+        hook, progress = self.chosen(memory), self._progress(memory)
         if hook is None:
             return repr(self._plain), progress.why_open
         number, reason = progress.taken
@@ -390,29 +392,6 @@ class _Progress:
         self.proposed: tuple[int, str] | None = None
         self.taken = 0, ""
         self.why_open = f"its first {STEPS} steps are not over yet"
-
-
-class _Progresses:
-    """The progress of each model, by its memory. Copies start empty: they serve other models."""
-
-    def __init__(self) -> None:
-        self._of: MutableMapping[HookMemory, _Progress] = WeakKeyDictionary()
-
-    def of(self, memory: HookMemory) -> _Progress:
-        """The progress of a model."""
-        found = self._of.get(memory)
-        if found is None:
-            found = self._of[memory] = _Progress()
-        return found
-
-    def __copy__(self) -> _Progresses:
-        return _Progresses()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Progresses:
-        return _Progresses()
-
-    def __reduce__(self) -> tuple[type[_Progresses], tuple[()]]:
-        return _Progresses, ()
 
 
 def _default_hooks() -> list[Hook]:

@@ -7,7 +7,7 @@ import copy
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,13 +20,7 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket
 from torch_commhook.collectives.futures import is_capturing
 from torch_commhook.collectives.gloo_groups import group_rank, resolve_group
-from torch_commhook.memory.bucket_memory import (
-    BucketMemory,
-    BucketWithMemory,
-    ShardedBucket,
-    memory_of,
-    set_memory,
-)
+from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -281,10 +275,9 @@ class Hook(ABC):
 
         The memory belongs to the model that the hook is attached to; without a model, to the hook.
         """
-        memory = memory_of(bucket)
+        memory: BucketMemory | None = bucket.memory
         if memory is None:
-            memory = self._own_memory_of(bucket)
-            set_memory(bucket, memory)
+            memory = bucket.memory = self._own_memory_of(bucket)
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
@@ -344,10 +337,7 @@ class Hook(ABC):
                 f"hook '{hook_name(self)}': state must be a ProcessGroup or None, got "
                 f"{_C.type_name(state)}; a hook of the library keeps its own"
             )
-        if isinstance(bucket, dist.GradBucket):
-            bucket = BucketWithMemory.from_torch(bucket, state)
-        else:
-            bucket = GradBucket.wrap(bucket, state)
+        bucket = GradBucket.wrap(bucket, state)
         if self.scales_steps:
             raise RuntimeError(
                 f"{self}: scales a step by a factor of all its buckets, which only an attached "
@@ -413,7 +403,7 @@ class Hook(ABC):
         own = self.process_group
         if own is None:
             return resolve_group(bucket.process_group())
-        own, memory = resolve_group(own), memory_of(bucket)
+        own, memory = resolve_group(own), bucket.memory
         return own if memory is None else memory.stand_in(own)
 
     def _find_groups(self, group: dist.ProcessGroup) -> None:
@@ -481,6 +471,27 @@ class Hook(ABC):
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None}
+
+
+class FunctionHook(Hook):
+    """A user's callable as a hook. It has no memory.
+
+    Args:
+        function: called with ``state`` and a bucket.
+        state: its first argument.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: object) -> None:
+        super().__init__()
+        self.function = function
+        self.state = state
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        result: torch.futures.Future[Tensor] = self.function(self.state, bucket)
+        return result
+
+    def __repr__(self) -> str:
+        return hook_name(self.function)
 
 
 def _where(hook: Hook, bucket: GradBucket) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,9 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout, gradient_dtype
 from torch_commhook.codecs.base import mix_seeds, write_saturated
 from torch_commhook.collectives.compressed_call import MessageBuffers
+from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.memory.states import FOLDED_INTO, ParameterStore, add_to_error
+from torch_commhook.memory.watches import Replays
 from torch_commhook.metrics import CallMeter
 
 if TYPE_CHECKING:
@@ -59,28 +60,35 @@ class Scratch:
 # them; a new bucket begins with the pieces of its parameters.
 
 
-class ModelMemory(Protocol):
+class ModelMemory:
     """The part of the whole model's memory that a bucket's memory uses.
 
     Attributes:
         store: memory by parameter.
         rank, world_size: this process's rank and the number of ranks.
+        replays: counts the steps that CUDA graphs have run.
+        stand_ins: groups that replace groups that the user gave to hooks, by these groups' names.
         past: see :class:`BucketMemory`.
-        scratch: tensors for calls of any bucket.
+        scratch: float tensors for calls of any bucket.
     """
 
-    store: ParameterStore
-    rank: int
-    world_size: int
-    past: dict[int, bool]
-    scratch: Scratch
+    def __init__(self) -> None:
+        self.store = ParameterStore()
+        self.rank, self.world_size = 0, 1
+        self._seen_steps = 0  # by the host
+        self.replays = Replays()
+        self.stand_ins: dict[str, dist.ProcessGroup] = {}
+        self.past: dict[int, bool] = {}
+        self.scratch = Scratch()
 
     @property
     def steps(self) -> int:
-        """The number of steps done on all ranks."""
+        """The number of steps done on all ranks. Waits for the device if graphs run steps."""
+        return self._seen_steps + self.replays.count()
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group to use instead of a group that the user gave a hook, or that group itself."""
+        return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
 
 
 class BucketMemory:
@@ -479,7 +487,7 @@ class BucketWithMemory(GradBucket):
         settings: the other arguments of :class:`torch_commhook.GradBucket`.
     """
 
-    __slots__ = ("memory",)
+    __slots__ = ()
 
     memory: BucketMemory | None
 
@@ -488,13 +496,6 @@ class BucketWithMemory(GradBucket):
     ) -> None:
         super().__init__(parameters, **settings)
         self.memory = memory
-
-    @classmethod
-    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
-        """As :meth:`GradBucket.from_torch`; the bucket has no memory yet."""
-        made = super().from_torch(bucket, process_group)
-        made.memory = None
-        return made
 
     @classmethod
     def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
@@ -511,23 +512,6 @@ class BucketWithMemory(GradBucket):
 
     def _class_of_copies(self) -> type[GradBucket]:
         return GradBucket
-
-
-#: For buckets that users make and pass to hooks of the library.
-_memories: weakref.WeakKeyDictionary[GradBucket, BucketMemory] = weakref.WeakKeyDictionary()
-
-
-def memory_of(bucket: GradBucket) -> BucketMemory | None:
-    """The memory of the bucket's hook; None if it was not requested."""
-    return bucket.memory if isinstance(bucket, BucketWithMemory) else _memories.get(bucket)
-
-
-def set_memory(bucket: GradBucket, memory: BucketMemory) -> None:
-    """Set the memory of this bucket for all hooks that get it."""
-    if isinstance(bucket, BucketWithMemory):
-        bucket.memory = memory
-    else:
-        _memories[bucket] = memory
 
 
 # ---- a bucket of whose sum each rank gets a shard ------------------------------------------------

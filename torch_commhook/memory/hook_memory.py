@@ -1,4 +1,4 @@
-"""A hook's memory: what it keeps from step to step, and the optimizers that it watches.
+"""A hook's memory: what it keeps from step to step.
 
 A hook requests its memory in ``Hook.prepare``, outside compilers, when buckets are formed. In
 ``average`` it finds the memory by name. Tensors in a dict are graph inputs, and numbers in a dict
@@ -26,37 +26,27 @@ rank has a share of a mean.
 
 from __future__ import annotations
 
-import logging
 import operator
-import sys
-import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_commhook.autograd.registration import is_inside
 from torch_commhook.collectives.futures import is_capturing
-from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.plain import all_reduce
-from torch_commhook.memory.bucket_memory import BucketMemory, Scratch
+from torch_commhook.memory.bucket_memory import BucketMemory, ModelMemory
 from torch_commhook.memory.states import (
     ERROR,
     FOLDED_INTO,
     VERSION,
-    ParameterStore,
     Remembered,
     checked_state,
     multiply_error,
 )
-from torch_commhook.memory.watches import JumpWatch, Replays, Scaler
-from torch_commhook.native.runtime import left_to_python
+from torch_commhook.memory.watches import JumpWatch, Scaler
 
 # ---- a hook's memory between steps, by parameter, independent of buckets -------------------------
 #
@@ -65,23 +55,18 @@ from torch_commhook.native.runtime import left_to_python
 # parameters; a new bucket begins with the pieces of its parameters.
 
 
-class HookMemory:
+class HookMemory(ModelMemory):
     """A hook's memory of all buckets of a model.
 
     Attributes:
-        store: memory by parameter.
-        rank, world_size: this process's rank and the number of ranks.
         any_rank_loads: whether any rank, of any number of ranks, can load a state.
-        replays: counts the steps that CUDA graphs have run.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: the group for communication outside a bucket's collectives.
-        stand_ins: groups that replace groups that the user gave to hooks, by these groups' names.
         on_step: called after each step.
         before_change: called before buckets' memory is replaced; no running collective may then
             write to it.
         has_begun: whether a bucket was requested, if nothing else counts steps.
-        past: see :class:`BucketMemory`.
-        scratch: float tensors for calls of any bucket.
+        notes: what the hook knows of the model on this rank, by a name; not a part of states.
         scaler: the scaler of the gradients, or None.
         scale: the factor in the errors: the scaler's scale when they were written.
         loss_scale: the same as a tensor, if a scaler is followed.
@@ -89,20 +74,15 @@ class HookMemory:
     """
 
     def __init__(self) -> None:
-        self.rank = 0
-        self.world_size = self._averaged = 1
+        super().__init__()
+        self._averaged = 1
         self.any_rank_loads = False
-        self._seen_steps = 0  # by the host
-        self.replays = Replays()
         self.is_empty = True
         self.has_begun = False
         self.group: dist.ProcessGroup | None = None
-        self.stand_ins: dict[str, dist.ProcessGroup] = {}
         self.on_step: Callable[[HookMemory], None] | None = None
         self.before_change: Callable[[], None] | None = None
-        self.past: dict[int, bool] = {}
-        self.store = ParameterStore()
-        self.scratch = Scratch()
+        self.notes: dict[str, Any] = {}
         # By first parameter.
         self._buckets: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
         self.scaler: Scaler | None = None
@@ -110,15 +90,6 @@ class HookMemory:
         self.loss_scale: Tensor | None = None
         self.jump_watch: JumpWatch | None = None
         self._prepare: Callable[[BucketMemory], None] | None = None
-
-    @property
-    def steps(self) -> int:
-        """The number of steps done on all ranks. Waits for the device if graphs run steps."""
-        return self._seen_steps + self.replays.count()
-
-    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group to use instead of a group that the user gave a hook, or that group itself."""
-        return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
 
     def set_parameters(
         self, named: Sequence[tuple[str, Tensor]], *, rank: int, world_size: int
@@ -449,160 +420,3 @@ class KeptMemory:
         """Restore the memory."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
-
-
-# ---- watches all optimizers: for steps inside backward, and for scalers that no hook knows -------
-#
-# A scaler of mixed precision is among the callers of the optimizer's step(). This costs a
-# microsecond per step.
-
-
-_log = logging.getLogger(__name__)
-
-_OPTIMIZER_FILE = register_optimizer_step_pre_hook.__code__.co_filename
-_GRAPH_FILE = torch.autograd.graph.__file__
-_NO_BACKWARD = -1
-
-#: The scaler's methods, one of which calls an optimizer's ``step()``.
-_STEPS = frozenset(
-    method.__code__
-    for method in (GradScaler.step, getattr(GradScaler, "_maybe_opt_step", None))
-    if method is not None
-)
-#: Functions between these and the optimizer's hooks: wrappers of ``step()``, such as a scheduler's.
-_MOST_FRAMES = 16
-
-
-class WatchedHook(Protocol):
-    """An attached hook.
-
-    Attributes:
-        name: the hook's name, for the message.
-        memory: its memory of the model.
-        keeps_error: whether it remembers errors of gradients.
-        minds_scale: whether it depends on the scale of its gradients: it remembers errors or clips.
-        follows_scale: whether it knows the scaler.
-    """
-
-    name: str
-    memory: HookMemory
-
-    @property
-    def keeps_error(self) -> bool: ...
-
-    @property
-    def minds_scale(self) -> bool: ...
-
-    @property
-    def follows_scale(self) -> bool: ...
-
-
-_watched: weakref.WeakSet[WatchedHook] = weakref.WeakSet()
-_without_scaler: weakref.WeakSet[WatchedHook] = weakref.WeakSet()
-_handles: list[RemovableHandle] = []
-_final_stages = 0
-
-
-def watch_optimizers(attached: WatchedHook) -> None:
-    """Watch the optimizers of a hook's parameters.
-
-    A step inside backward, before the gradients are averaged, raises a RuntimeError. A scaler that
-    the hook should know and does not gets one warning in the log.
-    """
-    if attached not in _watched:
-        _watched.add(attached)
-        # Of a freed model with an attached hook.
-        weakref.finalize(attached, _remove_unneeded_step_hook).atexit = False
-    if attached.minds_scale and not attached.follows_scale:
-        _without_scaler.add(attached)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def stop_watching_optimizers(attached: WatchedHook) -> None:
-    """Stop watching for a removed hook."""
-    _watched.discard(attached)
-    _without_scaler.discard(attached)
-    _remove_unneeded_step_hook()
-
-
-def change_final_stages(by: int) -> None:
-    """Count the running stages in which an optimizer may step, since gradients are averaged."""
-    # Not a thread's own value: compilers trace this.
-    global _final_stages
-    _final_stages += by
-
-
-def check_not_in_backward(name: str) -> None:
-    """Refuse an optimizer's step inside backward.
-
-    Args:
-        name: the hook's name.
-
-    Raises:
-        RuntimeError: this is a step inside backward, and no stage in which it may step.
-    """
-    if not _final_stages and _is_in_backward():
-        raise RuntimeError(
-            f"hook '{name}': an optimizer steps inside backward(), before the ranks' gradients are "
-            "averaged, as in a hook of a parameter's register_post_accumulate_grad_hook(). Step "
-            "after backward(), or in HookHandle.register_post_accumulate_hook(), as in "
-            "handle.register_post_accumulate_hook(lambda bucket: step(bucket.parameters()))"
-        )
-
-
-def _is_in_backward() -> bool:
-    if torch.compiler.is_compiling():
-        return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
-    if torch._C._current_graph_task_id() != _NO_BACKWARD:
-        return True
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    # The region is another thread's if backward() is not on this one's stack.
-    in_region = compiled is not None and compiled.in_compiled_autograd_region
-    return in_region and is_inside(_GRAPH_FILE)
-
-
-@left_to_python
-def _remove_unneeded_step_hook() -> None:
-    """Remove the hook from all optimizers, if nothing is left to watch."""
-    # The garbage collector may call this while an optimizer iterates over its hooks.
-    if not list(_watched) and not is_inside(_OPTIMIZER_FILE):  # a set may count a dying object
-        while _handles:
-            _handles.pop().remove()
-
-
-@left_to_python
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    in_backward = not _final_stages and _is_in_backward()
-    # A compiler that traces step() would break its graph below.
-    looks = _without_scaler and not torch.compiler.is_compiling()
-    if not in_backward and not (looks and _scaler_calls()):
-        return
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    for attached in list(_watched):
-        if in_backward and attached.memory.store.has_any_of(own):
-            check_not_in_backward(attached.name)
-    for attached in list(_without_scaler) if not in_backward else ():
-        if attached.memory.store.has_any_of(own):
-            _without_scaler.discard(attached)  # the hook here stays: optimizers iterate over theirs
-            attached.memory.jump_watch = None
-            _log.warning(
-                "hook '%s' was not told of the GradScaler that scales its gradients: %s; use "
-                "attach(model, hook, scaler=scaler)",
-                attached.name,
-                "its error memory is in units of the old scale when the scale changes"
-                if attached.keeps_error
-                else "it clips by the norm of scaled gradients",
-            )
-
-
-def _scaler_calls() -> bool:
-    """Whether a scaler is calling the optimizer's step()."""
-    frame: Any = sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code in _STEPS:
-            return bool(frame.f_locals["self"].is_enabled())
-        frame = frame.f_back
-    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from statistics import fmean
 from typing import Protocol
 
@@ -84,13 +85,6 @@ _TOLERANCES = 0.2, 0.4
 _MOST = 0.7
 
 
-class Event(Protocol):
-    """An event, such as ``torch.cuda.Event``, that says whether earlier work is done."""
-
-    def query(self) -> bool:
-        """Whether the work is done."""
-
-
 class JumpWatch:
     """Warns once if a rank's gradients become 2**k times as large between two steps, and stay so.
 
@@ -111,7 +105,7 @@ class JumpWatch:
         self._has_warned = False
         self._looked_at: tuple[int, int] | None = None
         self._octaves: deque[float] = deque(maxlen=2 * _STEPS)
-        self._on_the_way: deque[tuple[Tensor, Event | None]] = deque()
+        self._on_the_way: deque[tuple[Tensor, Callable[[], bool] | None]] = deque()
 
     @torch.no_grad()
     def look(self, bucket: GradBucket) -> None:
@@ -128,27 +122,30 @@ class JumpWatch:
             self._on_the_way.clear()
         dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(sample, dtype=dtype)
-        event = None
+        has_come = None
         if norm.is_cuda:
             host = torch.empty_like(norm, device="cpu", pin_memory=True)
             norm = host.copy_(norm, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        for read in self.read_when_come(norm, event):
+            has_come = event.query
+        for read in self.read_when_come(norm, has_come):
             self._note(read)
 
-    def read_when_come(self, norm: Tensor, event: Event | None) -> list[float]:
+    def read_when_come(
+        self, norm: Tensor, has_come: Callable[[], bool] | None = None
+    ) -> list[float]:
         """Read the norms of this and earlier steps that have reached the host since the last call.
 
         Args:
             norm: of no dimension, on the host.
-            event: its ``query()`` tells whether ``norm`` has arrived; None if it has.
+            has_come: tells whether ``norm`` has arrived; None if it has.
         """
-        self._on_the_way.append((norm, event))
+        self._on_the_way.append((norm, has_come))
         found = []
         while self._on_the_way:
-            norm, event = self._on_the_way[0]
-            if event is not None and not event.query():
+            norm, has_come = self._on_the_way[0]
+            if has_come is not None and not has_come():
                 break
             found.append(float(norm))
             self._on_the_way.popleft()

@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -32,6 +31,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_timeout,
     is_gloo_or_own,
     make_group,
+    state_of,
 )
 from torch_commhook.planning.wire import PAYLOAD, Wire
 from torch_commhook.step.link import MANY, Link
@@ -75,9 +75,6 @@ _LEAST_FLOWS, _STEADY_FLOWS, _STEADY = 4, 3, 0.02
 _DISTURBED = 0.1
 #: The least round trip for which more connections are measured.
 _FAR_SECONDS = 5e-3
-
-#: The number of groups made for each group: their names must differ.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -340,8 +337,9 @@ def _can_connect(group: dist.ProcessGroup) -> bool:
 def _more_connections(wire: Wire) -> Iterator[None]:
     """Send the messages of flows over :data:`MANY` connections in a ``with`` block."""
     group = wire.group
-    _counts[group] = number = _counts.get(group, 0) + 1
-    name = f"{group_name(group)}/commhook-link-{number}"
+    state = state_of(group)
+    state.link_tests += 1
+    name = f"{group_name(group)}/commhook-link-{state.link_tests}"
     store = group_store(group)
     assert store is not None  # _can_connect checked it
     many = make_group(

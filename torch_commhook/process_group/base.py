@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,15 +200,8 @@ class GroupHooks:
         return list(self._hooks[kind].values())
 
 
-class HookedGroup(Protocol):
-    """The interface of a group with hooks, such as ``ProcessGroup`` in ``base.py``."""
-
-    @property
-    def _hooks(self) -> GroupHooks: ...
-
-
 def run_with_hooks(
-    group: HookedGroup,
+    group: ProcessGroup,
     operation: str,
     method: Callable[..., Any],
     arguments: tuple[Any, ...],

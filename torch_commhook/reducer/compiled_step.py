@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +20,6 @@ from torch._dynamo.external_utils import call_hook
 
 from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket, scaled_result
 from torch_commhook.collectives import TracedFuture
-from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.unsent import keep_unsent
 from torch_commhook.metrics import TRACED_METER, as_text, from_text
 from torch_commhook.native.bucket_ops import check_flat, check_used
@@ -30,7 +28,7 @@ from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinatio
 from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
 from torch_commhook.reducer.parameters import ParameterUse, ReducerParameters, missing_in, needs_all
 from torch_commhook.step.attached_hook import Attached, HookCall
-from torch_commhook.step.step_group import StepGroup, groups_by_name
+from torch_commhook.step.step_group import StepGroup, by_name
 
 # ---- the reducer's interface to compiled autograd ------------------------------------------------
 
@@ -57,9 +55,6 @@ class TraceableReducer(Protocol):
         """The hook."""
 
 
-#: By key, for compiled code. Keys are text, since Dynamo makes variables of numbers that change.
-reducers: weakref.WeakValueDictionary[str, TraceableReducer] = weakref.WeakValueDictionary()
-
 # Compiled autograd calls hooks through this. Otherwise a graph break would compile it with the hook
 # inside.
 left_to_python(call_hook, with_callees=False)
@@ -79,7 +74,7 @@ def expected_hooks(key: str) -> int:
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
-            own = reducers[key].hooks
+            own = by_name[key].hooks
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
@@ -91,7 +86,7 @@ def parameters_changed(key: str) -> bool:
 
     A constant: compiled code is for the parameters at the time of tracing.
     """
-    return reducers[key].change_of_parameters() is not None
+    return by_name[key].change_of_parameters() is not None
 
 
 def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall:
@@ -104,12 +99,8 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
     local = attached.stages.before(bucket, where)
     TRACED_METER.active = True
     try:
-        if isinstance(hook, Hook):
-            dtype = hook.result_dtype(bucket)
-            result: Any = hook.average(bucket)
-        else:
-            dtype = bucket.dtype()
-            result = hook(attached.state, bucket)
+        dtype = hook.result_dtype(bucket)
+        result: Any = hook.average(bucket)
         traffic = TRACED_METER.traffic(bucket.numel(), bucket.dtype())
     finally:
         TRACED_METER.reset()
@@ -132,15 +123,15 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall
 
 
 def _group(op: str, name: str) -> StepGroup:
-    group = groups_by_name.get(name)
-    if group is None:
+    group = by_name.get(name)
+    if not isinstance(group, StepGroup):
         raise ValueError(f"{op}: name must be that of a group that steps run over, got {name!r}")
     return group
 
 
 def _reducer(op: str, key: str) -> TraceableReducer:
-    reducer = reducers.get(key)
-    if reducer is None:
+    reducer: TraceableReducer | None = by_name.get(key)
+    if reducer is None or isinstance(reducer, StepGroup):
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
     return reducer
 

@@ -64,7 +64,6 @@ from torch_commhook.reducer.compiled_step import (
     TracedState,
     expected_hooks,
     note_backward,
-    reducers,
 )
 from torch_commhook.reducer.eager_step import EagerBackward, EagerStep
 from torch_commhook.reducer.parameters import (
@@ -75,7 +74,7 @@ from torch_commhook.reducer.parameters import (
 )
 from torch_commhook.reducer.repeatable_step import Recovery, RepeatableStep
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import RunningBackward, StepGroup
+from torch_commhook.step.step_group import RunningBackward, StepGroup, by_name
 
 # ---- the errors of backward passes that cannot be averaged ---------------------------------------
 
@@ -132,7 +131,7 @@ class Reducer:
         device: the first parameter's device.
         parameters: the parameters whose gradients are averaged.
         use: records which of these have got gradients.
-        key: the key of this reducer in ``reducers``, for compiled code.
+        key: the key by which compiled code finds the reducer.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class Reducer:
         self._on_captured = on_captured
         self._on_closed = on_closed
         self.key = str(id(self))
-        reducers[self.key] = self
 
         self._eager: EagerBackward | None = None  # if running
         self._compiled: CompiledBackward | None = None  # if running
@@ -178,6 +176,7 @@ class Reducer:
         self.use = ParameterUse(self.parameters, self._arrivals.touched)
         self._order = BucketOrder(self._arrivals, len(self.parameters))
         self._fill_buckets(self._order.expected)
+        by_name[self.key] = self
 
     @property
     def hooks(self) -> set[Callable[..., None]]:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, checked_result
-from torch_commhook.collectives import TracedFuture, compressed
+from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import (
     SecondStages,
@@ -32,7 +32,14 @@ from torch_commhook.collectives.gloo_groups import (
     group_name,
     resolve_group,
 )
-from torch_commhook.hooks.base import Hook, checked_result_dtype, is_traceable, step_scale_of
+from torch_commhook.collectives.symmetric import SHARING_DEVICES
+from torch_commhook.hooks.base import (
+    FunctionHook,
+    Hook,
+    checked_result_dtype,
+    is_traceable,
+    step_scale_of,
+)
 from torch_commhook.hooks.compressed import check_is_hook
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
@@ -46,7 +53,7 @@ from torch_commhook.metrics import (
     count_bucket,
     counting,
 )
-from torch_commhook.native.runtime import check_hook_of, hook_name, run_hook
+from torch_commhook.native.runtime import check_hook_of, hook_name
 from torch_commhook.spans import active, bucket_label, spans_of
 from torch_commhook.step.seen_collectives import SeenCollectives
 from torch_commhook.step.stages import BucketStages
@@ -140,30 +147,6 @@ class HookCall:
                 _C.wait_for(self.future, max(deadline - time.monotonic(), 0.0))
 
 
-# ---- the interface through which a step chooses a model's hook -----------------------------------
-
-
-class Choosing(Protocol):
-    """Chooses a model's hook in its first steps, the same one on all ranks."""
-
-    def before_step(self) -> None:
-        """Called when a step has begun on all ranks, before the first bucket is sent.
-
-        Raises:
-            RuntimeError: a collective failed.
-        """
-
-    def before_capture(self) -> None:
-        """Called between steps, before a compiler captures a backward: the hook must be known now.
-
-        Raises:
-            RuntimeError: a collective failed.
-        """
-
-    def step_repeats(self) -> None:
-        """Called when the current step has failed and repeats."""
-
-
 # ---- a hook that is attached to a model, and its calls for single buckets ------------------------
 
 
@@ -172,8 +155,10 @@ class Attached:
     """An attached hook with its state, memory and statistics.
 
     Attributes:
-        local_steps: runs the exchanges, if the hook keeps ranks apart.
-        choosing: measures which hook to use, if the hook chooses.
+        hook: the hook, or a :class:`FunctionHook` of a callable.
+        given: what the user gave: a hook or a callable.
+        local_steps: its :class:`LocalSteps` if the hook keeps ranks apart, or None.
+        choosing: its :class:`ChoosingByPlan` if the hook chooses, or None.
         second_stages: second stages of collectives, which wait for the next bucket.
         connections: the number of connections for a large message between two ranks; None to keep
             the present number, or to find one.
@@ -181,23 +166,25 @@ class Attached:
             not counted.
         captured_traffic: the buckets' traffic in the last step that a CUDA graph has captured.
         counted_replays: the number of replayed steps that :attr:`stats` includes.
+        lacks_scaler: whether the hook should know a scaler of its gradients, and does not.
     """
 
-    hook: Callable[..., Any]
-    state: object
+    hook: Hook
+    given: Callable[..., Any]
     name: str
     traceable: bool
     memory: HookMemory
     stages: BucketStages = field(default_factory=BucketStages)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
-    local_steps: RanksApart | None = None
-    choosing: Choosing | None = None
+    local_steps: Any = None
+    choosing: Any = None
     second_stages: SecondStages = field(default_factory=SecondStages)
     connections: int | None = None
     has_unseen_traffic: bool = False
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
     counted_replays: int = 0
+    lacks_scaler: bool = False
     _capturing: list[BucketTraffic] = field(default_factory=list)
     _step_group: weakref.ref[StepGroup] | None = None
 
@@ -218,19 +205,19 @@ class Attached:
         """
         check_is_hook(hook, op)
         check_hook_of(op, hook)
-        if isinstance(hook, Hook) and state is not None:
+        own = hook if isinstance(hook, Hook) else FunctionHook(hook, state)
+        if own is hook and state is not None:
             raise TypeError(
                 f"{op}: state must be None for hook '{hook_name(hook)}', which keeps its own, "
                 f"got {_C.type_name(state)}"
             )
-        if isinstance(hook, Hook):
-            for group in hook.own_groups():
-                check_not_managed(op, resolve_group(group))
-        return cls(hook, state, hook_name(hook), is_traceable(hook), memory)
+        for group in own.own_groups():
+            check_not_managed(op, resolve_group(group))
+        return cls(own, hook, hook_name(hook), is_traceable(hook), memory)
 
     def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:
-        """The hook's memory of a bucket; None for hooks that are not the library's."""
-        if not isinstance(self.hook, Hook):
+        """The hook's memory of a bucket; None for callables."""
+        if isinstance(self.hook, FunctionHook):
             return None
         return self.memory.memory_of_bucket(parameters, index, self.hook.prepare)
 
@@ -247,8 +234,6 @@ class Attached:
         self.memory.group = group.group_for(device)
         if device.type == "cpu":
             group.use_connections(self.connections)
-        if not isinstance(self.hook, Hook):
-            return
         self.memory.on_step = self.hook.step_counted
         if self.follows_scale:
             self.memory.make_loss_scale(device)
@@ -261,9 +246,9 @@ class Attached:
     def gathering(self, device: torch.device) -> AbstractContextManager[None]:
         """Let gathers of the hook's collectives inside the block end with the step, if it fails.
 
-        Only collectives of devices that share memory gather anything.
+        Only collectives over shared memory gather anything.
         """
-        if device.type not in compressed.SHARING_DEVICES or torch.compiler.is_dynamo_compiling():
+        if device.type not in SHARING_DEVICES or torch.compiler.is_dynamo_compiling():
             return nullcontext()
         group = None if self._step_group is None else self._step_group()
         if group is None or not group.recovers:
@@ -281,7 +266,7 @@ class Attached:
     @property
     def scales_steps(self) -> bool:
         """Whether :meth:`Hook.step_scale` must be called."""
-        return isinstance(self.hook, Hook) and self.hook.scales_steps
+        return self.hook.scales_steps
 
     def step_scale(
         self, results: Sequence[Tensor], past: Mapping[int, bool] | None = None
@@ -294,7 +279,7 @@ class Attached:
         """
         past = self.memory.past if past is None else past
         with torch.no_grad():
-            return step_scale_of(self.hook, results, past, self.memory.loss_scale)  # type: ignore[arg-type]
+            return step_scale_of(self.hook, results, past, self.memory.loss_scale)
 
     @property
     def minds_scale(self) -> bool:
@@ -356,17 +341,17 @@ class Attached:
     @property
     def keeps_ranks_apart(self) -> bool:
         """Whether a backward sends nothing, and needs no agreement of the ranks."""
-        return isinstance(self.hook, Hook) and self.hook.keeps_ranks_apart
+        return self.hook.keeps_ranks_apart
 
     @property
     def keeps_error(self) -> bool:
         """Whether the hook remembers errors of gradients."""
-        return isinstance(self.hook, Hook) and self.hook.keeps_error and not self.keeps_ranks_apart
+        return self.hook.keeps_error and not self.keeps_ranks_apart
 
     @property
     def is_lossy(self) -> bool:
         """Whether messages are known to hold less than the gradients."""
-        return isinstance(self.hook, Hook) and self.hook.is_lossy
+        return self.hook.is_lossy
 
     @property
     def cpp_hook(self) -> _C.CppHook | None:
@@ -381,7 +366,7 @@ class Attached:
         Raises:
             ValueError: this rank is not in it.
         """
-        group = self.hook.process_group  # type: ignore[attr-defined]
+        group = self.hook.process_group
         return None if group is None else self.memory.stand_in(resolve_group(group))
 
     def start(self, bucket: GradBucket, where: str, *, in_order: bool = False) -> HookCall:
@@ -395,12 +380,11 @@ class Attached:
         """
         local = self.stages.before(bucket, where)
         hook = self.hook
-        if isinstance(hook, Hook):
-            if is_capturing(bucket.device()):
-                hook.check_capture(hook.memory(bucket))
-            elif self.memory.jump_watch is not None:
-                self.memory.jump_watch.look(bucket)
-        is_waiting = in_order and isinstance(hook, Hook) and hook.lets_stages_wait
+        if bucket.memory is not None and is_capturing(bucket.device()):
+            hook.check_capture(bucket.memory)
+        elif self.memory.jump_watch is not None:
+            self.memory.jump_watch.look(bucket)
+        is_waiting = in_order and hook.lets_stages_wait
         if is_waiting and bucket.index() == 0:
             self.second_stages.give_up(_left())  # of a backward that an exception has ended
         seeing = nullcontext() if is_waiting else self._seeing()
@@ -409,13 +393,9 @@ class Attached:
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
         with keeping(used), self.gathering(bucket.device()):
             with later, seeing as seen, counting(meter), active(spans):
-                if isinstance(hook, Hook):
-                    # Writing the result into the gradients casts it, without another pass.
-                    dtype = checked_result_dtype(hook, bucket)
-                    result = driven(_C.run_average(hook, bucket))
-                else:
-                    dtype = bucket.dtype()
-                    result = driven(run_hook(hook, self.state, bucket))
+                # Writing the result into the gradients casts it, without another pass.
+                dtype = checked_result_dtype(hook, bucket)
+                result = driven(_C.run_average(hook, bucket))
             if spans is not None:
                 spans.note_sent(result)
             if is_waiting and bucket.index() + 1 == bucket.bucket_count():
@@ -436,7 +416,6 @@ class Attached:
         Returns:
             A Future that completes once the shard is written.
         """
-        assert isinstance(self.hook, Hook)
         if is_capturing(bucket.device()):
             self.hook.check_capture(self.hook.memory(bucket))
         elif self.memory.jump_watch is not None:
@@ -505,70 +484,12 @@ class Attached:
             count_bucket(self.stats, index, buckets, traffic, first=index == 0, steps=steps)
 
 
-def _is_of_the_library(hook: object) -> bool:
+def _is_of_the_library(hook: Hook) -> bool:
     """Whether a hook, and each inside of it, communicates through the library's collectives."""
-    if not isinstance(hook, Hook):
-        return False
     is_own = type(hook).__module__.partition(".")[0] == "torch_commhook"
-    return is_own and all(_is_of_the_library(inside) for inside in hook.hooks_inside())
+    is_own = is_own and not isinstance(hook, FunctionHook)
+    return is_own and all(map(_is_of_the_library, hook.hooks_inside()))
 
 
 def _left() -> RuntimeError:
     return RuntimeError("the step was abandoned")
-
-
-# ---- the interface for exchanges between ranks that a hook keeps apart ---------------------------
-
-
-class CheckedState(NamedTuple):
-    """A checked state that is to be loaded.
-
-    Attributes:
-        parameters: this rank's parameters, and their new values.
-        position: the position in a round.
-        rest: the hook's memory.
-        means: the mean distances of a running exchange, by parameter name; None if none is running.
-    """
-
-    parameters: list[tuple[Tensor, Tensor]]
-    position: dict[str, Any]
-    rest: dict[str, Any]
-    means: dict[str, Tensor] | None = None
-
-
-class RanksApart(Protocol):
-    """Counts the steps of a model whose hook keeps ranks apart, and runs the exchanges.
-
-    The implementation uses optimizers and models, in a layer above: see
-    ``torch_commhook/attachment/local_steps.py``.
-    """
-
-    def note_backward(self) -> None:
-        """Note a backward: at its begin, or on sharded models at its end."""
-
-    def synchronize(self) -> None:
-        """Give all ranks the same parameters, with nothing unsent."""
-
-    def let_go(self) -> None:
-        """Release the parameters."""
-
-    def close(self) -> None:
-        """Stop counting."""
-
-    def handle_gone(self) -> None:
-        """Note that the hook's handle is gone."""
-
-    def place(self) -> tuple[int, int, int, bool]:
-        """The position in a round, for :meth:`begin_at` on a new rank."""
-
-    def begin_at(self, place: tuple[int, int, int, bool]) -> None:
-        """Begin at another rank's position. The hook's memory is loaded. Writes the parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the hook's memory and the rank's parameters."""
-
-    def check_state(self, state: Any) -> CheckedState:
-        """Split a :meth:`state_dict` into its parts; raises ValueError if it does not fit."""
-
-    def take_state(self, checked: CheckedState) -> None:
-        """Continue from the result of :meth:`check_state`."""

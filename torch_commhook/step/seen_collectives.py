@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_commhook.collectives.gloo_groups import wire_backend
+from torch_commhook.collectives.gloo_groups import state_of, wire_backend
 from torch_commhook.collectives.issuing import issue_unseen
 from torch_commhook.process_group.operations import COLLECTIVES, Call, HookOpName
 
@@ -47,8 +47,6 @@ _FUNCTIONAL = {
 _ROOTS = {"broadcast": 0, "gather": 0, "reduce": 1, "scatter": 0, "send": 0}
 _SPLITS = 1
 
-#: The number of collectives that hooks were seen to begin, by group.
-_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -97,12 +95,13 @@ class SeenCollectives:
         if call.operation not in COLLECTIVES:
             self._is_known = False
             return
+        state = state_of(group)
         try:
             with _lock:
                 if all(each.group() is not group for each in self._baselines):
-                    baseline = _Baseline(weakref.ref(group), _issued(group), _begun.get(group, 0))
+                    baseline = _Baseline(weakref.ref(group), _issued(group), state.collectives_seen)
                     self._baselines.append(baseline)
-                _begun[group] = _begun.get(group, 0) + 1
+                state.collectives_seen += 1
             self._bytes += call.bytes_sent(group.rank(), group.size())
         except RuntimeError:  # a group that does not count
             self._is_known = False
@@ -137,7 +136,7 @@ def _unseen(baselines: Sequence[_Baseline]) -> int:
             except RuntimeError:
                 return -1
             with _lock:  # read second: a collective that begins now only lowers the result
-                count += issued - (_begun.get(group, 0) - baseline.begun)
+                count += issued - (state_of(group).collectives_seen - baseline.begun)
     return count
 
 

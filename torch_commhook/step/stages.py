@@ -8,6 +8,7 @@ Each stage checks its hooks' results as autograd checks its own, in every mode.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +18,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
+from torch_commhook.autograd.registration import is_inside
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.memory.hook_memory import change_final_stages
 from torch_commhook.native.runtime import hook_name
 
 _Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
+
+_GRAPH_FILE = torch.autograd.graph.__file__
+_NO_BACKWARD = -1
+#: The running stages in which an optimizer may step, since gradients are averaged. Not a thread's
+#: own value: compilers trace this.
+_final_stages = 0
 
 
 class BucketStages:
@@ -100,7 +107,8 @@ class BucketStages:
 
     def done(self, bucket: GradBucket, where: str) -> None:
         """Run the post-accumulate hooks, when all gradients are written."""
-        change_final_stages(1)
+        global _final_stages
+        _final_stages += 1
         try:
             with torch.no_grad():
                 for hook, name in _hooks(self.post_accumulate_hooks):
@@ -111,7 +119,7 @@ class BucketStages:
                             f"but returned '{type(result).__name__}'"
                         )
         finally:
-            change_final_stages(-1)
+            _final_stages -= 1
 
     @staticmethod
     def _run_all(
@@ -173,3 +181,35 @@ def _check_value(value: object, was: Tensor, which: str) -> None:
             f"{which}: hook has changed the size of value (was {tuple(was.shape)}, "
             f"got {tuple(value.shape)})"
         )
+
+
+def check_not_in_backward(name: str) -> None:
+    """Refuse an optimizer's step inside backward.
+
+    Args:
+        name: the hook's name.
+
+    Raises:
+        RuntimeError: this is a step inside backward, and no stage in which it may step.
+    """
+    if is_in_backward():
+        raise RuntimeError(
+            f"hook '{name}': an optimizer steps inside backward(), before the ranks' gradients are "
+            "averaged, as in a hook of a parameter's register_post_accumulate_grad_hook(). Step "
+            "after backward(), or in HookHandle.register_post_accumulate_hook(), as in "
+            "handle.register_post_accumulate_hook(lambda bucket: step(bucket.parameters()))"
+        )
+
+
+def is_in_backward() -> bool:
+    """Whether this code runs inside backward, before the gradients are averaged."""
+    if _final_stages:
+        return False
+    if torch.compiler.is_compiling():
+        return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
+    if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        return True
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    # The region is another thread's if backward() is not on this one's stack.
+    in_region = compiled is not None and compiled.in_compiled_autograd_region
+    return in_region and is_inside(_GRAPH_FILE)

@@ -70,6 +70,7 @@ from torch_commhook.collectives.gloo_groups import (
     is_gloo_or_own,
     lacks_cpu,
     resolve_group,
+    state_of,
 )
 from torch_commhook.collectives.issuing import (
     COMPARISON,
@@ -96,13 +97,9 @@ from torch_commhook.step.link import MoreConnections
 _log = logging.getLogger(__name__)
 #: Another rank is at fault, and will send nothing more.
 _GONE = (WireFailure.ENDED, WireFailure.LOST, WireFailure.LEFT, WireFailure.TOLD)
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_siblings: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[StepGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-#: Groups on which collectives of a failed step may still be running.
-_lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
+#: Objects that compiled code finds by a text: groups, reducers and roads. Dynamo would make
+#: variables of numbers that change.
+by_name: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class StepGroup:
@@ -147,10 +144,9 @@ class StepGroup:
         self._backward: RunningBackward | None = None  # of the last step
         self._step_end: StepEnd | None = None  # of the open step, if ranks agree
         self._comparison: Place | None = None  # of the next one, if it was announced
-        count = _counts.get(self.parent, 0)
-        _counts[self.parent] = count + 1
         #: The key by which compiled code finds the object; it never changes.
-        self.name = _name_of(self.parent, count)
+        self.name = _name_of(self.parent, state_of(self.parent).step_groups_made)
+        state_of(self.parent).step_groups_made += 1
         #: The ranks' group that can reconnect, or None.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
@@ -177,8 +173,8 @@ class StepGroup:
         if self.recovers:
             description = _described(self.parent)
             self.group = self._make(self.name, self.parent, description, greeting=greeting)
-        groups_by_name[self.name] = self
-        _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
+        by_name[self.name] = self
+        state_of(self.parent).step_groups.add(self)
 
     @property
     def recovers(self) -> bool:
@@ -430,13 +426,13 @@ class StepGroup:
                 sibling._fail(reason, lost=lost)
 
     def _others(self) -> list[StepGroup]:
-        siblings = _siblings.get(self.parent, ())
-        return [each for each in siblings if each is not self and not each.in_background]
+        every = state_of(self.parent).step_groups
+        return [each for each in every if each is not self and not each.in_background]
 
     def _fail(self, reason: Reason, *, lost: bool = False) -> None:
         if self._open:
-            _lost.update(self._outside)
             for outside in list(self._outside):
+                state_of(outside).is_lost = True
                 give_up(outside)
         self._open = False
         if not lost:  # otherwise the step's thread uses it
@@ -602,7 +598,7 @@ def check_is_free(group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: a step on it failed.
     """
-    if group in _lost:
+    if state_of(group).is_lost:
         raise RuntimeError(
             f"torch_commhook: a step that communicated through process group "
             f"{group_name(group)!r} failed. Its collectives may still be running, and would "

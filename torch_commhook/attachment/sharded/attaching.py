@@ -353,8 +353,8 @@ def _shared(
     group = units[0].group
     shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
     return {
-        **compared_settings(attached.hook),
-        "shard_hook": None if beside is None else printed_hook(beside.hook),
+        **compared_settings(attached.given),
+        "shard_hook": None if beside is None else printed_hook(beside.given),
         "weights": None if weights is None else repr(weights),
         "the number of parameter groups": len(units),
         "the mesh": (

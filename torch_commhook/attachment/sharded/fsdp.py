@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook.attachment.parameters import class_name
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import FunctionHook, Hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.memory.sharded_states import ShardedParameter
@@ -509,13 +509,13 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
     """
     hook = attached.hook
     on_shards = isinstance(attached.memory, UnshardedMemory)
-    if isinstance(hook, Hook) and _scales_steps(hook):
+    if _scales_steps(hook):
         raise TypeError(
             f"{op}: {hook} scales all gradients of a step after their average, which no hook can "
             "do on a model with fully_shard() or replicate(); call "
             "torch.nn.utils.clip_grad_norm_() after backward()"
         )
-    if isinstance(hook, Hook) and hook.chooses:
+    if hook.chooses:
         raise TypeError(
             f"{op}: {hook} chooses a hook on a model whose ranks have all of it; on a model with "
             "fully_shard() or replicate(), attach the hook itself, which `commhook plan "
@@ -523,13 +523,13 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
         )
     if beside:
         _check_fits_beside(attached, op)
-    if on_shards and isinstance(hook, Hook) and hook.keeps_ranks_apart:
+    if on_shards and hook.keeps_ranks_apart:
         raise TypeError(
             f"{op}: {hook} keeps replicas apart, but on a mesh of one dimension each rank has a "
             "part of the only replica; shard over a mesh of two dimensions, of replicas and shards"
         )
     if on_shards:
-        if not isinstance(hook, Hook):
+        if isinstance(hook, FunctionHook):
             raise TypeError(
                 f"{op}: hook '{attached.name}' averages whole gradients, but a rank has only its "
                 "shards of sharded parameters; subclass torch_commhook.hooks.Hook, "
@@ -540,7 +540,7 @@ def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) 
 
 def _check_fits_beside(attached: Attached, op: str) -> None:
     hook, error = attached.hook, None
-    if isinstance(hook, Hook) and not hook.keeps_ranks_apart:
+    if not hook.keeps_ranks_apart:
         try:
             hook.check_shards()
         except TypeError as raised:

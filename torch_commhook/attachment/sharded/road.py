@@ -54,7 +54,6 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.issuing import issue_unseen
 from torch_commhook.collectives.plain import issue_reduce_scatter
-from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
@@ -225,7 +224,6 @@ class ShardedRoad:
                     future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
                 wait_for(future, step_group)
             else:
-                assert isinstance(attached.hook, Hook)
                 assert isinstance(attached.memory, UnshardedMemory)
                 stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
                 memory = attached.memory_of(stand_ins, unit.number)
@@ -463,8 +461,6 @@ class ShardedRoad:
 
     def _prepare(self, attached: Attached) -> None:
         """Let a hook ask for its memory of all parameters before the first step."""
-        if not isinstance(attached.hook, Hook):
-            return
         for unit in self._units:
             if isinstance(attached.memory, UnshardedMemory):
                 names = [each.name for each in unit.parameters.values()]
