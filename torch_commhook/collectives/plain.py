@@ -527,7 +527,12 @@ def padded_numel(numel: int, ranks: int) -> int:
 
 
 def wide_all_reduce(
-    wire: Tensor, numel: int, shards: Tensor | None, *, group: dist.ProcessGroup
+    wire: Tensor,
+    numel: int,
+    shards: Tensor | None,
+    *,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Sum 16-bit values over all ranks: in float32, and rounded once.
 
@@ -541,6 +546,7 @@ def wide_all_reduce(
         shards: memory for as many elements, of the same dtype and device; None while a compiler
             traces, since it plans memory itself.
         group: the process group.
+        timeout: as for :func:`all_reduce`, of each collective.
 
     Returns:
         A Future of the sum, flat: in eager code a view of ``wire``.
@@ -557,15 +563,16 @@ def wide_all_reduce(
     def issue_second(tensor: Tensor) -> torch.futures.Future[Tensor]:
         if is_traced:
             return traced_all_gather(tensor, group, is_second=True)
-        return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
+        return issue_all_gather(tensor, wire.view(ranks, shard), group, timeout, place=place)
 
-    place = None if is_traced else second_place(group, wire.device)
+    # With a timeout of its own, the second one is no exchange, and has no place.
+    place = None if is_traced or timeout is not None else second_place(group, wire.device)
     if place is not None:
         # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
         place.form = str(wire.dtype)
         place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
     return two_stages(
-        all_to_all(wire, out=shards, group=group),
+        all_to_all(wire, out=shards, group=group, timeout=timeout),
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],

@@ -19,10 +19,23 @@ from torch_commhook.collectives.compressed_chunks import (
     compressed_all_gather,
     compressed_reduce_scatter,
 )
-from torch_commhook.collectives.futures import then
+from torch_commhook.collectives.futures import StreamNumber, beside, then
 from torch_commhook.collectives.gloo_groups import group_rank
-from torch_commhook.metrics import tensor_bytes
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+from torch_commhook.collectives.plain import (
+    LEAST_RANKS,
+    all_to_all,
+    padded_numel,
+    sum_rows,
+    wide_all_reduce,
+)
+from torch_commhook.metrics import note_collective, tensor_bytes
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
+from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.work import FollowedWork
+from torch_commhook.process_group.wrapper import BINDINGS
+
+#: The dtypes that a codec of 16 bits rounds.
+_ROUNDED = (torch.float32, torch.float64)
 
 #: Reductions that may be compressed, with the class of their options.
 SUMS: dict[str, Any] = {
@@ -203,7 +216,7 @@ class CodecCalls:
 
     Args:
         parent: the group that sends the messages.
-        codec: the codec of sums; None does not compress them.
+        codec: the codec of sums, or a dtype of 16 bits.
         gathers: the codec of all-gathers; None does not compress them.
         min_numel: operations on fewer elements are not compressed.
         seed: the seed of random numbers.
@@ -212,7 +225,7 @@ class CodecCalls:
     def __init__(
         self,
         parent: dist.ProcessGroup,
-        codec: Codec | None,
+        codec: torch.dtype | Codec,
         gathers: Codec | None,
         min_numel: int,
         seed: int,
@@ -222,12 +235,12 @@ class CodecCalls:
         self._gathers = gathers
         self._min_numel = min_numel
         self._seed = seed
+        self._stream = StreamNumber()
         self._steps: dict[str, Iterator[int]] = {kind: itertools.count() for kind in _KINDS}
 
     def takes(self, operation: str) -> bool:
         """Whether some calls of a method use a codec."""
-        codec = self._codec if operation in SUMS else self._gathers
-        return codec is not None and (operation in SUMS or operation in GATHERS)
+        return operation in SUMS or (operation in GATHERS and self._gathers is not None)
 
     def prepare(self, operation: str, arguments: Sequence[Any]) -> Callable[[], Any] | None:
         """Return a function that starts an operation through its codec and returns the Work.
@@ -247,21 +260,23 @@ class CodecCalls:
         reduction = reduction_of(options.reduceOp, self._parent.size())
         if reduction is None:
             return None
-        timeout = _timeout_of(options)
+        if not isinstance(self._codec, Codec) and reduction.premultiplier is not None:
+            return None
         if operation.startswith("allreduce"):
-            return self._prepare_all_reduce(arguments[0], reduction, timeout)
+            return self._prepare_all_reduce(operation, arguments[0], options, reduction)
         outputs, inputs = arguments[:2]
-        return self._prepare_reduce_scatter(operation, outputs, inputs, reduction, timeout)
+        return self._prepare_reduce_scatter(operation, outputs, inputs, options, reduction)
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def _prepare_all_reduce(
-        self, tensors: Any, reduction: Reduction, timeout: timedelta | None
+        self, operation: str, tensors: Any, options: Any, reduction: Reduction
     ) -> Callable[[], Any] | None:
         codec, ranks = self._codec, self._parent.size()
-        assert codec is not None
-        if not is_large(tensors, self._min_numel, BUCKET_DTYPES):
+        if not is_large(tensors, self._min_numel, self._summed_dtypes):
             return None
+        if not isinstance(codec, Codec):
+            return lambda: self._sum_in_16_bits(codec, operation, tensors, options)
         numel = sum(tensor.numel() for tensor in tensors)
         if _all_reduce_bytes(codec, numel, ranks) >= 2 * _bytes_of(tensors) * (ranks - 1) / ranks:
             return None
@@ -274,22 +289,16 @@ class CodecCalls:
                 out=list(tensors),
                 rounding=self._rounding("all_reduce", codec, tensors[0].device, rows=2),
                 group=self._parent,
-                timeout=timeout,
+                timeout=_timeout_of(options),
             )
             return _work_of(future, tensors)
 
         return start
 
     def _prepare_reduce_scatter(
-        self,
-        operation: str,
-        outputs: Any,
-        inputs: Any,
-        reduction: Reduction,
-        timeout: timedelta | None,
+        self, operation: str, outputs: Any, inputs: Any, options: Any, reduction: Reduction
     ) -> Callable[[], Any] | None:
         codec, ranks = self._codec, self._parent.size()
-        assert codec is not None
         if operation == "reduce_scatter_single":
             outputs, inputs = [outputs], [inputs]
         in_lists = operation == "reduce_scatter"
@@ -298,13 +307,17 @@ class CodecCalls:
         if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
             return None
         flat = [each for some in inputs for each in some] if in_lists else list(inputs)
-        if not is_large(flat, self._min_numel, BUCKET_DTYPES):
+        if not is_large(flat, self._min_numel, self._summed_dtypes):
             return None
-        if not is_large(outputs, 0, BUCKET_DTYPES) or outputs[0].device != flat[0].device:
+        if not is_large(outputs, 0, self._summed_dtypes) or outputs[0].device != flat[0].device:
             return None
         parts = parts_of(outputs, inputs, ranks, group_rank(self._parent), in_lists=in_lists)
         if parts is None:
             return None
+        if not isinstance(codec, Codec):
+            return lambda: self._scatter_in_16_bits(
+                codec, operation, outputs, inputs, parts, options
+            )
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
         nbytes = sum(part.nbytes for part in codec.chunks(sizes))
         if ranks == 1 or nbytes >= _bytes_of(flat):
@@ -321,11 +334,15 @@ class CodecCalls:
                 out=list(outputs),
                 rounding=self._rounding("reduce_scatter", codec, flat[0].device),
                 group=self._parent,
-                timeout=timeout,
+                timeout=_timeout_of(options),
             )
             return _work_of(future, outputs)
 
         return start
+
+    @property
+    def _summed_dtypes(self) -> Sequence[torch.dtype]:
+        return BUCKET_DTYPES if isinstance(self._codec, Codec) else _ROUNDED
 
     @staticmethod
     def _terms(tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
@@ -336,6 +353,106 @@ class CodecCalls:
             _times(tensor, reduction.premultiplier, _at_least_float32(tensor.dtype))
             for tensor in tensors
         ]
+
+    # ---- sums in 16 bits -------------------------------------------------------------------------
+    #
+    # Terms are divided by the number of ranks before they are rounded.
+
+    def _sum_in_16_bits(
+        self, dtype: torch.dtype, operation: str, tensors: Sequence[Tensor], options: Any
+    ) -> Any:
+        ranks, numel = self._parent.size(), sum(tensor.numel() for tensor in tensors)
+        is_wide = ranks >= LEAST_RANKS and numel > 0
+        wire = tensors[0].new_empty(padded_numel(numel, ranks) if is_wide else numel, dtype=dtype)
+        values = self._rounded(tensors, out=wire[:numel])
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                unflatten_into(values, tensors, scale=self._factor(options))
+            return list(tensors)
+
+        if not is_wide:
+            return FollowedWork(self._call(operation, [values], as_sum(options)), write_back)
+        wire[numel:].zero_()
+        shards = torch.empty_like(wire)
+        with beside(wire.device, self._stream, [wire, shards]):
+            timeout = _timeout_of(options)
+            future = wide_all_reduce(wire, numel, shards, group=self._parent, timeout=timeout)
+        return FollowedWork(_C.as_work(future), write_back)
+
+    def _scatter_in_16_bits(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Any,
+        parts: list[list[Tensor]],
+        options: Any,
+    ) -> Any:
+        ranks, factor = self._parent.size(), self._factor(options)
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        if ranks < LEAST_RANKS or not any(sizes):
+            return self._scatter_by_parent(dtype, operation, outputs, inputs, options)
+        own = sizes[group_rank(self._parent)]
+        wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
+        shards = wire.new_empty(ranks, own)
+        received = all_to_all(
+            wire,
+            input_split_sizes=sizes,
+            output_split_sizes=[own] * ranks,
+            out=shards.view(-1),
+            group=self._parent,
+            timeout=_timeout_of(options),
+        )
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                if len(outputs) == 1:
+                    sum_rows(shards, outputs[0].detach().view(-1)).mul_(factor)
+                else:
+                    sums = sum_rows(shards, shards.new_empty(own, dtype=torch.float32))
+                    unflatten_into(sums, outputs, scale=factor)
+            return list(outputs)
+
+        return FollowedWork(_C.as_work(received), write_back)
+
+    def _scatter_by_parent(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Any],
+        options: Any,
+    ) -> Any:
+        results = [torch.empty_like(output, dtype=dtype) for output in outputs]
+        sent = _mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
+        if operation == "reduce_scatter_single":
+            work = self._call(operation, results[0], sent[0], as_sum(options))
+        else:
+            work = self._call(operation, results, sent, as_sum(options))
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                for result, output in zip(results, outputs, strict=True):
+                    unflatten_into(result, [output], scale=self._factor(options))
+            return list(outputs)
+
+        return FollowedWork(work, write_back)
+
+    def _rounded(self, tensors: Sequence[Tensor], **to: Any) -> Tensor:
+        with torch.no_grad():
+            return flatten(tensors, scale=1.0 / self._parent.size(), **to)
+
+    def _factor(self, options: Any) -> float:
+        """The factor of a sum of terms that were divided by the number of ranks."""
+        return 1.0 if options.reduceOp == dist.ReduceOp.AVG else float(self._parent.size())
+
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        """The Work of the parent's operation."""
+        call = describe(operation, arguments, {})
+        if call is not None:
+            note_collective(call.bytes_sent(group_rank(self._parent), self._parent.size()))
+        return _C.as_work(getattr(self._parent, BINDINGS[operation])(*arguments))
 
     # ---- all-gathers -----------------------------------------------------------------------------
 

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.futures import StreamNumber, beside, chained
-from torch_commhook.collectives.gloo_groups import exchanges
-from torch_commhook.collectives.issuing import SECOND, as_bytes, issue_unseen, place_in
-from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel, sum_rows
-from torch_commhook.metrics import WireMeter, counting, tensor_bytes
-from torch_commhook.native.bucket_ops import flatten, unflatten_into
-from torch_commhook.process_group.codec_calls import (
-    SUMS,
-    CodecCalls,
-    as_sum,
-    is_large,
-    options_of,
-    parts_of,
-    without_premultiplier,
-)
-from torch_commhook.process_group.operations import describe
-from torch_commhook.process_group.work import FollowedWork
+from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.process_group.codec_calls import SUMS, CodecCalls, without_premultiplier
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
-
-# ---- a process group that sends large tensors in fewer bits --------------------------------------
-
-
-#: The dtypes that 16-bit codecs round.
-_ROUNDED = (torch.float32, torch.float64)
 
 
 class CompressedProcessGroup(WrapperProcessGroup):
@@ -56,9 +32,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
     more ranks the error does not grow with their number. A reduce-scatter then is an all-to-all of
     the parent; each rank sums the values in float32, directly into the output. An all-reduce adds
     one rounding of the sum, and an all-gather. If the parent is a Gloo group that
-    ``torch.distributed`` knows, the all-gather of CPU tensors uses the library's own transport.
-    Over other parents this all-reduce returns after its all-to-all has ended; with CUDA tensors
-    over NCCL it returns at once.
+    ``torch.distributed`` knows, CPU tensors use the library's own transport. Over other parents,
+    and with a timeout of its own, this all-reduce returns after its all-to-all has ended; with CUDA
+    tensors over NCCL it returns at once.
 
     **A codec of** :mod:`torch_commhook.codecs` compresses float64, float32, bfloat16 and float16,
     and sums in float32. An all-reduce is a
@@ -139,19 +115,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self.gathers = gathers
         self.compressed = 0
         self.bytes_sent = 0
-        self._stream = StreamNumber()
         self._is_coalescing = False
-        of_sums = codec if isinstance(codec, Codec) else None
-        self._calls = CodecCalls(parent, of_sums, gathers, min_numel, seed)
+        self._calls = CodecCalls(parent, codec, gathers, min_numel, seed)
 
     def _settings_text(self) -> str:
         codec = str(self.codec).removeprefix("torch.")
         return codec if self.gathers is None else f"{codec}, gathers={self.gathers}"
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert isinstance(self.codec, torch.dtype)
-        return self.codec
 
     def start_coalescing(self, device: Any) -> Any:
         """Let the parent combine the following operations, uncompressed.
@@ -167,17 +136,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
     ) -> Any:
         if operation == "end_coalescing":
             self._is_coalescing = False
-        elif not keywords and not self._is_coalescing:
-            if self._calls.takes(operation):
-                return self._run_with_codec(operation, arguments)
-            if operation in SUMS:
-                start = self._encode(operation, arguments)
-                if start is not None:
-                    self.compressed += 1
-                    return start()
-        return super().run_collective(operation, arguments, keywords)
-
-    def _run_with_codec(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+        if keywords or self._is_coalescing or not self._calls.takes(operation):
+            return super().run_collective(operation, arguments, keywords)
         arguments = self.change_arguments(operation, arguments)
         start = self._calls.prepare(operation, arguments)
         if start is None:
@@ -192,163 +152,3 @@ class CompressedProcessGroup(WrapperProcessGroup):
             work = self._issue(operation, arguments, start)
         self.bytes_sent += meter.bytes_sent
         return work
-
-    def _call(self, operation: str, *arguments: Any) -> Any:
-        """The Work of the parent's operation."""
-        call = describe(operation, arguments, {})
-        if call is not None:
-            self.bytes_sent += call.bytes_sent(self.rank(), self.size())
-        return _C.as_work(super().run_collective(operation, arguments, {}))
-
-    def _encode(self, operation: str, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
-        """A function that starts the operation and returns its Work; None without compression."""
-        options = options_of(operation, arguments)
-        if options is None:
-            return None  # the parent checks it
-        # Not by `in`, which would compare members of another type.
-        if options.reduceOp == dist.ReduceOp.AVG:
-            factor = 1.0
-        elif options.reduceOp == dist.ReduceOp.SUM:
-            factor = float(self.size())
-        else:
-            return None
-        if operation.startswith("allreduce"):
-            return self._encode_allreduce(operation, arguments[0], options, factor)
-        outputs, inputs = arguments[:2]
-        if operation == "reduce_scatter_single":
-            outputs, inputs = [outputs], [inputs]
-        elif not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
-            return None
-        return self._encode_reduce_scatter(operation, outputs, inputs, options, factor)
-
-    # ---- all-reduce ------------------------------------------------------------------------------
-
-    def _encode_allreduce(
-        self, operation: str, tensors: Any, options: Any, factor: float
-    ) -> Callable[[], Any] | None:
-        if not is_large(tensors, self.min_numel, _ROUNDED):
-            return None
-        numel = sum(tensor.numel() for tensor in tensors)
-        adds_in_float32 = self.size() >= LEAST_RANKS and numel > 0
-        padded = padded_numel(numel, self.size()) if adds_in_float32 else numel
-        buffer = tensors[0].new_empty(padded, dtype=self._dtype)
-        wire = self._flatten(tensors, buffer[:numel])
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                unflatten_into(wire, tensors, scale=factor)
-            return list(tensors)
-
-        def start() -> Any:
-            if not adds_in_float32:
-                return FollowedWork(self._call(operation, [wire], as_sum(options)), write_back)
-            buffer[numel:].zero_()
-            return FollowedWork(self._sum_in_float32(buffer, options), write_back)
-
-        return start
-
-    def _sum_in_float32(self, buffer: Tensor, options: Any) -> Any:
-        """The Work of two collectives that replace a buffer by its sum over the ranks."""
-        shards = buffer.new_empty(self.size(), buffer.numel() // self.size())
-        sums = buffer.new_empty(shards.shape[1])
-        to_all = _with_timeout(AllToAllOptions, options)
-        if buffer.device.type != "cpu" or not exchanges(self.parent):
-            # All ranks issue both here, so that the parent sees them in the same order.
-            with beside(buffer.device, self._stream, [buffer, shards, sums]), torch.no_grad():
-                self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all).wait()
-                sum_rows(shards, sums)
-                gather = _with_timeout(AllgatherOptions, options)
-                return self._call("all_gather_single", buffer, sums, gather)
-
-        place = place_in(self.parent, SECOND)
-
-        def gather_sums(_: Any) -> torch.futures.Future[Tensor]:
-            with torch.no_grad():
-                sum_rows(shards, sums)
-            rows = [as_bytes(row) for row in buffer.view(shards.shape)]
-            return place.gather(as_bytes(sums), rows, buffer)
-
-        first = issue_unseen(
-            lambda: self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all),
-            buffer.device,
-        )
-        self.bytes_sent += tensor_bytes(sums) * (self.size() - 1)
-        return _C.as_work(chained(first.get_future(), gather_sums, lambda done: done))
-
-    # ---- reduce-scatter --------------------------------------------------------------------------
-
-    def _encode_reduce_scatter(
-        self, operation: str, outputs: Any, inputs: Any, options: Any, factor: float
-    ) -> Callable[[], Any] | None:
-        in_lists = operation == "reduce_scatter"
-        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
-            return None
-        flat = [each for some in inputs for each in some] if in_lists else inputs
-        if not is_large(flat, self.min_numel, _ROUNDED) or not is_large(outputs, 0, _ROUNDED):
-            return None
-        if self.size() >= LEAST_RANKS and any(each.numel() for each in flat):
-            parts = parts_of(outputs, inputs, self.size(), self.rank(), in_lists=in_lists)
-            if parts is not None:
-                return lambda: self._scatter_in_float32(parts, outputs, options, factor)
-        results = [output.new_empty(output.shape, dtype=self._dtype) for output in outputs]
-        sent: list[Any] = []
-        for each in inputs:
-            tensors = list(each) if in_lists else [each]
-            wire = self._flatten(tensors)
-            views = [
-                view.view(tensor.shape)
-                for view, tensor in zip(
-                    wire.split([tensor.numel() for tensor in tensors]), tensors, strict=True
-                )
-            ]
-            sent.append(views if in_lists else views[0])
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                for result, output in zip(results, outputs, strict=True):
-                    unflatten_into(result, [output], scale=factor)
-            return list(outputs)
-
-        new_options = as_sum(options)
-        if operation == "reduce_scatter_single":
-            given: tuple[Any, ...] = results[0], sent[0], new_options
-        else:
-            given = results, sent, new_options
-        return lambda: FollowedWork(self._call(operation, *given), write_back)
-
-    def _scatter_in_float32(
-        self, parts: list[list[Tensor]], outputs: Any, options: Any, factor: float
-    ) -> Any:
-        """The Work of an all-to-all, after which each rank sums the received tensors."""
-        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
-        own = sizes[self.rank()]
-        wire = self._flatten([tensor for part in parts for tensor in part])
-        shards = wire.new_empty(self.size(), own)
-        equal = all(size == own for size in sizes)
-        splits: tuple[list[int], list[int]] = ([], []) if equal else ([own] * len(sizes), sizes)
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                if len(outputs) == 1:
-                    sum_rows(shards, outputs[0].detach().view(-1)).mul_(factor)
-                else:
-                    sums = sum_rows(shards, shards.new_empty(own, dtype=torch.float32))
-                    unflatten_into(sums, outputs, scale=factor)
-            return list(outputs)
-
-        new_options = _with_timeout(AllToAllOptions, options)
-        work = self._call("all_to_all_single", shards.view(-1), wire, *splits, new_options)
-        return FollowedWork(work, write_back)
-
-    # ---- shared ----------------------------------------------------------------------------------
-
-    def _flatten(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        with torch.no_grad():
-            return flatten(tensors, scale=1.0 / self.size(), dtype=self._dtype, out=out)
-
-
-def _with_timeout(make_options: Callable[[], Any], like: Any) -> Any:
-    """Options of another operation, with the same timeout."""
-    made = make_options()
-    made.timeout = like.timeout
-    return made
