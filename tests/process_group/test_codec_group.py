@@ -28,11 +28,7 @@ from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter, plain
 from torch_commhook.metrics import WireMeter, counting
-from torch_commhook.process_group import (
-    CompressedProcessGroup,
-    RecordingProcessGroup,
-    codec_calls,
-)
+from torch_commhook.process_group import CompressedProcessGroup, RecordingProcessGroup, compressed
 from torch_commhook.testing import run_ranks
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
@@ -400,7 +396,7 @@ def test_a_rank_that_fails_between_the_stages(rank: int, codec: Any) -> None:
         if codec != torch.bfloat16:
             codec = SlowCodec(int8, before)
         else:
-            patch.setattr(codec_calls, "LEAST_RANKS", 2)
+            patch.setattr(compressed, "LEAST_RANKS", 2)
             patch.setattr(plain, "sum_rows", fail if rank == 0 else plain.sum_rows)
         group = CompressedProcessGroup(ranks, codec, min_numel=0)
         work = group.allreduce([torch.ones(900)], dist.AllreduceOptions())

@@ -225,7 +225,7 @@ def test_bytes_of_what_is_compressed(ranks: int) -> None:
 def _in_float32() -> Iterator[None]:
     """Two ranks add their values as many do: each rank its part, in float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_commhook.process_group.codec_calls.LEAST_RANKS", 2)
+        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook.codecs.base import (
     ERROR_DTYPES,
     Codec,
@@ -55,6 +56,7 @@ class MessageBuffers:
         ):
             with torch.inference_mode(False):  # otherwise no other call could write to it
                 buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+            _C.prefer_huge_pages(buffer)
         return buffer
 
     def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:

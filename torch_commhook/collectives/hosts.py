@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import ERROR_DTYPES, Codec
+from torch_commhook.collectives.agreement import gather_values
 from torch_commhook.collectives.compressed import compressed_bytes, sum_compressed
 from torch_commhook.collectives.compressed_call import (
     MessageBuffers,
@@ -55,8 +55,6 @@ from torch_commhook.native import bucket_ops
 #: The name of the level whose units are the machines.
 HOST = "host"
 
-#: The number of label exchanges that have begun over a group: each has keys of its own.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 #: For each group, the groups over some of its ranks that were made here, by these ranks; the last
 #: one is in use.
 _made: weakref.WeakKeyDictionary[
@@ -192,9 +190,7 @@ def known_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[list[int]]:
     """Number the labels of all ranks: equal labels get equal numbers.
 
-    All ranks of the group call this at the same point. Each makes a few requests to the group's
-    store, at any number of ranks. Over stores that cannot append, such as files, it makes one
-    request for each rank.
+    All ranks of the group call this at the same point.
 
     Args:
         group: a group that ``torch.distributed`` knows.
@@ -205,51 +201,14 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
 
     Raises:
         ValueError: ranks give different numbers of labels.
-        RuntimeError: a rank does not call this within the group's timeout.
     """
-    size, rank = group.size(), group.rank()
-    if size == 1:
-        return [[0] for _ in labels]
-    count = _counts[group] = _counts.get(group, 0) + 1
-    base = group_store(group)
-    assert base is not None
-    store = dist.PrefixStore(f"{group_name(group)}/commhook-labels{count}", base)
-    own = json.dumps(list(labels))
-    if not base.has_extended_api():  # type: ignore[attr-defined]
-        store.set(str(rank), own)
-        every = [json.loads(store.get(str(other))) for other in range(size)]
-        if store.add("read", 1) == size:
-            for key in ("read", *map(str, range(size))):
-                store.delete_key(key)
-        return _equally_many(_numbers(every))
-    store.append("labels", f"{rank} {own}\n")  # type: ignore[attr-defined]
-    if store.add("told", 1) == size:  # the last rank writes all numbers
-        lines = store.get("labels").decode().splitlines()
-        texts = dict(line.split(" ", 1) for line in lines)
-        ordered = [json.loads(texts[str(other)]) for other in range(size)]
-        store.set("found", json.dumps(_numbers(ordered)))
-    store.wait(["found"], group_timeout(group))
-    found: list[list[int]] = json.loads(store.get("found"))
-    if store.add("read", 1) == size:
-        for key in ("labels", "told", "found", "read"):
-            store.delete_key(key)
-    return _equally_many(found)
-
-
-def _numbers(every: list[list[str]]) -> list[list[int]]:
-    """The numbers of all ranks' labels; empty if ranks give different numbers of labels."""
-    if len({len(labels) for labels in every}) != 1:
-        return []
-    found = []
-    for labels in zip(*every, strict=True):
-        numbers: dict[str, int] = {}
-        found.append([numbers.setdefault(label, len(numbers)) for label in labels])
-    return found
-
-
-def _equally_many(found: list[list[int]]) -> list[list[int]]:
-    if not found:
+    every = [list(labels)] if group.size() == 1 else gather_values(list(labels), group) or []
+    if len({len(of_rank) for of_rank in every}) != 1:
         raise ValueError("hierarchical: levels must be as many on all ranks")
+    found = []
+    for same_level in zip(*every, strict=True):
+        numbers: dict[str, int] = {}
+        found.append([numbers.setdefault(label, len(numbers)) for label in same_level])
     return found
 
 

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,14 +16,15 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen
-from torch_commhook.hooks.compressed import hook_of_codec
+from torch_commhook.hooks.base import Hook, HookTraits
+from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.powersgd import powersgd
 from torch_commhook.hooks.wrappers import number_text
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
+from torch_commhook.wording import check_type
 
 # ---- records a model's first steps ---------------------------------------------------------------
 
@@ -219,8 +219,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def __init__(self, max_error: float, hooks: Sequence[Hook] | None = None) -> None:
         super().__init__()
-        if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):
-            raise TypeError(f"auto: max_error must be a number, got {_C.type_name(max_error)}")
+        check_type("auto: max_error", max_error, "a number", int, float)
         if not 0 < max_error < _MOST_ERROR:
             raise ValueError(
                 f"auto: max_error must be above 0 and below {_MOST_ERROR:g}, got {max_error}"
@@ -405,12 +404,6 @@ class _Progresses:
             found = self._of[memory] = _Progress()
         return found
 
-    def __copy__(self) -> _Progresses:
-        return _Progresses()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Progresses:
-        return _Progresses()
-
     def __reduce__(self) -> tuple[type[_Progresses], tuple[()]]:
         return _Progresses, ()
 
@@ -435,11 +428,7 @@ def _checked_hooks(hooks: object) -> list[Hook]:
         raise ValueError("auto: hooks must have at least one hook to choose from, got none")
     for number, hook in enumerate(hooks):
         where = f"auto: hooks[{number}]"
-        if not isinstance(hook, Hook):
-            raise TypeError(
-                f"{where} must be one of torch_commhook.hooks, got {_C.type_name(hook)}"
-            )
-        check_is_chosen(where, hook)
+        check_inner_hook(where, hook)
         if hook.scales_steps or hook.keeps_ranks_apart:
             raise ValueError(
                 f"{where} must average gradients in each step and leave their scale alone, got "

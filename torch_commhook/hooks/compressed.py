@@ -25,6 +25,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.wording import check_type
 
 # ---- averages through a codec --------------------------------------------------------------------
 
@@ -66,8 +67,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         super().__init__(process_group)
         if not isinstance(codec, Codec):
             raise TypeError(f"compressed: codec must be a Codec, got {no_codec(codec)}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
+        check_type("compressed: seed", seed, "an int", int)
         self.codec = codec
         self.traits = traits_of_codec(codec)
         self.seed = seed
@@ -332,6 +332,26 @@ def no_hook(value: object) -> str:
     instead = instead_of(value)
     more = "" if instead is None else f"; {instead}"
     return f"{type(value).__qualname__}{more}"
+
+
+def check_inner_hook(where: str, hook: object) -> None:
+    """Refuse a value that cannot be a hook inside of another one.
+
+    Args:
+        where: names the other hook and its argument.
+        hook: the value.
+
+    Raises:
+        TypeError: it is not a hook of the library.
+        ValueError: it is yet to choose in its first steps which hook it is.
+    """
+    if not isinstance(hook, Hook):
+        raise TypeError(f"{where} must be one of torch_commhook.hooks, got {no_hook(hook)}")
+    if hook.chooses:
+        raise ValueError(
+            f"{where} must be known before the first step, and {hook} chooses after some steps; "
+            "attach auto() by itself, with such hooks among the hooks= that it chooses from"
+        )
 
 
 # ---- a choice of bits for each bucket, under a budget of bytes -----------------------------------

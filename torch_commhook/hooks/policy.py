@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, completed, then_all
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen, result_tensor
-from torch_commhook.hooks.compressed import hook_of_codec, no_hook
+from torch_commhook.hooks.base import Hook, HookTraits, result_tensor
+from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
 from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
@@ -319,12 +319,8 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
     return condition, _checked_hook(f"rules[{number}]", hook)
 
 
-def _checked_hook(where: str, hook: object) -> Hook:
-    if not isinstance(hook, Hook):
-        raise TypeError(
-            f"policy: {where} must have one of torch_commhook.hooks, got {no_hook(hook)}"
-        )
-    check_is_chosen(f"policy: {where}", hook)
+def _checked_hook(where: str, hook: Hook) -> Hook:
+    check_inner_hook(f"policy: {where}", hook)
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")
     return hook

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch_commhook.collectives.gloo_groups import (
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.work import on_completion, take_over
+from torch_commhook.wording import check_type
 
 # ---- hooks of process groups ---------------------------------------------------------------------
 #
@@ -175,10 +176,7 @@ class GroupHooks:
         return any(self._hooks.values())
 
     def add(self, kind: str, hook_id: int, hook: Hook) -> None:
-        if isinstance(hook_id, bool) or not isinstance(hook_id, int):
-            raise TypeError(
-                f"register_{kind}_hook: hook_id must be an int, got {_C.type_name(hook_id)}"
-            )
+        check_type(f"register_{kind}_hook: hook_id", hook_id, "an int", int)
         if not -(1 << 63) <= hook_id < 1 << 63:
             raise ValueError(
                 f"register_{kind}_hook: hook_id must be an int of 64 bits, got {hook_id}"
@@ -200,15 +198,8 @@ class GroupHooks:
         return list(self._hooks[kind].values())
 
 
-class HookedGroup(Protocol):
-    """The interface of a group with hooks, such as ``ProcessGroup`` in ``base.py``."""
-
-    @property
-    def _hooks(self) -> GroupHooks: ...
-
-
 def run_with_hooks(
-    group: HookedGroup,
+    group: ProcessGroup,
     operation: str,
     method: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -545,8 +536,7 @@ def register(
         >>> run_ranks(reduce, 2)[0]
         tensor([2., 2.])
     """
-    if not isinstance(name, str):
-        raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
+    check_type("register: name", name, "a str", str)
     if not name:
         raise ValueError("register: name must have at least one character, got ''")
     if isinstance(group, dist.ProcessGroup):

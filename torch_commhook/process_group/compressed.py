@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import Codec
-from torch_commhook.metrics import WireMeter, counting
-from torch_commhook.process_group.codec_calls import SUMS, CodecCalls, without_premultiplier
+from torch_commhook.codecs.base import Codec, mix_seeds
+from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.compressed_chunks import (
+    compressed_all_gather,
+    compressed_reduce_scatter,
+)
+from torch_commhook.collectives.futures import StreamNumber, beside
+from torch_commhook.collectives.plain import (
+    LEAST_RANKS,
+    all_to_all,
+    padded_numel,
+    sum_rows,
+    wide_all_reduce,
+)
+from torch_commhook.metrics import WireMeter, counting, note_collective
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
+from torch_commhook.process_group.codec_calls import (
+    GATHERS,
+    SUMS,
+    Reduction,
+    all_reduce_bytes,
+    as_sum,
+    at_least_float32,
+    bytes_of,
+    is_large,
+    mapped,
+    options_of,
+    parts_of,
+    places_of,
+    reduction_of,
+    timeout_of,
+    times,
+    without_premultiplier,
+    work_of,
+)
+from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
+from torch_commhook.wording import check_type
+
+#: The dtypes that a codec of 16 bits rounds.
+_ROUNDED = (torch.float32, torch.float64)
+
+#: Kinds of operations; each draws different random numbers.
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class CompressedProcessGroup(WrapperProcessGroup):
@@ -103,8 +148,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
             )
         if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
             raise ValueError(f"{name}: min_numel must be an int of at least 0, got {min_numel!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"{name}: seed must be an int, got {_C.type_name(seed)}")
+        check_type(f"{name}: seed", seed, "an int", int)
         if gathers is not None and not isinstance(gathers, Codec):
             raise TypeError(
                 f"{name}: gathers must be a codec of torch_commhook.codecs or None, got {gathers!r}"
@@ -116,7 +160,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self.compressed = 0
         self.bytes_sent = 0
         self._is_coalescing = False
-        self._calls = CodecCalls(parent, codec, gathers, min_numel, seed)
+        self._stream = StreamNumber()
+        self._steps: dict[str, Iterator[int]] = {kind: itertools.count() for kind in _KINDS}
 
     def _settings_text(self) -> str:
         codec = str(self.codec).removeprefix("torch.")
@@ -136,10 +181,11 @@ class CompressedProcessGroup(WrapperProcessGroup):
     ) -> Any:
         if operation == "end_coalescing":
             self._is_coalescing = False
-        if keywords or self._is_coalescing or not self._calls.takes(operation):
+        takes = operation in SUMS or (operation in GATHERS and self.gathers is not None)
+        if keywords or self._is_coalescing or not takes:
             return super().run_collective(operation, arguments, keywords)
         arguments = self.change_arguments(operation, arguments)
-        start = self._calls.prepare(operation, arguments)
+        start = self._prepare(operation, arguments)
         if start is None:
             call = getattr(self.parent, BINDINGS[operation])
             if operation in SUMS:
@@ -152,3 +198,269 @@ class CompressedProcessGroup(WrapperProcessGroup):
             work = self._issue(operation, arguments, start)
         self.bytes_sent += meter.bytes_sent
         return work
+
+    def _prepare(self, operation: str, arguments: Sequence[Any]) -> Callable[[], Any] | None:
+        """A function that starts an operation and returns its Work; None without compression."""
+        options = options_of(operation, arguments)
+        if options is None:
+            return None  # the parent checks it
+        if operation in GATHERS:
+            return self._prepare_gather(operation, arguments[0], arguments[1], timeout_of(options))
+        reduction = reduction_of(options.reduceOp, self.size())
+        if reduction is None:
+            return None
+        if not isinstance(self.codec, Codec) and reduction.premultiplier is not None:
+            return None
+        if operation.startswith("allreduce"):
+            return self._prepare_all_reduce(operation, arguments[0], options, reduction)
+        outputs, inputs = arguments[:2]
+        return self._prepare_reduce_scatter(operation, outputs, inputs, options, reduction)
+
+    # ---- sums ------------------------------------------------------------------------------------
+
+    def _prepare_all_reduce(
+        self, operation: str, tensors: Any, options: Any, reduction: Reduction
+    ) -> Callable[[], Any] | None:
+        codec, ranks = self.codec, self.size()
+        if not is_large(tensors, self.min_numel, self._summed_dtypes):
+            return None
+        if not isinstance(codec, Codec):
+            return lambda: self._sum_in_16_bits(codec, operation, tensors, options)
+        numel = sum(tensor.numel() for tensor in tensors)
+        if all_reduce_bytes(codec, numel, ranks) >= 2 * bytes_of(tensors) * (ranks - 1) / ranks:
+            return None
+
+        def start() -> Any:
+            future = compressed_all_reduce(
+                self._terms(tensors, reduction),
+                codec,
+                scale=reduction.scale,
+                out=list(tensors),
+                rounding=self._rounding("all_reduce", codec, tensors[0].device, rows=2),
+                group=self.parent,
+                timeout=timeout_of(options),
+            )
+            return work_of(future, tensors)
+
+        return start
+
+    def _prepare_reduce_scatter(
+        self, operation: str, outputs: Any, inputs: Any, options: Any, reduction: Reduction
+    ) -> Callable[[], Any] | None:
+        codec, ranks = self.codec, self.size()
+        if operation == "reduce_scatter_single":
+            outputs, inputs = [outputs], [inputs]
+        in_lists = operation == "reduce_scatter"
+        if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
+            return None
+        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
+            return None
+        flat = [each for some in inputs for each in some] if in_lists else list(inputs)
+        if not is_large(flat, self.min_numel, self._summed_dtypes):
+            return None
+        if not is_large(outputs, 0, self._summed_dtypes) or outputs[0].device != flat[0].device:
+            return None
+        parts = parts_of(outputs, inputs, ranks, self.rank(), in_lists=in_lists)
+        if parts is None:
+            return None
+        if not isinstance(codec, Codec):
+            return lambda: self._scatter_in_16_bits(
+                codec, operation, outputs, inputs, parts, options
+            )
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        nbytes = sum(part.nbytes for part in codec.chunks(sizes))
+        if ranks == 1 or nbytes >= bytes_of(flat):
+            return None
+        # The ranks of one output are in order.
+        sources = flat if len(outputs) == 1 else [tensor for part in parts for tensor in part]
+
+        def start() -> Any:
+            future = compressed_reduce_scatter(
+                self._terms(sources, reduction),
+                codec,
+                sizes=sizes,
+                scale=reduction.scale,
+                out=list(outputs),
+                rounding=self._rounding("reduce_scatter", codec, flat[0].device),
+                group=self.parent,
+                timeout=timeout_of(options),
+            )
+            return work_of(future, outputs)
+
+        return start
+
+    @property
+    def _summed_dtypes(self) -> Sequence[torch.dtype]:
+        return BUCKET_DTYPES if isinstance(self.codec, Codec) else _ROUNDED
+
+    @staticmethod
+    def _terms(tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
+        if reduction.premultiplier is None:
+            return list(tensors)
+        # Only this rank's own terms: other ranks may have other factors.
+        return [
+            times(tensor, reduction.premultiplier, at_least_float32(tensor.dtype))
+            for tensor in tensors
+        ]
+
+    # ---- sums in 16 bits -------------------------------------------------------------------------
+    #
+    # Terms are divided by the number of ranks before they are rounded.
+
+    def _sum_in_16_bits(
+        self, dtype: torch.dtype, operation: str, tensors: Sequence[Tensor], options: Any
+    ) -> Any:
+        ranks, numel = self.size(), sum(tensor.numel() for tensor in tensors)
+        is_wide = ranks >= LEAST_RANKS and numel > 0
+        wire = tensors[0].new_empty(padded_numel(numel, ranks) if is_wide else numel, dtype=dtype)
+        values = self._rounded(tensors, out=wire[:numel])
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                unflatten_into(values, tensors, scale=self._factor(options))
+            return list(tensors)
+
+        if not is_wide:
+            return FollowedWork(self._call(operation, [values], as_sum(options)), write_back)
+        wire[numel:].zero_()
+        shards = torch.empty_like(wire)
+        with beside(wire.device, self._stream, [wire, shards]):
+            timeout = timeout_of(options)
+            future = wide_all_reduce(wire, numel, shards, group=self.parent, timeout=timeout)
+        return FollowedWork(_C.as_work(future), write_back)
+
+    def _scatter_in_16_bits(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Any,
+        parts: list[list[Tensor]],
+        options: Any,
+    ) -> Any:
+        ranks, factor = self.size(), self._factor(options)
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        if ranks < LEAST_RANKS or not any(sizes):
+            return self._scatter_by_parent(dtype, operation, outputs, inputs, options)
+        own = sizes[self.rank()]
+        wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
+        shards = wire.new_empty(ranks, own)
+        received = all_to_all(
+            wire,
+            input_split_sizes=sizes,
+            output_split_sizes=[own] * ranks,
+            out=shards.view(-1),
+            group=self.parent,
+            timeout=timeout_of(options),
+        )
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                if len(outputs) == 1:
+                    sum_rows(shards, outputs[0].detach().view(-1)).mul_(factor)
+                else:
+                    sums = sum_rows(shards, shards.new_empty(own, dtype=torch.float32))
+                    unflatten_into(sums, outputs, scale=factor)
+            return list(outputs)
+
+        return FollowedWork(_C.as_work(received), write_back)
+
+    def _scatter_by_parent(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Any],
+        options: Any,
+    ) -> Any:
+        results = [torch.empty_like(output, dtype=dtype) for output in outputs]
+        sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
+        if operation == "reduce_scatter_single":
+            work = self._call(operation, results[0], sent[0], as_sum(options))
+        else:
+            work = self._call(operation, results, sent, as_sum(options))
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                for result, output in zip(results, outputs, strict=True):
+                    unflatten_into(result, [output], scale=self._factor(options))
+            return list(outputs)
+
+        return FollowedWork(work, write_back)
+
+    def _rounded(self, tensors: Sequence[Tensor], **to: Any) -> Tensor:
+        with torch.no_grad():
+            return flatten(tensors, scale=1.0 / self.size(), **to)
+
+    def _factor(self, options: Any) -> float:
+        """The factor of a sum of terms that were divided by the number of ranks."""
+        return 1.0 if options.reduceOp == dist.ReduceOp.AVG else float(self.size())
+
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        """The Work of the parent's operation."""
+        call = describe(operation, arguments, {})
+        if call is not None:
+            note_collective(call.bytes_sent(self.rank(), self.size()))
+        return _C.as_work(getattr(self.parent, BINDINGS[operation])(*arguments))
+
+    # ---- all-gathers -----------------------------------------------------------------------------
+
+    def _prepare_gather(
+        self, operation: str, outputs: Any, inputs: Any, timeout: timedelta | None
+    ) -> Callable[[], Any] | None:
+        codec, ranks, rank = self.gathers, self.size(), self.rank()
+        assert codec is not None
+        if operation == "all_gather_single":
+            outputs, inputs = [outputs], [inputs]
+        if not is_large(inputs, 0, BUCKET_DTYPES):
+            return None
+        by_rank = places_of(operation, outputs, len(inputs), ranks)
+        if by_rank is None:
+            return None
+        places = [tensor for part in by_rank for tensor in part]
+        if not is_large(places, self.min_numel, BUCKET_DTYPES):
+            return None
+        if places[0].device != inputs[0].device:
+            return None
+        if [each.numel() for each in by_rank[rank]] != [each.numel() for each in inputs]:
+            return None
+        dtypes = [each.dtype for each in inputs]
+        if any([each.dtype for each in part] != dtypes for part in by_rank):
+            return None
+        sizes = [sum(tensor.numel() for tensor in part) for part in by_rank]
+        longest = max(part.nbytes for part in codec.chunks(sizes))
+        if ranks == 1 or longest * ranks >= bytes_of(places):
+            return None
+
+        def start() -> Any:
+            future = compressed_all_gather(
+                list(inputs),
+                codec,
+                sizes=sizes,
+                out=[outputs[0].detach().view(-1)] if operation == "all_gather_single" else places,
+                rounding=self._rounding("all_gather", codec, inputs[0].device),
+                group=self.parent,
+                timeout=timeout,
+            )
+            single = operation.startswith("all_gather_single")
+            return work_of(future, outputs if single else places)
+
+        return start
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def _rounding(
+        self, kind: str, codec: Codec, device: torch.device, *, rows: int = 1
+    ) -> Tensor | None:
+        """Seed and step of the next operation of a kind; two rows for one that encodes twice."""
+        if not codec.is_random:
+            return None
+        step = next(self._steps[kind])
+        number, rank = _KINDS.index(kind), self.rank()
+        alike = codec.exchange == "all_reduce"
+        own = mix_seeds(self.seed, number, 0 if alike else rank + 1)
+        seeds = [[own, step], [mix_seeds(self.seed, number, -1 - rank), step]]
+        rounding = torch.tensor(seeds if rows == 2 else seeds[0], dtype=torch.int64, device="cpu")
+        if device.type == "cuda":  # without waiting for the device
+            return rounding.pin_memory().to(device, non_blocking=True)
+        return rounding.to(device)

@@ -22,6 +22,7 @@ from torch_commhook.collectives.gloo_groups import group_rank, group_timeout
 from torch_commhook.process_group.operations import OPERATIONS, Call, describe
 from torch_commhook.process_group.work import FollowedWork, Timers, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.wording import check_type
 
 # ---- the faults that a process group can inject --------------------------------------------------
 
@@ -74,10 +75,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         for name in ("skip", "count"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(self._refusal(name, "an int", _C.type_name(value)))
-        self._check_number("probability", self.probability)
+            if getattr(self, name) is not None:
+                self._check_type(name, "an int", int)
+        self._check_type("probability", "a number", int, float)
         self._check_one_or_several("operations", str)
         self._check_one_or_several("ranks", int)
         unknown = sorted((newest_names(self.operations) or set()) - OPERATIONS)
@@ -94,9 +94,9 @@ class Fault:
     def _refusal(self, name: str, contract: str, got: object) -> str:
         return f"FaultyProcessGroup: {type(self).__name__}.{name} must be {contract}, got {got}"
 
-    def _check_number(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(self._refusal(name, "a number", _C.type_name(value)))
+    def _check_type(self, name: str, contract: str, *kinds: type) -> None:
+        where = f"FaultyProcessGroup: {type(self).__name__}.{name}"
+        check_type(where, getattr(self, name), contract, *kinds)
 
     def _check_one_or_several(self, name: str, kind: type) -> None:
         value = getattr(self, name)
@@ -110,7 +110,7 @@ class Fault:
             raise TypeError(self._refusal(name, contract, repr(value)))
 
     def _check_seconds(self, seconds: float) -> None:
-        self._check_number("seconds", seconds)
+        self._check_type("seconds", "a number", int, float)
         if not 0 <= seconds <= threading.TIMEOUT_MAX:
             contract = f"between 0 and {threading.TIMEOUT_MAX:.0f}"
             raise ValueError(self._refusal("seconds", contract, seconds))
