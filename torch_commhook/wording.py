@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -41,7 +42,7 @@ def align_columns(
     return lines
 
 
-def check_type(what: str, value: object, contract: str, *kinds: type) -> None:
+def check_type(what: str, value: object, contract: str, *kinds: Any) -> None:
     """Refuse a value of another type than ``kinds``. A bool is no number.
 
     Args:

@@ -18,10 +18,10 @@ from torch_commhook.codecs.base import (
     check_message,
     check_messages,
     check_setting,
-    check_values,
     register_codec,
     text_of,
 )
+from torch_commhook.native.bucket_ops import check_tensors
 
 # ---- the bases of codecs that send some of the values, in one shard ------------------------------
 
@@ -43,7 +43,7 @@ def register_fakes(name: str, check_length: Callable[..., None], *, has_sum: boo
     """
 
     def check_coded(op: str, tensors: Sequence[Tensor], message: Tensor, settings: Any) -> int:
-        numel = check_values(op, tensors)
+        numel = check_tensors(op, tensors)
         check_message(op, "message", message, None)
         check_length(op, "message", message.numel(), numel, **settings)
         return numel
@@ -79,7 +79,7 @@ def register_fakes(name: str, check_length: Callable[..., None], *, has_sum: boo
         messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0, **settings: Any
     ) -> None:
         op = f"{name}_decode_sum"
-        numel = check_values(op, tensors)
+        numel = check_tensors(op, tensors)
         check_messages(op, messages)
         check_message(op, "messages", messages, None)
         check_length(op, "messages", messages.shape[1], numel, **settings)

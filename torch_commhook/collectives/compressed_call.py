@@ -305,26 +305,6 @@ def check_out(
         )
 
 
-def checked_sizes(op: str, sizes: Sequence[int], world_size: int) -> list[int]:
-    """Numbers of elements, one for each rank, checked.
-
-    Raises:
-        TypeError: they are no list of ints.
-        ValueError: there are more or fewer numbers, or one is negative.
-    """
-    if not isinstance(sizes, Sequence) or any(
-        not isinstance(size, int) or isinstance(size, bool) for size in sizes
-    ):
-        raise TypeError(f"{op}: sizes must be a list of ints, got {sizes!r}")
-    counts = list(sizes)
-    if len(counts) != world_size or any(count < 0 for count in counts):
-        raise ValueError(
-            f"{op}: sizes must be {world_size} numbers of at least 0, one for each rank, got "
-            f"{counts}"
-        )
-    return counts
-
-
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
     if codec.exchange != "all_to_all":
@@ -403,24 +383,16 @@ class CompressedCall:
 
     @contextmanager
     def later_stage(self, name: str) -> Iterator[None]:
-        """The context of work after a collective, on any thread.
+        """The context of work after a collective, on any thread; the meter counts it under a name.
 
         Tensors made in ``torch.inference_mode()`` can be written only in that mode.
-
-        Args:
-            name: the stage's name, for the meter.
         """
         mode = torch.inference_mode() if self._is_inference else torch.no_grad()
         with mode, timed(self.meter, name):
             yield
 
     def decay(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """Multiply a measured new error by the decay.
-
-        Args:
-            error: the caller's tensor.
-            rounding: seed and step of the encoding.
-        """
+        """Multiply the caller's error, measured and new, by the decay."""
         if error is not None and self.error_decay != 1.0:
             decay_error(error, self.error_decay, rounding)
 

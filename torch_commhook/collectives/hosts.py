@@ -340,7 +340,9 @@ def hierarchical_all_reduce(
     mode = _mode_of_now(is_traced)
 
     def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-        return _write(done.value().view(-1)[:numel], destinations, mode)
+        with mode():
+            bucket_ops.unflatten_into(done.value().view(-1)[:numel], destinations)
+        return destinations[0]
 
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
@@ -353,18 +355,11 @@ def hierarchical_all_reduce(
         for group in intra_groups:
             own = reduce_scatter(own, group=group).wait()
         if end > begin:  # the last share may be shorter than the others
-            _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
+            share = [own[: end - begin]]
+            sum_compressed(share, share, arguments, inter_group).wait()
         for group in reversed(intra_groups[1:]):
             own = all_gather(own, group=group).wait().view(-1)
         return then_beside(all_gather(own, group=intra_groups[0]), finish, device)
-
-
-def _write(
-    sums: Tensor, destinations: list[Tensor], mode: Callable[[], AbstractContextManager[object]]
-) -> Tensor:
-    with mode():
-        bucket_ops.unflatten_into(sums, destinations)
-    return destinations[0]
 
 
 def _checked_groups(
@@ -490,8 +485,8 @@ def _in_level(
             return own
 
         with mode(), counting(WireMeter()):
-            sums = _start_over_nodes(own[:numel], arguments, inter_group)
-            return then(sums, summed, flat.device)
+            share = [own[:numel]]  # replaced by the sum of all nodes
+            return then(sum_compressed(share, share, arguments, inter_group), summed, flat.device)
 
     def in_node(sums: Tensor) -> torch.futures.Future[Tensor]:
         if last is None:
@@ -519,13 +514,6 @@ def _flattened(
         flat[:numel] += carry
         carry.zero_()
     return flat
-
-
-def _start_over_nodes(
-    own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
-) -> torch.futures.Future[Tensor]:
-    """Start to replace a share's sum of the node by the sum of all nodes."""
-    return sum_compressed([own], [own], arguments, inter_group)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

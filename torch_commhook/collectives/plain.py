@@ -34,6 +34,7 @@ from torch_commhook.collectives.traced import (
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.spans import continued, on_the_wire, timed
+from torch_commhook.wording import check_type
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
 
@@ -100,21 +101,26 @@ def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> li
     return [tensor.shape[0] // world_size] * world_size
 
 
-def checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
-    """Numbers of rows for each rank, checked.
+def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: str) -> list[int]:
+    """Numbers, one for each rank, checked.
+
+    Args:
+        what: the function and its argument.
+        given: the numbers.
+        world_size: the number of ranks.
+        contract: what the numbers must be, such as ``"numbers of rows"``.
 
     Raises:
         TypeError: they are no list of ints.
         ValueError: there is not one for each rank, or one is negative.
     """
-    if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
-        raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")
+    if not isinstance(given, Sequence) or any(
+        not isinstance(size, int) or isinstance(size, bool) for size in given
+    ):
+        raise TypeError(f"{what} must be a list of ints, got {given!r}")
     sizes = list(given)
     if len(sizes) != world_size or any(size < 0 for size in sizes):
-        raise ValueError(
-            f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
-            f"got {sizes}"
-        )
+        raise ValueError(f"{what} must be {world_size} {contract}, one for each rank, got {sizes}")
     return sizes
 
 
@@ -334,7 +340,9 @@ def all_to_all(
     if input_split_sizes is None:
         sends = equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
     else:
-        sends = checked_sizes("input_split_sizes", input_split_sizes, world_size)
+        sends = checked_sizes(
+            "all_to_all: input_split_sizes", input_split_sizes, world_size, "numbers of rows"
+        )
         if sum(sends) != tensor.shape[0]:
             raise ValueError(
                 f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} "
@@ -343,7 +351,9 @@ def all_to_all(
     if output_split_sizes is None:
         gets = equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
     else:
-        gets = checked_sizes("output_split_sizes", output_split_sizes, world_size)
+        gets = checked_sizes(
+            "all_to_all: output_split_sizes", output_split_sizes, world_size, "numbers of rows"
+        )
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
@@ -483,8 +493,7 @@ def broadcast(
     check_tensor("broadcast", tensor)
     group = resolve_group(group)
     world_size = group.size()
-    if not isinstance(src, int) or isinstance(src, bool):
-        raise TypeError(f"broadcast: src must be an int, got {type(src).__qualname__}")
+    check_type("broadcast: src", src, "an int", int)
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
     # All ranks but one must receive it. The backend chooses the senders: an equal share each.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.hooks.base import Hook, HookTraits
+from torch_commhook.hooks.base import Hook, HookTraits, is_traceable
 from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.powersgd import powersgd
@@ -80,11 +80,7 @@ class FirstSteps:
             ]
 
     def step_ended(self, device: torch.device | None = None) -> None:
-        """Record the end of a step that counts on all ranks.
-
-        Args:
-            device: the gradients' device.
-        """
+        """Record the end of a step that counts on all ranks."""
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self._ended = time.perf_counter()
@@ -92,24 +88,16 @@ class FirstSteps:
     def ready(self, buckets: int) -> list[float] | None:
         """The median times at which buckets were full, in seconds from the end of the step before.
 
-        Args:
-            buckets: the number of buckets.
-
-        Returns:
-            A time for each bucket; None if one has no record.
+        None if one of this many buckets has no record.
         """
         if sorted(self._ready) != list(range(buckets)):
             return None
         return [statistics.median(self._ready[index]) for index in range(buckets)]
 
     def sample(self, buckets: Sequence[BucketMemory]) -> list[list[Tensor]] | None:
-        """Gradients of the last recorded step, or their first rows.
+        """Gradients of the last recorded step, or their first rows: a list for each sampled bucket.
 
-        Args:
-            buckets: all buckets.
-
-        Returns:
-            A list of gradients for each of a few buckets; None without a record of them.
+        None without a record of them.
         """
         found = [self._samples.get(buckets[i].index, []) for i in _sampled_buckets(len(buckets))]
         seen = [[gradient.shape for gradient in sample] for sample in found]
@@ -242,9 +230,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         self.traits = replace(
             HookTraits.of_any(self.candidates), settles_buckets=True, chooses=True
         )
-        self._commhook_traceable = all(
-            getattr(hook, "_commhook_traceable", False) for hook in self.candidates
-        )
+        self._commhook_traceable = all(map(is_traceable, self.candidates))
         self._in_use: list[Hook] = [self._plain]
         self._progress = _Progresses()
 
@@ -258,11 +244,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     # ---- the choice ------------------------------------------------------------------------------
 
     def chosen(self, memory: HookMemory) -> Hook | None:
-        """The hook that the ranks chose for a model; None before the choice.
-
-        Args:
-            memory: the model's memory.
-        """
+        """The hook that the ranks chose for a model; None before the choice."""
         numbers = {bucket.choices.get(self._kind, _OPEN) for bucket in memory.bucket_memories()}
         return None if not numbers or _OPEN in numbers else self._by_number[min(numbers)]
 

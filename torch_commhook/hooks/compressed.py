@@ -201,11 +201,7 @@ def traits_of_codec(codec: Codec) -> HookTraits:
 
 
 def no_codec(value: object) -> str:
-    """What errors name in place of a codec: its type, and what to give instead.
-
-    Args:
-        value: what was given.
-    """
+    """What errors name in place of a codec: its type, and what to give instead."""
     instead = "see torch_commhook.codecs"
     if isinstance(value, compressed):
         instead = f"a hook is not a codec; use codecs.{value.codec!r}"
@@ -281,14 +277,7 @@ def call_of_maker(value: object) -> str | None:
 
 
 def instead_of(value: object) -> str | None:
-    """A sentence that names the hook to use instead of a value that is not a hook.
-
-    Args:
-        value: the value.
-
-    Returns:
-        None if the value suggests no hook.
-    """
+    """A sentence that names the hook to use instead of a value that is not a hook, if any."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, Codec):
         call = f"{cls.__name__}(...)" if cls is value else repr(value)
@@ -324,11 +313,7 @@ def check_is_hook(value: object, op: str) -> None:
 
 
 def no_hook(value: object) -> str:
-    """The type of a value that is not a hook, and the hook to use instead, for errors.
-
-    Args:
-        value: the value.
-    """
+    """The type of a value that is not a hook, and the hook to use instead, for errors."""
     instead = instead_of(value)
     more = "" if instead is None else f"; {instead}"
     return f"{type(value).__qualname__}{more}"

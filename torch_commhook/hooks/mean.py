@@ -44,9 +44,6 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
         group = self.group(bucket)
         return all_reduce(bucket.scaled_buffer(average_scale(group)), group=group)
 
-    def check_shards(self) -> None:
-        pass
-
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         # As fully_shard does itself, with the same bits.
         return issue_reduce_scatter(
@@ -142,9 +139,6 @@ class cast(Hook):  # noqa: N801
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.dtype
-
-    def check_shards(self) -> None:
-        pass
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)

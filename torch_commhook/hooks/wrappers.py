@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import ERROR_DTYPES, check_decay
-from torch_commhook.hooks.base import Hook, HookTraits, step_scale_of
+from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, step_scale_of
 from torch_commhook.hooks.compressed import check_inner_hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
@@ -33,7 +33,7 @@ class Wrapper(Hook):
         self.hook = hook
         self.traits = HookTraits.of_any([hook])
         self.error_dtype, self.error_decay = hook.error_dtype, hook.error_decay
-        self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
+        self._commhook_traceable = is_traceable(hook)
 
     def _check_inside(self, name: str, hook: Hook) -> None:
         check_inner_hook(f"{type(self).__name__}: {name}", hook)
@@ -245,8 +245,7 @@ class after(Wrapper):  # noqa: N801
         either = HookTraits.of_any([hook, self.before])
         self.traits = replace(either, takes_error=hook.takes_error)
         self._left_plan = f"left by {self.before} for {self.hook}"
-        traceable = getattr(self.before, "_commhook_traceable", False)
-        self._commhook_traceable = self._commhook_traceable and traceable
+        self._commhook_traceable = is_traceable(hook) and is_traceable(self.before)
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook, self.before)

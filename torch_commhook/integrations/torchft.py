@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchft.process_group import ManagedProcessGroup
 
+from torch_commhook import _C
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.reducer_road import ReducerRoad
@@ -21,7 +22,6 @@ from torch_commhook.collectives.futures import completed
 from torch_commhook.hooks.base import Hook
 from torch_commhook.integrations.attached_model import hook_of
 from torch_commhook.process_group.base import ProcessGroup
-from torch_commhook.process_group.work import Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.step.attached_hook import Attached
 
@@ -296,18 +296,4 @@ class _QuorumGroup(WrapperProcessGroup):
                     "torch_commhook: %s failed, and so does this step: %s", operation, error
                 )
                 self._manager.report_error(error)
-        return _Done(arguments[0])
-
-
-class _Done(Work):
-    """Work that is complete."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._future = completed(value)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        return _C.as_work(completed(arguments[0]))

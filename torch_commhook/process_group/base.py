@@ -181,10 +181,7 @@ class GroupHooks:
             raise ValueError(
                 f"register_{kind}_hook: hook_id must be an int of 64 bits, got {hook_id}"
             )
-        if not callable(hook):
-            raise TypeError(
-                f"register_{kind}_hook: hook must be callable, got {_C.type_name(hook)}"
-            )
+        check_type(f"register_{kind}_hook: hook", hook, "callable", Callable)
         # A new dict, since other threads may be iterating over the old one.
         self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
 
@@ -454,10 +451,7 @@ class ProcessGroup(_C.ProcessGroup):
             raise RuntimeError(
                 f"{type(self).__name__}._register_on_completion_hook: there is a hook already"
             )
-        if not callable(hook):
-            raise TypeError(
-                f"_register_on_completion_hook: hook must be callable, got {_C.type_name(hook)}"
-            )
+        check_type("_register_on_completion_hook: hook", hook, "callable", Callable)
         self._add_hook("completion", _ON_COMPLETION_ID, lambda args: hook(_work_info(args)))
 
     def _has_hooks(self) -> bool:

@@ -327,11 +327,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         super().__init__(parent)
         self.injected = []
         self._lock = threading.Lock()
-        if not isinstance(faults, Iterable):
-            raise TypeError(
-                f"{type(self).__name__}: faults must be a list of faults, got "
-                f"{_C.type_name(faults)}"
-            )
+        check_type(f"{type(self).__name__}: faults", faults, "a list of faults", Iterable)
         self._rules = [_Rule(fault, parent.size()) for fault in faults]
         self._random = random.Random(f"{seed}/{group_rank(parent)}")
         self._op_id = 0
