@@ -20,7 +20,7 @@ from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.collectives.futures import completed
 from torch_commhook.hooks.base import Hook
-from torch_commhook.integrations.attached_model import hook_of
+from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.step.attached_hook import Attached
@@ -72,7 +72,7 @@ def attach_to(
         manager = Manager(..., use_async_quorum=False)
         handle = attach_to(manager, model, "error_feedback(blockwise(bits=4))")
     """
-    hook = hook_of(hook)
+    hook = as_hook(hook, "attach_to")
     _check(manager, model, hook)
     quorum = _Quorum(manager)
     fixed: dict[str, Any] = {

@@ -14,7 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
+from torch_commhook.hooks.expressions import as_hook
+from torch_commhook.integrations.attached_model import attach_wrapped, is_alone
 
 #: The file in a checkpoint's folder.
 FILE = "commhook.pt"
@@ -63,7 +64,8 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
         log: bool = True,
         **options: Any,
     ) -> None:
-        self.hook = hook_of(hook)  # now, so that mistakes are reported before training begins
+        # Parsed now, so that mistakes are reported before training begins.
+        self.hook = as_hook(hook, "CommHookTrainerCallback")
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.begin_anew = begin_anew
         self.options = options

@@ -18,7 +18,12 @@ from torch_commhook.collectives.compressed_chunks import (
     compressed_all_gather,
     compressed_reduce_scatter,
 )
-from torch_commhook.collectives.futures import StreamNumber, beside
+from torch_commhook.collectives.futures import (
+    SecondStages,
+    StreamNumber,
+    beside,
+    issuing_later,
+)
 from torch_commhook.collectives.plain import (
     LEAST_RANKS,
     all_to_all,
@@ -305,28 +310,33 @@ class CompressedProcessGroup(WrapperProcessGroup):
 
     # ---- sums in 16 bits -------------------------------------------------------------------------
     #
-    # Terms are divided by the number of ranks before they are rounded.
+    # Terms are divided by the number of ranks before they are rounded. A Work references no group,
+    # since a thread of the group may release the Work last.
 
     def _sum_in_16_bits(
         self, dtype: torch.dtype, operation: str, tensors: Sequence[Tensor], options: Any
     ) -> Any:
-        ranks, numel = self.size(), sum(tensor.numel() for tensor in tensors)
+        ranks, factor = self.size(), self._factor(options)
+        numel = sum(tensor.numel() for tensor in tensors)
         is_wide = ranks >= LEAST_RANKS and numel > 0
         wire = tensors[0].new_empty(padded_numel(numel, ranks) if is_wide else numel, dtype=dtype)
         values = self._rounded(tensors, out=wire[:numel])
 
         def write_back() -> list[Tensor]:
             with torch.no_grad():
-                unflatten_into(values, tensors, scale=self._factor(options))
+                unflatten_into(values, tensors, scale=factor)
             return list(tensors)
 
         if not is_wide:
             return FollowedWork(self._call(operation, [values], as_sum(options)), write_back)
         wire[numel:].zero_()
         shards = torch.empty_like(wire)
-        with beside(wire.device, self._stream, [wire, shards]):
+        # The caller may wait at once: the second collective must not wait for a hook's next bucket.
+        second = SecondStages()
+        with beside(wire.device, self._stream, [wire, shards]), issuing_later(second):
             timeout = timeout_of(options)
             future = wide_all_reduce(wire, numel, shards, group=self.parent, timeout=timeout)
+        second.issue()
         return FollowedWork(_C.as_work(future), write_back)
 
     def _scatter_in_16_bits(
@@ -373,6 +383,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
         inputs: Sequence[Any],
         options: Any,
     ) -> Any:
+        factor = self._factor(options)
         results = [torch.empty_like(output, dtype=dtype) for output in outputs]
         sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
         if operation == "reduce_scatter_single":
@@ -383,7 +394,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
         def write_back() -> list[Tensor]:
             with torch.no_grad():
                 for result, output in zip(results, outputs, strict=True):
-                    unflatten_into(result, [output], scale=self._factor(options))
+                    unflatten_into(result, [output], scale=factor)
             return list(outputs)
 
         return FollowedWork(work, write_back)
