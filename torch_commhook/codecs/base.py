@@ -565,11 +565,6 @@ def decay_error(error: Tensor, decay: float, rounding: Tensor | None = None) -> 
         _decay_at_random(error[begin : begin + size], decay, key, begin)
 
 
-@decay_error.register_fake
-def _decay_error_fake(error: Tensor, decay: float, rounding: Tensor | None = None) -> None:
-    return None
-
-
 def _decay_at_random(piece: Tensor, decay: float, key: Tensor, begin: int) -> None:
     places = torch.arange(begin, begin + len(piece), dtype=torch.int64, device=piece.device)
     noise = _scrambled((places + key).bitwise_and_(_WORD)).bitwise_right_shift_(16)

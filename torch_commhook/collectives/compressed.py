@@ -132,6 +132,7 @@ def compressed_all_reduce(
     arguments = SumArguments(
         codec, scale, error, shard_error, rounding, buffers, meter, timeout, error_decay
     )
+    check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     return sum_compressed(sources, destinations, arguments, group)
 
 
@@ -141,9 +142,8 @@ def sum_compressed(
     arguments: SumArguments,
     group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
-    """As :func:`compressed_all_reduce`, which describes the arguments."""
+    """As :func:`compressed_all_reduce`, which describes the arguments, without its checks."""
     numel = sum(tensor.numel() for tensor in sources)
-    check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
     error = arguments.error
     start = call.start()

@@ -85,14 +85,14 @@ class CommHookCallback(Callback):  # type: ignore[misc]
                 "CommHookCallback: the strategy has a ddp_comm_hook, which Lightning registers on "
                 "GPUs and ignores on CPUs; leave it out, since this callback attaches the hook"
             )
-        options = {
-            name: value
-            for name, value in (("shard_hook", self.shard_hook), ("weights", self.weights))
-            if value is not None
-        }
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.handle = attach_wrapped(
-            "CommHookCallback", trainer.model, self.hook, _HOW, scaler=scaler, **options
+            "CommHookCallback",
+            trainer.model,
+            self.hook,
+            _HOW,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            shard_hook=self.shard_hook,
+            weights=self.weights,
         )
         if self._read:
             self.handle.load_state_dict(self._read)
