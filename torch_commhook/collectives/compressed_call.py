@@ -305,6 +305,29 @@ def check_out(
         )
 
 
+def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: str) -> list[int]:
+    """Numbers, one for each rank, checked.
+
+    Args:
+        what: the function and its argument.
+        given: the numbers.
+        world_size: the number of ranks.
+        contract: what the numbers must be, such as ``"numbers of rows"``.
+
+    Raises:
+        TypeError: they are no list of ints.
+        ValueError: there is not one for each rank, or one is negative.
+    """
+    if not isinstance(given, Sequence) or any(
+        not isinstance(size, int) or isinstance(size, bool) for size in given
+    ):
+        raise TypeError(f"{what} must be a list of ints, got {given!r}")
+    sizes = list(given)
+    if len(sizes) != world_size or any(size < 0 for size in sizes):
+        raise ValueError(f"{what} must be {world_size} {contract}, one for each rank, got {sizes}")
+    return sizes
+
+
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
     if codec.exchange != "all_to_all":

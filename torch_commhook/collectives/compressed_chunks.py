@@ -17,11 +17,11 @@ from torch_commhook.collectives.compressed_call import (
     begin_measuring,
     check_arguments,
     check_out,
+    checked_sizes,
     listed_tensors,
 )
 from torch_commhook.collectives.futures import on_wire, then_beside
 from torch_commhook.collectives.gloo_groups import check_place, group_rank, resolve_group
-from torch_commhook.collectives.plain import checked_sizes
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.spans import timed
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.compressed_call import checked_sizes
 from torch_commhook.collectives.futures import traced, two_stages
 from torch_commhook.collectives.gloo_groups import group_rank, is_gloo, resolve_group
 from torch_commhook.collectives.issuing import (
@@ -99,29 +100,6 @@ def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> li
             f"{hint}got shape {list(tensor.shape)}"
         )
     return [tensor.shape[0] // world_size] * world_size
-
-
-def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: str) -> list[int]:
-    """Numbers, one for each rank, checked.
-
-    Args:
-        what: the function and its argument.
-        given: the numbers.
-        world_size: the number of ranks.
-        contract: what the numbers must be, such as ``"numbers of rows"``.
-
-    Raises:
-        TypeError: they are no list of ints.
-        ValueError: there is not one for each rank, or one is negative.
-    """
-    if not isinstance(given, Sequence) or any(
-        not isinstance(size, int) or isinstance(size, bool) for size in given
-    ):
-        raise TypeError(f"{what} must be a list of ints, got {given!r}")
-    sizes = list(given)
-    if len(sizes) != world_size or any(size < 0 for size in sizes):
-        raise ValueError(f"{what} must be {world_size} {contract}, one for each rank, got {sizes}")
-    return sizes
 
 
 def result_tensor(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:

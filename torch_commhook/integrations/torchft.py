@@ -72,8 +72,8 @@ def attach_to(
         manager = Manager(..., use_async_quorum=False)
         handle = attach_to(manager, model, "error_feedback(blockwise(bits=4))")
     """
-    hook = as_hook(hook, "attach_to")
-    _check(manager, model, hook)
+    checked: Callable[..., Any] = as_hook(hook, "attach_to")
+    _check(manager, model, checked)
     quorum = _Quorum(manager)
     fixed: dict[str, Any] = {
         "process_group": quorum.group,
@@ -83,7 +83,7 @@ def attach_to(
     for name in fixed:
         if name in options:
             raise TypeError(f"attach_to: {name} follows from the manager; leave it out")
-    handle = attach(model, hook, **fixed, **options)
+    handle = attach(model, checked, **fixed, **options)
     quorum.follow(handle, getattr(model, "_orig_mod", model))
     try:
         manager.register_state_dict_fn(key, quorum.load_state_dict, quorum.state_dict)
