@@ -319,19 +319,20 @@ def no_hook(value: object) -> str:
     return f"{type(value).__qualname__}{more}"
 
 
-def check_inner_hook(where: str, hook: object) -> None:
+def check_inner_hook(where: str, hook: object, must: str = "must be") -> None:
     """Refuse a value that cannot be a hook inside of another one.
 
     Args:
         where: names the other hook and its argument.
         hook: the value.
+        must: the argument's relation to the hook.
 
     Raises:
         TypeError: it is not a hook of the library.
         ValueError: it is yet to choose in its first steps which hook it is.
     """
     if not isinstance(hook, Hook):
-        raise TypeError(f"{where} must be one of torch_commhook.hooks, got {no_hook(hook)}")
+        raise TypeError(f"{where} {must} one of torch_commhook.hooks, got {no_hook(hook)}")
     if hook.chooses:
         raise ValueError(
             f"{where} must be known before the first step, and {hook} chooses after some steps; "

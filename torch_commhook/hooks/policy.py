@@ -313,7 +313,7 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
 
 
 def _checked_hook(where: str, hook: Hook) -> Hook:
-    check_inner_hook(f"policy: {where}", hook)
+    check_inner_hook(f"policy: {where}", hook, must="must have")
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")
     return hook

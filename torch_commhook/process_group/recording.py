@@ -55,6 +55,43 @@ def lanes(intervals: Sequence[Interval]) -> list[int]:
     return chosen
 
 
+def chrome_trace(records: Sequence[Any], rank: int) -> dict[str, Any]:
+    """The trace of one rank: one process, with as many lanes as operations were in flight at once.
+
+    Args:
+        records: records of a :class:`RecordingProcessGroup`. Incomplete ones are shown as begun.
+        rank: the rank in the group.
+    """
+    events: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
+    last = max((record.end or record.start for record in records), default=0.0)
+    intervals = [(record.start, last if record.end is None else record.end) for record in records]
+    chosen = lanes(intervals)
+    for lane in range(max(chosen, default=-1) + 1):
+        events.append(_named("thread_name", rank, lane, f"in flight {lane + 1}"))
+    for record, lane, (start, end) in zip(records, chosen, intervals, strict=True):
+        event = {
+            "name": record.operation,
+            "cat": "collective",
+            "pid": rank,
+            "tid": lane,
+            "ts": start * 1e6,
+            "args": {
+                "op_id": record.op_id,
+                "bytes": record.nbytes,
+                "bytes sent": record.bytes_sent,
+                "dtype": None if record.dtype is None else str(record.dtype).split(".")[-1],
+                "sizes": [list(size) for size in record.sizes],
+                "blocked ms": record.blocked * 1e3,
+                "error": None if record.error is None else repr(record.error),
+            },
+        }
+        if record.end is None:
+            events.append({**event, "ph": "B"})
+        else:
+            events.append({**event, "ph": "X", "dur": (end - start) * 1e6})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
 def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
 
@@ -256,42 +293,8 @@ class RecordingProcessGroup(WrapperProcessGroup):
         return "\n".join(align_columns(_COLUMNS, [_cells(*row) for row in rows]))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """Return the records as a trace for chrome://tracing and Perfetto.
-
-        It has one process, with as many lanes as operations were in flight at once. It shows
-        incomplete operations as begun.
-        """
-        records, rank = self.records, self.rank()
-        events: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
-        last = max((record.end or record.start for record in records), default=0.0)
-        intervals = [
-            (record.start, last if record.end is None else record.end) for record in records
-        ]
-        chosen = lanes(intervals)
-        for lane in range(max(chosen, default=-1) + 1):
-            events.append(_named("thread_name", rank, lane, f"in flight {lane + 1}"))
-        for record, lane, (start, end) in zip(records, chosen, intervals, strict=True):
-            event = {
-                "name": record.operation,
-                "cat": "collective",
-                "pid": rank,
-                "tid": lane,
-                "ts": start * 1e6,
-                "args": {
-                    "op_id": record.op_id,
-                    "bytes": record.nbytes,
-                    "bytes sent": record.bytes_sent,
-                    "dtype": None if record.dtype is None else str(record.dtype).split(".")[-1],
-                    "sizes": [list(size) for size in record.sizes],
-                    "blocked ms": record.blocked * 1e3,
-                    "error": None if record.error is None else repr(record.error),
-                },
-            }
-            if record.end is None:
-                events.append({**event, "ph": "B"})
-            else:
-                events.append({**event, "ph": "X", "dur": (end - start) * 1e6})
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        """Return the records as a trace for chrome://tracing and Perfetto."""
+        return chrome_trace(self.records, self.rank())
 
     def save_trace(self, path: str | Path) -> None:
         """Write :meth:`chrome_trace` to a file."""
