@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,6 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def _go_on(self, args: Any, state: Any) -> None:
         """Load the hook's memory: on all ranks, or on none if one has no file."""
         assert self.handle is not None
-        read, error = None, None
         try:
             folder = self.resume_from or _folder_of(args, state)
             if not (folder / FILE).exists():
@@ -99,15 +99,11 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
                     "the checkpoint, or begin_anew=True for a checkpoint without a hook"
                 )
             read = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-        except Exception as raised:
-            error = raised
-        try:
-            self.handle.load_state_dict(read)  # type: ignore[arg-type]  # None is refused
         except Exception:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
+            with suppress(Exception):  # None is refused, here and so on all ranks
+                self.handle.load_state_dict(None)  # type: ignore[arg-type]
+            raise
+        self.handle.load_state_dict(read)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the hook's memory of all ranks."""

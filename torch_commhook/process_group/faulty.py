@@ -366,7 +366,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             faults = [
                 rule.fault
                 for rule in self._rules
-                if rule.applies(operation, self._rank, self._random)
+                if rule.applies(operation, self.rank(), self._random)
             ]
             if self._dropped:
                 faults = [Drop()]
@@ -382,7 +382,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             elif isinstance(fault, Drop):
                 self._dropped = True
                 raise DroppedRankError(
-                    f"FaultyProcessGroup: rank {self._rank} has been dropped, at {operation} "
+                    f"FaultyProcessGroup: rank {self.rank()} has been dropped, at {operation} "
                     f"number {op_id}"
                 )
             elif isinstance(fault, Hang):
@@ -405,14 +405,10 @@ class FaultyProcessGroup(WrapperProcessGroup):
 
         return FollowedWork(work, corrupt)
 
-    @property
-    def _rank(self) -> int:
-        return group_rank(self.parent)
-
     def _error(self, fault: Fail, operation: str, op_id: int) -> BaseException:
         if fault.error is InjectedError:
             return InjectedError(
-                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self._rank}"
+                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self.rank()}"
             )
         return fault.error() if isinstance(fault.error, type) else fault.error
 
@@ -422,7 +418,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         seconds = fault.seconds
         if seconds is None:
             seconds = self._seconds_of(arguments, keywords)
-        work = _HangingWork(f"{operation} on rank {self._rank}", seconds)
+        work = _HangingWork(f"{operation} on rank {self.rank()}", seconds)
         self._hanging.add(work)
         if operation == "monitored_barrier":
             work.wait()
