@@ -56,8 +56,9 @@ def check_type(what: str, value: object, contract: str, *kinds: Any) -> None:
     """
     is_number = not isinstance(value, bool) or bool in kinds
     if not (is_number and isinstance(value, kinds)):
-        got = "None" if value is None else type(value).__qualname__
-        raise TypeError(f"{what} must be {contract}, got {got}")
+        kind = type(value)
+        got = "None" if value is None else f"{kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"{what} must be {contract}, got {got.removeprefix('builtins.')}")
 
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
