@@ -1,15 +1,64 @@
-"""Words for the counts that the library prints, and warnings with the user's line."""
+"""Words for counts, errors and tables; errors of types; warnings with the user's line."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 
 def pluralize(number: int, noun: str) -> str:
     """``number`` with ``noun``, which gets an ``s`` unless the number is 1: ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the text of an error in one line; only the type if there is no text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def align_columns(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, is_underlined: bool = False
+) -> list[str]:
+    """The lines of a table: the first column is aligned left, the others right.
+
+    Args:
+        header: the titles of the columns.
+        rows: as many cells each as the header.
+        is_underlined: whether a line of dashes follows the header.
+    """
+    table = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if is_underlined:
+        table.insert(1, ["-" * width for width in widths])
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def check_type(what: str, value: object, contract: str, *kinds: Any) -> None:
+    """Refuse a value of another type than ``kinds``. A bool is no number.
+
+    Args:
+        what: the function and its argument, such as ``"clip: max_norm"``.
+        value: the argument's value.
+        contract: the types in words.
+        kinds: the types.
+
+    Raises:
+        TypeError: names the argument, its contract and the value's type.
+    """
+    is_number = not isinstance(value, bool) or bool in kinds
+    if not (is_number and isinstance(value, kinds)):
+        kind = type(value)
+        got = "None" if value is None else f"{kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"{what} must be {contract}, got {got.removeprefix('builtins.')}")
 
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")

@@ -241,7 +241,7 @@ WRONG: dict[type[Exception], list[tuple[str, Any, str]]] = {
         ("tensors", X, "tensors must be a list of tensors, got Tensor"),
         ("tensors", 3, "tensors must be a list of tensors, got int"),
         ("tensors", [X, 3], r"tensors\[1\] must be a tensor, got int"),
-        ("tensors", [None], r"tensors\[0\] must be a tensor, got NoneType"),
+        ("tensors", [None], r"tensors\[0\] must be a tensor, got None"),
         ("buffer_size", 1e6, "buffer_size must be an int, got float"),
         ("buffer_size", True, "buffer_size must be an int, got bool"),
         ("rank", "0", "rank must be an int, got str"),

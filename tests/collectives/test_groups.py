@@ -18,8 +18,8 @@ from staged_steps import BLOCKWISE, TOPK, Around, X, backward, known_groups, mod
 
 from torch_commhook import ProcessGroup, attach, hooks
 from torch_commhook.codecs import Codec
-from torch_commhook.collectives import compressed_all_reduce, gloo_groups, hosts
-from torch_commhook.collectives.gloo_groups import group_name, group_store, state_of
+from torch_commhook.collectives import compressed_all_reduce, gloo_groups
+from torch_commhook.collectives.gloo_groups import state_of
 from torch_commhook.collectives.hosts import group_over, label_of_host, nest, numbered_labels
 from torch_commhook.testing import run_ranks
 
@@ -112,15 +112,8 @@ def test_units_that_do_not_fit() -> None:
 
 
 def _labels(rank: int) -> list[list[list[int]]]:
-    group = dist.group.WORLD
-    assert group is not None
-    store = group_store(group)
-    assert store is not None
-    prefix = f"{group_name(group)}/commhook-labels"
-    found = [numbered_labels(group, [f"h{rank // 2}", "a", str(rank)]) for _ in range(2)]
-    dist.barrier()
-    assert not any(store.check([f"{prefix}{n}/{key}"]) for n in (1, 2) for key in ("found", "told"))
-    return found
+    own = [f"h{rank // 2}", "a", str(rank)]
+    return [numbered_labels(dist.group.WORLD, own) for _ in range(2)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -141,56 +134,6 @@ def test_different_numbers_of_labels() -> None:
         return str(raised.value)
 
     assert set(run_ranks(on_rank, 2)) == {"hierarchical: levels must be as many on all ranks"}
-
-
-class _CountingStore:
-    """Counts requests of the store that it stands for."""
-
-    def __init__(self, store: Any, appends: bool) -> None:
-        self.requests = 0
-        self._store = store
-        self._appends = appends
-
-    def has_extended_api(self) -> bool:
-        return self._appends
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*arguments: Any) -> Any:
-            self.requests += 1
-            return method(*arguments)
-
-        return call
-
-
-def _counted_labels(rank: int, stores: dict[int, _CountingStore], appends: bool) -> Any:
-    group = dist.group.WORLD
-    stores[rank] = _CountingStore(group_store(group), appends)
-    return numbered_labels(group, [str(rank // 2)])
-
-
-def _requests(monkeypatch: pytest.MonkeyPatch, world_size: int, appends: bool) -> list[int]:
-    stores: dict[int, _CountingStore] = {}
-    monkeypatch.setattr(hosts, "group_store", lambda group: stores[group.rank()])
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-    found = run_ranks(_counted_labels, world_size, stores, appends)
-    assert found == [[[rank // 2 for rank in range(world_size)]]] * world_size
-    return [stores[rank].requests for rank in range(world_size)]
-
-
-@pytest.mark.parametrize("world_size", [8, 64])
-def test_requests_do_not_grow_with_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    # One rank also reads all labels and writes their numbers, and one takes the keys away.
-    found = _requests(monkeypatch, world_size, appends=True)
-    assert sum(found) == 5 * world_size + 2 + 4 and max(found) <= 11
-
-
-def test_labels_through_stores_that_do_not_append(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The last one takes the keys away.
-    assert sorted(_requests(monkeypatch, 8, appends=False)) == [10] * 7 + [19]
 
 
 @on_processes

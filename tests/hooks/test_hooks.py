@@ -334,7 +334,7 @@ class TestAlone:
         bucket = self._bucket()
         first = hook.average(bucket).wait()
         assert hook.average(bucket).wait().data_ptr() == first.data_ptr()
-        assert len(hook._workspaces) == 1
+        assert len(hook._own_memory.bucket_memories()) == 1
 
     def test_buffers_go_when_buckets_are_formed_anew(self) -> None:
         hook = hooks.cast(torch.bfloat16)
@@ -347,11 +347,11 @@ class TestAlone:
                 assert hook.average(bucket).wait().numel() == sum(p.numel() for p in group)
 
         run(parameters[:1], parameters[1:])
-        assert len(hook._workspaces) == 2
+        assert len(hook._own_memory.bucket_memories()) == 2
         run(parameters)
-        assert len(hook._workspaces) == 1
+        assert len(hook._own_memory.bucket_memories()) == 1
         del parameters
-        assert len(hook._workspaces) == 0
+        assert len(hook._own_memory.bucket_memories()) == 0
 
     def test_two_models_share_a_hook(self) -> None:
         hook = hooks.cast(torch.bfloat16)
@@ -364,7 +364,7 @@ class TestAlone:
         hook = hooks.cast(torch.float16)
         hook(None, self._bucket())
         for twin in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
-            assert repr(twin) == "cast(float16)" and len(twin._workspaces) == 0
+            assert repr(twin) == "cast(float16)" and not twin._own_memory.bucket_memories()
             twin(None, self._bucket()).wait()
 
     def test_copies_keep_the_group_and_have_their_own_buffers(self) -> None:
@@ -374,7 +374,8 @@ class TestAlone:
         hook(None, bucket)
         for twin in (copy.copy(hook), copy.deepcopy(hook)):
             assert twin.process_group is group
-            assert len(twin._workspaces) == 0 and len(hook._workspaces) == 1
+            assert not twin._own_memory.bucket_memories()
+        assert len(hook._own_memory.bucket_memories()) == 1
         with pytest.warns(UserWarning, match=r"cast\(float16\): a process group cannot be pickled"):
             data = pickle.dumps(hook)
         assert pickle.loads(data).process_group is None

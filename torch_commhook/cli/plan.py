@@ -33,7 +33,7 @@ from torch_commhook.cli.plan_parser import (
     model_of_size,
     train_transformer,
 )
-from torch_commhook.cli.report import align_columns, format_bytes
+from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.train_config import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
@@ -46,7 +46,7 @@ from torch_commhook.hooks import allreduce
 from torch_commhook.hooks.expressions import HookExpressionError, is_file_reference, parse_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, Cost, HookError, Model, measure, plan
 from torch_commhook.planning.measured import with_bench_times
-from torch_commhook.wording import pluralize
+from torch_commhook.wording import align_columns, pluralize
 
 # ---- draws the time of a step with each hook over links of different rates -----------------------
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch_commhook import codecs, hooks
 from torch_commhook.cli.plan_parser import say_seconds
-from torch_commhook.cli.report import format_bytes, one_line
+from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.train_config import OF_UPDATES, check_hook_fits, check_weights
 from torch_commhook.hooks.expressions import is_file_reference, parse_codec, parse_hook
 from torch_commhook.planning.model import (
@@ -26,6 +26,7 @@ from torch_commhook.planning.model import (
     unwrap_hook,
 )
 from torch_commhook.planning.wire import PAYLOAD
+from torch_commhook.wording import one_line
 
 # ---- recommends a hook: the mildest one that is clearly faster than all milder ones --------------
 #

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, number_of, path, positive_int, type_of
-from torch_commhook.cli.report import one_line
 from torch_commhook.cli.text_model import ByteTransformer
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig, is_no_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, Model, Parameter
 from torch_commhook.planning.model import OPTIMIZERS, measure_step
+from torch_commhook.wording import one_line
 
 # ---- parses and formats the numbers of plan: 7B, 100 Gbit/s, 0.42 s ------------------------------
 

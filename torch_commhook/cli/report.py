@@ -18,41 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from torch_commhook.cli.outputs import StepLog, has_matplotlib
 from torch_commhook.cli.train_config import is_no_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.wording import align_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-# ---- formats counts, errors and tables for the terminal ------------------------------------------
-
-
-def one_line(error: BaseException) -> str:
-    """The type and the text of an error in one line; only the type if there is no text."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def align_columns(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, is_underlined: bool = False
-) -> list[str]:
-    """The lines of a table: the first column is aligned left, the others right.
-
-    Args:
-        header: the titles of the columns.
-        rows: as many cells each as the header.
-        is_underlined: whether a line of dashes follows the header.
-    """
-    table = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    if is_underlined:
-        table.insert(1, ["-" * width for width in widths])
-    lines = []
-    for first, *others in table:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 # ---- reports a run: the live line, metrics.jsonl, the table and summary.json ---------------------

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_commhook.native.bucket_ops import (
-    BUCKET_DTYPES,
     check_dense,
     check_flat,
     flatten,
@@ -28,60 +27,40 @@ ERROR_DTYPES = (torch.float32, torch.bfloat16)
 MOST_RANKS = 16
 
 
-def check_values(op: str, tensors: Sequence[Tensor]) -> int:
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
-    total = 0
-    for i, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be dense (torch.strided), got layout {tensor.layout}"
-            )
-        if tensor.dtype not in BUCKET_DTYPES:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be of dtype float64, float32, float16 or bfloat16, got "
-                f"{tensor.dtype}"
-            )
-        total = total + tensor.numel()
-    return total
-
-
 def check_message(op: str, name: str, message: Tensor, nbytes: int | None) -> None:
-    if message.dtype is not torch.uint8:
-        raise TypeError(f"{op}: {name} must be of dtype uint8, got {message.dtype}")
-    torch._check_value(
-        message.is_contiguous() and (nbytes is None or message.numel() == nbytes),
-        lambda: (
-            f"{op}: {name} must be contiguous and hold {nbytes} bytes, got sizes "
-            f"{list(message.shape)} with strides {list(message.stride())}"
-        ),
-    )
+    _check_buffer(op, name, message, (torch.uint8,), nbytes, "bytes")
 
 
 def check_memory(op: str, error: Tensor | None, rounding: Tensor | None, numel: int) -> None:
     if error is not None:
-        if error.dtype not in ERROR_DTYPES:
-            raise TypeError(f"{op}: error must be of dtype float32 or bfloat16, got {error.dtype}")
-        torch._check_value(
-            error.is_contiguous() and error.numel() == numel,
-            lambda: (
-                f"{op}: error must be contiguous and hold {numel} elements, got sizes "
-                f"{list(error.shape)} with strides {list(error.stride())}"
-            ),
-        )
-    if rounding is not None:
-        if rounding.dtype is not torch.int64:
-            raise TypeError(
-                f"{op}: rounding must be a dense tensor of dtype int64, got {rounding.dtype}"
-            )
-        torch._check_value(
-            rounding.numel() == 2,
-            lambda: (
-                f"{op}: rounding must hold two numbers, seed and step, got sizes "
-                f"{list(rounding.shape)}"
-            ),
-        )
+        _check_buffer(op, "error", error, ERROR_DTYPES, numel, "elements")
+    _check_numbers(op, "rounding", rounding, 2, "two numbers, seed and step")
+
+
+def _check_buffer(
+    op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int | None, what: str
+) -> None:
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be of dtype {allowed}, got {tensor.dtype}")
+    torch._check_value(
+        tensor.is_contiguous() and (numel is None or tensor.numel() == numel),
+        lambda: (
+            f"{op}: {name} must be contiguous and hold {numel} {what}, got sizes "
+            f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+        ),
+    )
+
+
+def _check_numbers(op: str, name: str, tensor: Tensor | None, count: int, contract: str) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype is not torch.int64:
+        raise TypeError(f"{op}: {name} must be a dense tensor of dtype int64, got {tensor.dtype}")
+    torch._check_value(
+        tensor.numel() == count,
+        lambda: f"{op}: {name} must hold {contract}, got sizes {list(tensor.shape)}",
+    )
 
 
 def check_messages(op: str, messages: Tensor) -> None:
@@ -106,14 +85,7 @@ def check_ranks(op: str, name: str, ranks: int, least: int) -> None:
 
 def check_failed(op: str, failed: Tensor | None) -> None:
     """Refuse anything but one int64."""
-    if failed is None:
-        return
-    if failed.dtype is not torch.int64:
-        raise TypeError(f"{op}: failed must be a dense tensor of dtype int64, got {failed.dtype}")
-    torch._check_value(
-        failed.numel() == 1,
-        lambda: f"{op}: failed must hold one number, got sizes {list(failed.shape)}",
-    )
+    _check_numbers(op, "failed", failed, 1, "one number")
 
 
 # ---- the base class of all codecs, and the table of them -----------------------------------------
@@ -591,11 +563,6 @@ def decay_error(error: Tensor, decay: float, rounding: Tensor | None = None) -> 
     size = _CHUNK if error.device.type == "cpu" else _DEVICE_CHUNK
     for begin in range(0, len(error), size):
         _decay_at_random(error[begin : begin + size], decay, key, begin)
-
-
-@decay_error.register_fake
-def _decay_error_fake(error: Tensor, decay: float, rounding: Tensor | None = None) -> None:
-    return None
 
 
 def _decay_at_random(piece: Tensor, decay: float, key: Tensor, begin: int) -> None:

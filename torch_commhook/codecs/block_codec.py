@@ -23,10 +23,10 @@ from torch_commhook.codecs.base import (
     check_messages,
     check_ranks,
     check_setting,
-    check_values,
     register_codec,
     text_of,
 )
+from torch_commhook.native.bucket_ops import check_tensors
 
 # ---- the base ------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_decode_sum"
         form = form_of(op, **settings)
-        _check_rows(op, messages, _known_bytes(form, check_values(op, tensors)))
+        _check_rows(op, messages, _known_bytes(form, check_tensors(op, tensors)))
 
     _register_reductions(name, form_of)
 
@@ -399,7 +399,7 @@ def _check_coded(
 ) -> int:
     """Check the values and the message of a call that encodes or decodes; returns their number."""
     _check_shards(op, shards)
-    numel = check_values(op, tensors)
+    numel = check_tensors(op, tensors)
     _check_sizes(op, shards, sizes, numel)
     check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
     return numel

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch_commhook.codecs.base import (
     check_message,
     check_messages,
     check_setting,
-    check_values,
     register_codec,
     text_of,
 )
+from torch_commhook.native.bucket_ops import check_tensors
 
 # ---- the bases of codecs that send some of the values, in one shard ------------------------------
 
@@ -28,7 +29,65 @@ from torch_commhook.codecs.base import (
 _MAX_NUMEL = (1 << 31) - 1
 
 
-def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None:
+def register_fakes(name: str, check_length: Callable[..., None], *, has_sum: bool = False) -> None:
+    """Register the fakes of a codec's operators; they check all that needs no data.
+
+    The operators' schemas name this module (``set_python_module``), and PyTorch compares it with
+    the module that registers.
+
+    Args:
+        name: the codec's name.
+        check_length: ``check_length(op, name, nbytes, numel, **settings)`` checks the codec's own
+            settings, and the length of a message of ``numel`` values.
+        has_sum: whether there is an operator ``<name>_decode_sum``.
+    """
+
+    def check_coded(op: str, tensors: Sequence[Tensor], message: Tensor, settings: Any) -> int:
+        numel = check_tensors(op, tensors)
+        check_message(op, "message", message, None)
+        check_length(op, "message", message.numel(), numel, **settings)
+        return numel
+
+    @torch.library.register_fake(f"commhook::{name}_encode")
+    def encode(
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        rounding: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        op = f"{name}_encode"
+        check_memory(op, error, rounding, check_coded(op, tensors, message, settings))
+
+    @torch.library.register_fake(f"commhook::{name}_decode")
+    def decode(
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        rounding: Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        op = f"{name}_decode"
+        check_memory(op, None, rounding, check_coded(op, tensors, message, settings))
+
+    if not has_sum:
+        return
+
+    @torch.library.register_fake(f"commhook::{name}_decode_sum")
+    def decode_sum(
+        messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0, **settings: Any
+    ) -> None:
+        op = f"{name}_decode_sum"
+        numel = check_tensors(op, tensors)
+        check_messages(op, messages)
+        check_message(op, "messages", messages, None)
+        check_length(op, "messages", messages.shape[1], numel, **settings)
+
+
+def check_entries(
+    bytes_of_entry: int, op: str, name: str, nbytes: int, numel: int, *, unbiased: bool = False
+) -> None:
     """For fakes: refuse a message that does not hold 1 to ``numel`` entries of this size."""
     if not (isinstance(nbytes, int) and isinstance(numel, int)):
         return  # without a guard; the kernel sees the rest
@@ -175,39 +234,7 @@ class SparseCodec(OneShardCodec):
 _TOPK_BYTES = 8
 
 
-@torch.library.register_fake("commhook::topk_encode")
-def _encode_topk_fake(
-    tensors: Sequence[Tensor],
-    message: Tensor,
-    *,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-) -> None:
-    op = "topk_encode"
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    check_entries(op, message.numel(), _TOPK_BYTES, numel)
-    check_memory(op, error, rounding, numel)
-
-
-@torch.library.register_fake("commhook::topk_decode")
-def _decode_topk_fake(message: Tensor, tensors: Sequence[Tensor]) -> None:
-    op = "topk_decode"
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    check_entries(op, message.numel(), _TOPK_BYTES, numel)
-
-
-@torch.library.register_fake("commhook::topk_decode_sum")
-def _decode_topk_sum_fake(
-    messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0
-) -> None:
-    op = "topk_decode_sum"
-    numel = check_values(op, tensors)
-    check_messages(op, messages)
-    check_message(op, "messages", messages, None)
-    check_entries(op, messages.shape[1], _TOPK_BYTES, numel)
+register_fakes("topk", partial(check_entries, _TOPK_BYTES), has_sum=True)
 
 
 @register_codec
@@ -290,9 +317,11 @@ def _check_form(name: str, k: int, chunk: int, bits: int) -> None:
     torch._check_value(bits in _BITS, lambda: f"{name}: bits must be 2, 4 or 8, got {bits}")
 
 
-def _check_bytes(
-    op: str, name: str, nbytes: int, numel: int, k: int, chunk: int, bits: int
+def _check_chunks(
+    op: str, name: str, nbytes: int, numel: int, *, k: int, chunk: int, bits: int
 ) -> None:
+    """For fakes: refuse settings, and a message of another length than they determine."""
+    _check_form(op, k, chunk, bits)
     if not (isinstance(nbytes, int) and isinstance(numel, int)):
         return  # without a guard; the kernel checks the rest
     expected = _bytes(numel, k, chunk, bits)
@@ -302,57 +331,7 @@ def _check_bytes(
     )
 
 
-def _check_coded(
-    op: str, tensors: Sequence[Tensor], message: Tensor, k: int, chunk: int, bits: int
-) -> int:
-    """Check the values and the message of a call that encodes or decodes; returns their number."""
-    _check_form(op, k, chunk, bits)
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    _check_bytes(op, "message", message.numel(), numel, k, chunk, bits)
-    return numel
-
-
-@torch.library.register_fake("commhook::chunk_topk_encode")
-def _encode_chunks_fake(
-    tensors: Sequence[Tensor],
-    message: Tensor,
-    *,
-    k: int,
-    chunk: int,
-    bits: int,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-) -> None:
-    op = "chunk_topk_encode"
-    numel = _check_coded(op, tensors, message, k, chunk, bits)
-    check_memory(op, error, rounding, numel)
-
-
-@torch.library.register_fake("commhook::chunk_topk_decode")
-def _decode_chunks_fake(
-    message: Tensor, tensors: Sequence[Tensor], *, k: int, chunk: int, bits: int
-) -> None:
-    _check_coded("chunk_topk_decode", tensors, message, k, chunk, bits)
-
-
-@torch.library.register_fake("commhook::chunk_topk_decode_sum")
-def _decode_chunks_sum_fake(
-    messages: Tensor,
-    tensors: Sequence[Tensor],
-    *,
-    k: int,
-    chunk: int,
-    bits: int,
-    scale: float = 1.0,
-) -> None:
-    op = "chunk_topk_decode_sum"
-    _check_form(op, k, chunk, bits)
-    numel = check_values(op, tensors)
-    check_messages(op, messages)
-    check_message(op, "messages", messages, None)
-    _check_bytes(op, "messages", messages.shape[1], numel, k, chunk, bits)
+register_fakes("chunk_topk", _check_chunks, has_sum=True)
 
 
 @register_codec
@@ -454,30 +433,7 @@ _ops = torch.ops.commhook
 _RANDOMK_BYTES = 4
 
 
-@torch.library.register_fake("commhook::randomk_encode")
-def _encode_randomk_fake(
-    tensors: Sequence[Tensor],
-    message: Tensor,
-    rounding: Tensor,
-    *,
-    unbiased: bool = False,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-) -> None:
-    op = "randomk_encode"
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    check_entries(op, message.numel(), _RANDOMK_BYTES, numel)
-    check_memory(op, error, rounding, numel)
-
-
-@torch.library.register_fake("commhook::randomk_decode")
-def _decode_randomk_fake(message: Tensor, tensors: Sequence[Tensor], rounding: Tensor) -> None:
-    op = "randomk_decode"
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    check_entries(op, message.numel(), _RANDOMK_BYTES, numel)
-    check_memory(op, None, rounding, numel)
+register_fakes("randomk", partial(check_entries, _RANDOMK_BYTES))
 
 
 @register_codec

@@ -38,7 +38,6 @@ from torch_commhook.native.bucket_ops import check_flat
 from torch_commhook.spans import timed
 
 
-# Over 80 lines: the docstring describes each argument and error.
 def compressed_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
@@ -133,6 +132,7 @@ def compressed_all_reduce(
     arguments = SumArguments(
         codec, scale, error, shard_error, rounding, buffers, meter, timeout, error_decay
     )
+    check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     return sum_compressed(sources, destinations, arguments, group)
 
 
@@ -142,9 +142,8 @@ def sum_compressed(
     arguments: SumArguments,
     group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
-    """As :func:`compressed_all_reduce`, which describes the arguments."""
+    """As :func:`compressed_all_reduce`, which describes the arguments, without its checks."""
     numel = sum(tensor.numel() for tensor in sources)
-    check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
     error = arguments.error
     start = call.start()
@@ -257,9 +256,6 @@ class _CompressedSum(CompressedCall):
         self.decay_own(error, self.rounding[0])
         return message
 
-    def _result(self) -> Tensor:
-        return self.destinations[0]
-
     # ---- messages that an all-reduce sums --------------------------------------------------------
 
     def _add_up(
@@ -282,7 +278,7 @@ class _CompressedSum(CompressedCall):
                     total = total * self.scale
                 summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
                 self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
-            return self._result()
+            return self.destinations[0]
 
         return then_beside(wire, finish, self.device)
 
@@ -301,7 +297,7 @@ class _CompressedSum(CompressedCall):
             messages = done.value().view(self.world_size, -1)
             with self.later_stage("decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
-            return self._result()
+            return self.destinations[0]
 
         return then_beside(wire, finish, self.device)
 
@@ -383,7 +379,7 @@ class _CompressedSum(CompressedCall):
             with suppress(RuntimeError):  # from a device that cannot continue
                 shared.give_up()
             raise
-        return completed(self._result())
+        return completed(self.destinations[0])
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest one."""
@@ -407,4 +403,4 @@ class _CompressedSum(CompressedCall):
             # The buffer of a message that has been sent by now.
             message = self.without_padding("message", gathered, self.sizes)
             self.codec.decode(message, self.destinations, shards=self.world_size)
-        return self._result()
+        return self.destinations[0]

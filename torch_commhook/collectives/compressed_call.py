@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook.codecs.base import (
     ERROR_DTYPES,
     Codec,
@@ -55,6 +56,7 @@ class MessageBuffers:
         ):
             with torch.inference_mode(False):  # otherwise no other call could write to it
                 buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+            _C.prefer_huge_pages(buffer)
         return buffer
 
     def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
@@ -303,24 +305,27 @@ def check_out(
         )
 
 
-def checked_sizes(op: str, sizes: Sequence[int], world_size: int) -> list[int]:
-    """Numbers of elements, one for each rank, checked.
+def checked_sizes(what: str, given: Sequence[int], world_size: int, contract: str) -> list[int]:
+    """Numbers, one for each rank, checked.
+
+    Args:
+        what: the function and its argument.
+        given: the numbers.
+        world_size: the number of ranks.
+        contract: what the numbers must be, such as ``"numbers of rows"``.
 
     Raises:
         TypeError: they are no list of ints.
-        ValueError: there are more or fewer numbers, or one is negative.
+        ValueError: there is not one for each rank, or one is negative.
     """
-    if not isinstance(sizes, Sequence) or any(
-        not isinstance(size, int) or isinstance(size, bool) for size in sizes
+    if not isinstance(given, Sequence) or any(
+        not isinstance(size, int) or isinstance(size, bool) for size in given
     ):
-        raise TypeError(f"{op}: sizes must be a list of ints, got {sizes!r}")
-    counts = list(sizes)
-    if len(counts) != world_size or any(count < 0 for count in counts):
-        raise ValueError(
-            f"{op}: sizes must be {world_size} numbers of at least 0, one for each rank, got "
-            f"{counts}"
-        )
-    return counts
+        raise TypeError(f"{what} must be a list of ints, got {given!r}")
+    sizes = list(given)
+    if len(sizes) != world_size or any(size < 0 for size in sizes):
+        raise ValueError(f"{what} must be {world_size} {contract}, one for each rank, got {sizes}")
+    return sizes
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -401,24 +406,16 @@ class CompressedCall:
 
     @contextmanager
     def later_stage(self, name: str) -> Iterator[None]:
-        """The context of work after a collective, on any thread.
+        """The context of work after a collective, on any thread; the meter counts it under a name.
 
         Tensors made in ``torch.inference_mode()`` can be written only in that mode.
-
-        Args:
-            name: the stage's name, for the meter.
         """
         mode = torch.inference_mode() if self._is_inference else torch.no_grad()
         with mode, timed(self.meter, name):
             yield
 
     def decay(self, error: Tensor | None, rounding: Tensor | None) -> None:
-        """Multiply a measured new error by the decay.
-
-        Args:
-            error: the caller's tensor.
-            rounding: seed and step of the encoding.
-        """
+        """Multiply the caller's error, measured and new, by the decay."""
         if error is not None and self.error_decay != 1.0:
             decay_error(error, self.error_decay, rounding)
 

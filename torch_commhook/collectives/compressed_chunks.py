@@ -25,6 +25,9 @@ from torch_commhook.collectives.gloo_groups import check_place, group_rank, reso
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.spans import timed
 
+#: What sizes of chunks must be.
+_NUMBERS = "numbers of at least 0"
+
 
 def chunk_sizes(numel: int, world_size: int) -> list[int]:
     """The number of elements of each rank, divided as ``torch.chunk`` and FSDP do.
@@ -107,7 +110,7 @@ def compressed_reduce_scatter(
     if sizes is None:
         counts = chunk_sizes(numel, group.size())
     else:
-        counts = checked_sizes(op, sizes, group.size())
+        counts = checked_sizes(f"{op}: sizes", sizes, group.size(), _NUMBERS)
         if sum(counts) != numel:
             raise ValueError(f"{op}: sizes must add up to {numel}, as tensors have, got {counts}")
     own = counts[group_rank(group)]
@@ -180,7 +183,7 @@ def compressed_all_gather(
     group = _checked_group(op, group)
     counts = [numel] * group.size()
     if sizes is not None:
-        counts = checked_sizes(op, sizes, group.size())
+        counts = checked_sizes(f"{op}: sizes", sizes, group.size(), _NUMBERS)
         own = group_rank(group)
         if counts[own] != numel:
             raise ValueError(

@@ -34,7 +34,7 @@ class GroupState:
         exchange_backend: the backend of collectives in places, if a user has made the group.
         lock: held while that backend is made.
         subgroups: by ranks, the groups over some of its ranks; the last one is in use.
-        label_exchanges, link_tests, step_groups_made: how many have begun: the names of these in
+        link_tests, step_groups_made: how many have begun: the names of these in
             the store have numbers.
         obstacle: why its ranks do not share memory; "" if they do, None if unknown so far.
         shared_memory: the memory that its ranks share, by the buffers of a caller.
@@ -48,7 +48,6 @@ class GroupState:
     exchange_backend: _C.WireBackend | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     subgroups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict)
-    label_exchanges: int = 0
     link_tests: int = 0
     step_groups_made: int = 0
     obstacle: str | None = None

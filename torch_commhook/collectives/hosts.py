@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import ERROR_DTYPES, Codec
+from torch_commhook.collectives.agreement import gather_values
 from torch_commhook.collectives.compressed import compressed_bytes, sum_compressed
 from torch_commhook.collectives.compressed_call import (
     MessageBuffers,
@@ -185,9 +185,7 @@ def known_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[list[int]]:
     """Number the labels of all ranks: equal labels get equal numbers.
 
-    All ranks of the group call this at the same point. Each makes a few requests to the group's
-    store, at any number of ranks. Over stores that cannot append, such as files, it makes one
-    request for each rank.
+    All ranks of the group call this at the same point.
 
     Args:
         group: a group that ``torch.distributed`` knows.
@@ -198,52 +196,14 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
 
     Raises:
         ValueError: ranks give different numbers of labels.
-        RuntimeError: a rank does not call this within the group's timeout.
     """
-    size, rank = group.size(), group.rank()
-    if size == 1:
-        return [[0] for _ in labels]
-    state = state_of(group)
-    state.label_exchanges += 1
-    base = group_store(group)
-    assert base is not None
-    store = dist.PrefixStore(f"{group_name(group)}/commhook-labels{state.label_exchanges}", base)
-    own = json.dumps(list(labels))
-    if not base.has_extended_api():  # type: ignore[attr-defined]
-        store.set(str(rank), own)
-        every = [json.loads(store.get(str(other))) for other in range(size)]
-        if store.add("read", 1) == size:
-            for key in ("read", *map(str, range(size))):
-                store.delete_key(key)
-        return _equally_many(_numbers(every))
-    store.append("labels", f"{rank} {own}\n")  # type: ignore[attr-defined]
-    if store.add("told", 1) == size:  # the last rank writes all numbers
-        lines = store.get("labels").decode().splitlines()
-        texts = dict(line.split(" ", 1) for line in lines)
-        ordered = [json.loads(texts[str(other)]) for other in range(size)]
-        store.set("found", json.dumps(_numbers(ordered)))
-    store.wait(["found"], group_timeout(group))
-    found: list[list[int]] = json.loads(store.get("found"))
-    if store.add("read", 1) == size:
-        for key in ("labels", "told", "found", "read"):
-            store.delete_key(key)
-    return _equally_many(found)
-
-
-def _numbers(every: list[list[str]]) -> list[list[int]]:
-    """The numbers of all ranks' labels; empty if ranks give different numbers of labels."""
-    if len({len(labels) for labels in every}) != 1:
-        return []
-    found = []
-    for labels in zip(*every, strict=True):
-        numbers: dict[str, int] = {}
-        found.append([numbers.setdefault(label, len(numbers)) for label in labels])
-    return found
-
-
-def _equally_many(found: list[list[int]]) -> list[list[int]]:
-    if not found:
+    every = [list(labels)] if group.size() == 1 else gather_values(list(labels), group) or []
+    if len({len(of_rank) for of_rank in every}) != 1:
         raise ValueError("hierarchical: levels must be as many on all ranks")
+    found = []
+    for same_level in zip(*every, strict=True):
+        numbers: dict[str, int] = {}
+        found.append([numbers.setdefault(label, len(numbers)) for label in same_level])
     return found
 
 
@@ -375,7 +335,9 @@ def hierarchical_all_reduce(
     mode = _mode_of_now(is_traced)
 
     def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-        return _write(done.value().view(-1)[:numel], destinations, mode)
+        with mode():
+            bucket_ops.unflatten_into(done.value().view(-1)[:numel], destinations)
+        return destinations[0]
 
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
@@ -388,18 +350,11 @@ def hierarchical_all_reduce(
         for group in intra_groups:
             own = reduce_scatter(own, group=group).wait()
         if end > begin:  # the last share may be shorter than the others
-            _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
+            share = [own[: end - begin]]
+            sum_compressed(share, share, arguments, inter_group).wait()
         for group in reversed(intra_groups[1:]):
             own = all_gather(own, group=group).wait().view(-1)
         return then_beside(all_gather(own, group=intra_groups[0]), finish, device)
-
-
-def _write(
-    sums: Tensor, destinations: list[Tensor], mode: Callable[[], AbstractContextManager[object]]
-) -> Tensor:
-    with mode():
-        bucket_ops.unflatten_into(sums, destinations)
-    return destinations[0]
 
 
 def _checked_groups(
@@ -525,8 +480,8 @@ def _in_level(
             return own
 
         with mode(), counting(WireMeter()):
-            sums = _start_over_nodes(own[:numel], arguments, inter_group)
-            return then(sums, summed, flat.device)
+            share = [own[:numel]]  # replaced by the sum of all nodes
+            return then(sum_compressed(share, share, arguments, inter_group), summed, flat.device)
 
     def in_node(sums: Tensor) -> torch.futures.Future[Tensor]:
         if last is None:
@@ -554,13 +509,6 @@ def _flattened(
         flat[:numel] += carry
         carry.zero_()
     return flat
-
-
-def _start_over_nodes(
-    own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
-) -> torch.futures.Future[Tensor]:
-    """Start to replace a share's sum of the node by the sum of all nodes."""
-    return sum_compressed([own], [own], arguments, inter_group)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.compressed_call import checked_sizes
 from torch_commhook.collectives.futures import traced, two_stages
 from torch_commhook.collectives.gloo_groups import group_rank, is_gloo, resolve_group
 from torch_commhook.collectives.issuing import (
@@ -34,6 +35,7 @@ from torch_commhook.collectives.traced import (
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.spans import continued, on_the_wire, timed
+from torch_commhook.wording import check_type
 
 # ---- checks of the arguments of collectives on uncompressed tensors ------------------------------
 
@@ -98,24 +100,6 @@ def equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> li
             f"{hint}got shape {list(tensor.shape)}"
         )
     return [tensor.shape[0] // world_size] * world_size
-
-
-def checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
-    """Numbers of rows for each rank, checked.
-
-    Raises:
-        TypeError: they are no list of ints.
-        ValueError: there is not one for each rank, or one is negative.
-    """
-    if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
-        raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")
-    sizes = list(given)
-    if len(sizes) != world_size or any(size < 0 for size in sizes):
-        raise ValueError(
-            f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
-            f"got {sizes}"
-        )
-    return sizes
 
 
 def result_tensor(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
@@ -334,7 +318,9 @@ def all_to_all(
     if input_split_sizes is None:
         sends = equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
     else:
-        sends = checked_sizes("input_split_sizes", input_split_sizes, world_size)
+        sends = checked_sizes(
+            "all_to_all: input_split_sizes", input_split_sizes, world_size, "numbers of rows"
+        )
         if sum(sends) != tensor.shape[0]:
             raise ValueError(
                 f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} "
@@ -343,7 +329,9 @@ def all_to_all(
     if output_split_sizes is None:
         gets = equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
     else:
-        gets = checked_sizes("output_split_sizes", output_split_sizes, world_size)
+        gets = checked_sizes(
+            "all_to_all: output_split_sizes", output_split_sizes, world_size, "numbers of rows"
+        )
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
@@ -483,8 +471,7 @@ def broadcast(
     check_tensor("broadcast", tensor)
     group = resolve_group(group)
     world_size = group.size()
-    if not isinstance(src, int) or isinstance(src, bool):
-        raise TypeError(f"broadcast: src must be an int, got {type(src).__qualname__}")
+    check_type("broadcast: src", src, "an int", int)
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
     # All ranks but one must receive it. The backend chooses the senders: an equal share each.
@@ -527,7 +514,12 @@ def padded_numel(numel: int, ranks: int) -> int:
 
 
 def wide_all_reduce(
-    wire: Tensor, numel: int, shards: Tensor | None, *, group: dist.ProcessGroup
+    wire: Tensor,
+    numel: int,
+    shards: Tensor | None,
+    *,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Sum 16-bit values over all ranks: in float32, and rounded once.
 
@@ -541,6 +533,7 @@ def wide_all_reduce(
         shards: memory for as many elements, of the same dtype and device; None while a compiler
             traces, since it plans memory itself.
         group: the process group.
+        timeout: as for :func:`all_reduce`, of each collective.
 
     Returns:
         A Future of the sum, flat: in eager code a view of ``wire``.
@@ -557,15 +550,16 @@ def wide_all_reduce(
     def issue_second(tensor: Tensor) -> torch.futures.Future[Tensor]:
         if is_traced:
             return traced_all_gather(tensor, group, is_second=True)
-        return issue_all_gather(tensor, wire.view(ranks, shard), group, place=place)
+        return issue_all_gather(tensor, wire.view(ranks, shard), group, timeout, place=place)
 
-    place = None if is_traced else second_place(group, wire.device)
+    # With a timeout of its own, the second one is no exchange, and has no place.
+    place = None if is_traced or timeout is not None else second_place(group, wire.device)
     if place is not None:
         # A rank sends its sum after it has received this rank's shard, whose memory takes that sum.
         place.form = str(wire.dtype)
         place.expect_gather([as_bytes(row) for row in wire.view(ranks, shard)])
     return two_stages(
-        all_to_all(wire, out=shards, group=group),
+        all_to_all(wire, out=shards, group=group, timeout=timeout),
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen
-from torch_commhook.hooks.compressed import hook_of_codec
+from torch_commhook.hooks.base import Hook, HookTraits, is_traceable
+from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.powersgd import powersgd
 from torch_commhook.hooks.wrappers import number_text
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
+from torch_commhook.wording import check_type
 
 # ---- records a model's first steps ---------------------------------------------------------------
 
@@ -78,11 +79,7 @@ class FirstSteps:
             ]
 
     def step_ended(self, device: torch.device | None = None) -> None:
-        """Record the end of a step that counts on all ranks.
-
-        Args:
-            device: the gradients' device.
-        """
+        """Record the end of a step that counts on all ranks."""
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self._ended = time.perf_counter()
@@ -90,24 +87,16 @@ class FirstSteps:
     def ready(self, buckets: int) -> list[float] | None:
         """The median times at which buckets were full, in seconds from the end of the step before.
 
-        Args:
-            buckets: the number of buckets.
-
-        Returns:
-            A time for each bucket; None if one has no record.
+        None if one of this many buckets has no record.
         """
         if sorted(self._ready) != list(range(buckets)):
             return None
         return [statistics.median(self._ready[index]) for index in range(buckets)]
 
     def sample(self, buckets: Sequence[BucketMemory]) -> list[list[Tensor]] | None:
-        """Gradients of the last recorded step, or their first rows.
+        """Gradients of the last recorded step, or their first rows: a list for each sampled bucket.
 
-        Args:
-            buckets: all buckets.
-
-        Returns:
-            A list of gradients for each of a few buckets; None without a record of them.
+        None without a record of them.
         """
         found = [self._samples.get(buckets[i].index, []) for i in _sampled_buckets(len(buckets))]
         seen = [[gradient.shape for gradient in sample] for sample in found]
@@ -217,8 +206,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def __init__(self, max_error: float, hooks: Sequence[Hook] | None = None) -> None:
         super().__init__()
-        if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):
-            raise TypeError(f"auto: max_error must be a number, got {_C.type_name(max_error)}")
+        check_type("auto: max_error", max_error, "a number", int, float)
         if not 0 < max_error < _MOST_ERROR:
             raise ValueError(
                 f"auto: max_error must be above 0 and below {_MOST_ERROR:g}, got {max_error}"
@@ -241,9 +229,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
         self.traits = replace(
             HookTraits.of_any(self.candidates), settles_buckets=True, chooses=True
         )
-        self._commhook_traceable = all(
-            getattr(hook, "_commhook_traceable", False) for hook in self.candidates
-        )
+        self._commhook_traceable = all(map(is_traceable, self.candidates))
         self._in_use: list[Hook] = [self._plain]
 
     def hooks_inside(self) -> Sequence[Hook]:
@@ -256,11 +242,7 @@ class auto(Hook):  # noqa: N801 (a hook is written as it is called)
     # ---- the choice ------------------------------------------------------------------------------
 
     def chosen(self, memory: HookMemory) -> Hook | None:
-        """The hook that the ranks chose for a model; None before the choice.
-
-        Args:
-            memory: the model's memory.
-        """
+        """The hook that the ranks chose for a model; None before the choice."""
         numbers = {bucket.choices.get(self._kind, _OPEN) for bucket in memory.bucket_memories()}
         return None if not numbers or _OPEN in numbers else self._by_number[min(numbers)]
 
@@ -414,11 +396,7 @@ def _checked_hooks(hooks: object) -> list[Hook]:
         raise ValueError("auto: hooks must have at least one hook to choose from, got none")
     for number, hook in enumerate(hooks):
         where = f"auto: hooks[{number}]"
-        if not isinstance(hook, Hook):
-            raise TypeError(
-                f"{where} must be one of torch_commhook.hooks, got {_C.type_name(hook)}"
-            )
-        check_is_chosen(where, hook)
+        check_inner_hook(where, hook)
         if hook.scales_steps or hook.keeps_ranks_apart:
             raise ValueError(
                 f"{where} must average gradients in each step and leave their scale alone, got "

@@ -7,14 +7,13 @@ import copy
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, hook_on_bucket
@@ -447,7 +446,7 @@ class Hook(ABC):
         return self._with_state(
             {
                 name: copy.copy(value)
-                if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook))
+                if isinstance(value, (HookMemory, Hook, _C.CppHook))
                 else value
                 for name, value in self.__dict__.items()
             }
@@ -496,23 +495,6 @@ class FunctionHook(Hook):
 
 def _where(hook: Hook, bucket: GradBucket) -> str:
     return hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
-
-
-def check_is_chosen(where: str, hook: Hook) -> None:
-    """Refuse a hook inside of another one that is yet to choose which hook it is.
-
-    Args:
-        where: names the other hook and its argument.
-        hook: one of the library.
-
-    Raises:
-        ValueError: it chooses in its first steps.
-    """
-    if hook.chooses:
-        raise ValueError(
-            f"{where} must be known before the first step, and {hook} chooses after some steps; "
-            "attach auto() by itself, with such hooks among the hooks= that it chooses from"
-        )
 
 
 def step_scale_of(
@@ -570,52 +552,6 @@ def result_tensor(bucket: GradBucket, memory: BucketMemory) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler plans memory itself
         return torch.empty(shape, dtype=dtype, device=device)
     return memory.buffers.get("result", shape, dtype, device)
-
-
-class Workspaces:
-    """Persistent buffers of a hook, one for each bucket.
-
-    A bucket is identified by its first parameter, not its index: DDP rebuilds its buckets after the
-    first step, and one hook may serve several models. A buffer is freed with its model, or when its
-    parameters move to other buckets.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-    def get(
-        self, bucket: GradBucket, dtype: torch.dtype, numel: int | None = None
-    ) -> Tensor | None:
-        """A flat buffer with the bucket's number of elements, of ``dtype``, on the bucket's device.
-
-        Its contents are undefined, or those of the last step. None while a compiler traces, because
-        the compiler plans memory itself.
-        """
-        if torch.compiler.is_compiling():
-            return None
-        numel = bucket.numel() if numel is None else numel
-        device = bucket.device()
-        key = bucket.first_parameter()
-        buffer = self._buffers.get(key)
-        if (
-            buffer is None
-            or buffer.numel() != numel
-            or buffer.dtype != dtype
-            or buffer.device != device
-        ):
-            for parameter in bucket.parameters():
-                self._buffers.pop(parameter, None)
-            with torch.inference_mode(False):  # else no other step could write to it
-                buffer = torch.empty(numel, dtype=dtype, device=device)
-            _C.prefer_huge_pages(buffer)
-            self._buffers[key] = buffer
-        return buffer
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def __reduce__(self) -> "tuple[type[Workspaces], tuple[()]]":
-        return Workspaces, ()  # a copy needs no contents of buffers
 
 
 def average_scale(group: dist.ProcessGroup) -> float:

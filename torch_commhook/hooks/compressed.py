@@ -25,6 +25,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.wording import check_type
 
 # ---- averages through a codec --------------------------------------------------------------------
 
@@ -66,8 +67,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         super().__init__(process_group)
         if not isinstance(codec, Codec):
             raise TypeError(f"compressed: codec must be a Codec, got {no_codec(codec)}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
+        check_type("compressed: seed", seed, "an int", int)
         self.codec = codec
         self.traits = traits_of_codec(codec)
         self.seed = seed
@@ -201,11 +201,7 @@ def traits_of_codec(codec: Codec) -> HookTraits:
 
 
 def no_codec(value: object) -> str:
-    """What errors name in place of a codec: its type, and what to give instead.
-
-    Args:
-        value: what was given.
-    """
+    """What errors name in place of a codec: its type, and what to give instead."""
     instead = "see torch_commhook.codecs"
     if isinstance(value, compressed):
         instead = f"a hook is not a codec; use codecs.{value.codec!r}"
@@ -281,14 +277,7 @@ def call_of_maker(value: object) -> str | None:
 
 
 def instead_of(value: object) -> str | None:
-    """A sentence that names the hook to use instead of a value that is not a hook.
-
-    Args:
-        value: the value.
-
-    Returns:
-        None if the value suggests no hook.
-    """
+    """A sentence that names the hook to use instead of a value that is not a hook, if any."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, Codec):
         call = f"{cls.__name__}(...)" if cls is value else repr(value)
@@ -324,14 +313,31 @@ def check_is_hook(value: object, op: str) -> None:
 
 
 def no_hook(value: object) -> str:
-    """The type of a value that is not a hook, and the hook to use instead, for errors.
-
-    Args:
-        value: the value.
-    """
+    """The type of a value that is not a hook, and the hook to use instead, for errors."""
     instead = instead_of(value)
     more = "" if instead is None else f"; {instead}"
     return f"{type(value).__qualname__}{more}"
+
+
+def check_inner_hook(where: str, hook: object, must: str = "must be") -> None:
+    """Refuse a value that cannot be a hook inside of another one.
+
+    Args:
+        where: names the other hook and its argument.
+        hook: the value.
+        must: the argument's relation to the hook.
+
+    Raises:
+        TypeError: it is not a hook of the library.
+        ValueError: it is yet to choose in its first steps which hook it is.
+    """
+    if not isinstance(hook, Hook):
+        raise TypeError(f"{where} {must} one of torch_commhook.hooks, got {no_hook(hook)}")
+    if hook.chooses:
+        raise ValueError(
+            f"{where} must be known before the first step, and {hook} chooses after some steps; "
+            "attach auto() by itself, with such hooks among the hooks= that it chooses from"
+        )
 
 
 # ---- a choice of bits for each bucket, under a budget of bytes -----------------------------------

@@ -14,6 +14,7 @@ from torch_commhook.collectives.gloo_groups import is_seen_by_cpp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
 from torch_commhook.spans import current_spans
+from torch_commhook.wording import check_type
 
 
 class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -52,8 +53,7 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         self, name: str, /, *, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         super().__init__(process_group)
-        if not isinstance(name, str):
-            raise TypeError(f"cpp: name must be a str, got {_C.type_name(name)}")
+        check_type("cpp: name", name, "a str", str)
         self.native = _C.CppHook(name, options)
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch_commhook.wording import one_line
+
 #: The expression for DDP without a hook.
 NO_HOOK = "none"
 
@@ -244,7 +246,7 @@ class _Builder:
         except HookExpressionError:
             raise
         except Exception as error:
-            raise self._refused(f"is refused by {name}: {_one_line(error)}") from error
+            raise self._refused(f"is refused by {name}: {one_line(error)}") from error
 
     def _dtype(self, node: ast.Name | ast.Attribute) -> Any:
         import torch
@@ -375,7 +377,7 @@ def _load_from_file(text: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise HookExpressionError(f"hook {text!r}: {path} raised {_one_line(error)}") from error
+        raise HookExpressionError(f"hook {text!r}: {path} raised {one_line(error)}") from error
     if not hasattr(module, name):
         raise HookExpressionError(f"hook {text!r}: {path} defines no {name}")
     hook = getattr(module, name)
@@ -390,7 +392,7 @@ def _check_file_defines(text: str, path: Path, name: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
-        raise HookExpressionError(f"{path} can't be read as Python: {_one_line(error)}") from error
+        raise HookExpressionError(f"{path} can't be read as Python: {one_line(error)}") from error
     bound: set[str] = set()
     coroutine_functions: set[str] = set()
     for node in ast.walk(tree):
@@ -412,8 +414,3 @@ def _check_file_defines(text: str, path: Path, name: str) -> None:
             "(async def), which nothing would await"
         )
     raise HookExpressionError(f"{path} defines no {name}")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

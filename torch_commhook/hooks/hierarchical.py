@@ -43,6 +43,7 @@ from torch_commhook.hooks.compressed import (
 )
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.wording import check_type
 
 #: The default levels.
 AUTO = "auto"
@@ -117,8 +118,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         super().__init__()
         if not isinstance(codec, Codec):
             raise TypeError(f"hierarchical: codec must be a Codec, got {no_codec(codec)}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"hierarchical: seed must be an int, got {type(seed).__qualname__}")
+        check_type("hierarchical: seed", seed, "an int", int)
         self.codec = codec
         self.traits = traits_of_codec(codec)
         self.seed = seed
@@ -370,9 +370,8 @@ def _checked_levels(levels: object) -> tuple[str | int, ...]:
         raise ValueError("hierarchical: levels must have an entry for each level, got none")
     for level in levels:
         if not isinstance(level, (str, int)) or isinstance(level, bool):
-            raise TypeError(
-                f"hierarchical: levels must hold texts and numbers, got {type(level).__qualname__}"
-            )
+            got = type(level).__qualname__
+            raise TypeError(f"hierarchical: levels must hold texts and numbers, got {got}")
         is_one = level >= 1 if isinstance(level, int) else level == HOST or _is_named(level)
         if not is_one:
             raise ValueError(

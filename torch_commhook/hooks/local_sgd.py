@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen
-from torch_commhook.hooks.compressed import no_hook
+from torch_commhook.hooks.base import Hook, HookTraits
+from torch_commhook.hooks.compressed import check_inner_hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.states import ANCHOR, ERROR, MOMENTUM
 from torch_commhook.memory.watches import cannot_be_captured
+from torch_commhook.wording import check_type
 
 # ---- the fragments of a model that :class:`local_sgd` exchanges one by one -----------------------
 
@@ -111,15 +112,8 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise TypeError(
-                    f"outer_sgd: {name} must be a number, got {type(value).__qualname__}"
-                )
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(
-                f"outer_sgd: nesterov must be a bool, got {type(self.nesterov).__qualname__}"
-            )
+            check_type(f"outer_sgd: {name}", getattr(self, name), "a number", int, float)
+        check_type("outer_sgd: nesterov", self.nesterov, "a bool", bool)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"outer_sgd: lr must be positive, got {self.lr}")
         if not 0 <= self.momentum < 1:
@@ -239,27 +233,16 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         mix: float = 0.0,
     ) -> None:
         super().__init__()
-        if not isinstance(H, int) or isinstance(H, bool):
-            raise TypeError(f"local_sgd: H must be an int, got {type(H).__qualname__}")
+        check_type("local_sgd: H", H, "an int", int)
         if H < 1:
             raise ValueError(f"local_sgd: H must be at least 1, got {H}")
         outer = outer_sgd() if outer is None else outer
         hook = allreduce() if hook is None else hook
-        if not isinstance(outer, outer_sgd):
-            raise TypeError(
-                f"local_sgd: outer must be an outer_sgd, got {type(outer).__qualname__}"
-            )
-        if not isinstance(hook, Hook):
-            raise TypeError(
-                f"local_sgd: hook must be one of torch_commhook.hooks, got {no_hook(hook)}"
-            )
-        check_is_chosen("local_sgd: hook", hook)
+        check_type("local_sgd: outer", outer, "an outer_sgd", outer_sgd)
+        check_inner_hook("local_sgd: hook", hook)
         if hook.keeps_ranks_apart:
             raise ValueError(f"local_sgd: hook must not keep ranks apart itself, got {hook}")
-        if not isinstance(error_reset, bool):
-            raise TypeError(
-                f"local_sgd: error_reset must be a bool, got {type(error_reset).__qualname__}"
-            )
+        check_type("local_sgd: error_reset", error_reset, "a bool", bool)
         if error_reset and (not hook.keeps_error or hook.splits_buckets or hook.has_own_groups()):
             raise ValueError(
                 "local_sgd: with error_reset, hook must remember its errors of each bucket, and "
@@ -278,11 +261,9 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self._set_streaming(fragments, delay, mix)
 
     def _set_streaming(self, fragments: int, delay: int, mix: float) -> None:
-        for name, value in (("fragments", fragments), ("delay", delay)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"local_sgd: {name} must be an int, got {type(value).__qualname__}")
-        if not isinstance(mix, (int, float)) or isinstance(mix, bool):
-            raise TypeError(f"local_sgd: mix must be a number, got {type(mix).__qualname__}")
+        check_type("local_sgd: fragments", fragments, "an int", int)
+        check_type("local_sgd: delay", delay, "an int", int)
+        check_type("local_sgd: mix", mix, "a number", int, float)
         if not 1 <= fragments <= self.H:
             raise ValueError(
                 f"local_sgd: fragments must be from 1 to {self.H}, which is H, got {fragments}"

@@ -432,31 +432,8 @@ def _empty(stack: Tensor, which: Tensor) -> None:
 # The operators of csrc/ops/low_rank return no values; compilers see only the three steps below.
 
 
-@torch.library.register_fake("commhook::low_rank_left")
-def _left_fake(matrices: Tensor, right: Tensor, left: Tensor) -> None: ...
-
-
-@torch.library.register_fake("commhook::low_rank_gather_left")
-def _gather_left_fake(
-    gradients: Sequence[Tensor],
-    matrices: Tensor,
-    right: Tensor,
-    left: Tensor,
-    *,
-    adds: bool = False,
-) -> None: ...
-
-
-@torch.library.register_fake("commhook::low_rank_right")
-def _right_fake(matrices: Tensor, left: Tensor, right: Tensor) -> None: ...
-
-
-@torch.library.register_fake("commhook::low_rank_right_error")
-def _right_error_fake(matrices: Tensor, left: Tensor, right: Tensor) -> None: ...
-
-
-@torch.library.register_fake("commhook::low_rank_product")
-def _product_fake(left: Tensor, right: Tensor, matrices: Tensor) -> None: ...
+for _name in ("left", "gather_left", "right", "right_error", "product"):
+    torch.library.register_fake(f"commhook::low_rank_{_name}", lambda *_, **__: None)
 
 
 _DTYPES = (torch.float32, torch.float64)

@@ -16,7 +16,7 @@ from torch_commhook.collectives.plain import (
     sum_rows,
     wide_all_reduce,
 )
-from torch_commhook.hooks.base import Hook, Workspaces, average_scale, check_dense
+from torch_commhook.hooks.base import Hook, average_scale, check_dense
 from torch_commhook.hooks.expressions import SHORT_DTYPES
 from torch_commhook.memory.bucket_memory import ShardedBucket
 from torch_commhook.spans import timed
@@ -43,9 +43,6 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
         return all_reduce(bucket.scaled_buffer(average_scale(group)), group=group)
-
-    def check_shards(self) -> None:
-        pass
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         # As fully_shard does itself, with the same bits.
@@ -105,18 +102,22 @@ class cast(Hook):  # noqa: N801
                 + _dtype_instead(dtype)
             )
         self.dtype = dtype
-        self._workspaces = Workspaces()
-        self._shards = Workspaces()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
         if group.size() >= self._wide_from and bucket.numel():
             return self._add_in_float32(bucket, group)
-        workspace = self._workspaces.get(bucket, self.dtype)
+        wire = self._buffer("rounded", bucket, bucket.numel())
         with timed(None, "encode"):
-            wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=workspace)
+            wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=wire)
         return all_reduce(wire, group=group)
+
+    def _buffer(self, name: str, bucket: GradBucket, numel: int) -> Tensor | None:
+        """Memory that stays from step to step; None for a compiler, which plans memory itself."""
+        if torch.compiler.is_compiling():
+            return None
+        return self.memory(bucket).buffers.get(name, (numel,), self.dtype, bucket.device())
 
     def _add_in_float32(
         self, bucket: GradBucket, group: dist.ProcessGroup
@@ -128,8 +129,8 @@ class cast(Hook):  # noqa: N801
             flat = torch.nn.functional.pad(flat, (0, padded - numel))
             return wide_all_reduce(flat, numel, None, group=group)
         with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
-            wire = self._workspaces.get(bucket, self.dtype, padded)
-            shards = self._shards.get(bucket, self.dtype, padded)
+            wire = self._buffer("rounded", bucket, padded)
+            shards = self._buffer("received", bucket, padded)
             assert wire is not None
             with timed(None, "encode"):
                 bucket.flatten(scale=scale, out=wire[:numel])
@@ -139,17 +140,15 @@ class cast(Hook):  # noqa: N801
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.dtype
 
-    def check_shards(self) -> None:
-        pass
-
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
         with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
-            workspace = self._workspaces.get(bucket, self.dtype)
+            wire = self._buffer("rounded", bucket, bucket.numel())
+            shards = self._buffer("received", bucket, bucket.numel())
             with timed(None, "encode"):
-                wire = bucket.flatten(scale=bucket.scale, dtype=self.dtype, out=workspace)
-            received = all_to_all(wire, out=self._shards.get(bucket, self.dtype), group=group)
+                wire = bucket.flatten(scale=bucket.scale, dtype=self.dtype, out=wire)
+            received = all_to_all(wire, out=shards, group=group)
             ranks, shard = group.size(), bucket.shard
 
             def add_up(done: torch.futures.Future[Tensor]) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, completed, then_all
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen, result_tensor
-from torch_commhook.hooks.compressed import hook_of_codec, no_hook
+from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, result_tensor
+from torch_commhook.hooks.compressed import check_inner_hook, hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
 from torch_commhook.memory.bucket_memory import BucketMemory, BucketWithMemory
@@ -93,10 +93,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         self.default = _checked_hook("default", default)
         self._hooks = [*(hook for _, hook in self.rules), self.default]
         self.traits = replace(HookTraits.of_any(self._hooks), splits_buckets=True)
-        self._commhook_traceable = all(
-            getattr(hook, "_commhook_traceable", False) for hook in self._hooks
-        )
-        self.process_group = None
+        self._commhook_traceable = all(map(is_traceable, self._hooks))
 
     def hooks_inside(self) -> Sequence[Hook]:
         return self._hooks
@@ -104,12 +101,8 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     def hook_for(self, name: str | None, parameter: Tensor) -> Hook:
         """Return the hook of a parameter.
 
-        Args:
-            name: the parameter's name; None if it is unknown.
-            parameter: the parameter.
-
         Raises:
-            RuntimeError: a rule needs the name, and it is unknown.
+            RuntimeError: a rule needs the parameter's name, which is None.
         """
         return self._hooks[self._number(name, parameter)]
 
@@ -319,12 +312,8 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
     return condition, _checked_hook(f"rules[{number}]", hook)
 
 
-def _checked_hook(where: str, hook: object) -> Hook:
-    if not isinstance(hook, Hook):
-        raise TypeError(
-            f"policy: {where} must have one of torch_commhook.hooks, got {no_hook(hook)}"
-        )
-    check_is_chosen(f"policy: {where}", hook)
+def _checked_hook(where: str, hook: Hook) -> Hook:
+    check_inner_hook(f"policy: {where}", hook, must="must have")
     if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not need all gradients together, got {hook}")
     return hook

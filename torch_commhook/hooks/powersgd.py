@@ -31,6 +31,7 @@ from torch_commhook.hooks.low_rank import (
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.metrics import CallMeter
 from torch_commhook.spans import timed
+from torch_commhook.wording import check_type
 
 
 class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -97,16 +98,9 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
-        for name, value in (("rank", rank), ("seed", seed)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"powersgd: {name} must be an int, got {type(value).__qualname__}")
-        if not isinstance(min_compression_rate, (int, float)) or isinstance(
-            min_compression_rate, bool
-        ):
-            raise TypeError(
-                "powersgd: min_compression_rate must be a number, got "
-                f"{type(min_compression_rate).__qualname__}"
-            )
+        check_type("powersgd: rank", rank, "an int", int)
+        check_type("powersgd: seed", seed, "an int", int)
+        check_type("powersgd: min_compression_rate", min_compression_rate, "a number", int, float)
         if rank < 1:
             raise ValueError(f"powersgd: rank must be at least 1, got {rank}")
         if not 1 <= min_compression_rate < math.inf:

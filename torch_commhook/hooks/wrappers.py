@@ -12,13 +12,14 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import ERROR_DTYPES, check_decay
-from torch_commhook.hooks.base import Hook, HookTraits, check_is_chosen, step_scale_of
-from torch_commhook.hooks.compressed import no_hook
+from torch_commhook.hooks.base import Hook, HookTraits, is_traceable, step_scale_of
+from torch_commhook.hooks.compressed import check_inner_hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory, ShardedBucket
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.watches import cannot_be_captured
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, check_dense, flatten_stats
+from torch_commhook.wording import check_type
 
 
 class Wrapper(Hook):
@@ -32,15 +33,10 @@ class Wrapper(Hook):
         self.hook = hook
         self.traits = HookTraits.of_any([hook])
         self.error_dtype, self.error_decay = hook.error_dtype, hook.error_decay
-        self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
+        self._commhook_traceable = is_traceable(hook)
 
-    def _check_inside(self, name: str, hook: object) -> None:
-        if not isinstance(hook, Hook):
-            raise TypeError(
-                f"{type(self).__name__}: {name} must be one of torch_commhook.hooks, got "
-                f"{no_hook(hook)}"
-            )
-        check_is_chosen(f"{type(self).__name__}: {name}", hook)
+    def _check_inside(self, name: str, hook: Hook) -> None:
+        check_inner_hook(f"{type(self).__name__}: {name}", hook)
         if hook.keeps_ranks_apart:
             raise ValueError(
                 f"{type(self).__name__}: {name} must average in each step, got "
@@ -237,8 +233,7 @@ class after(Wrapper):  # noqa: N801
 
     def __init__(self, step: int, hook: Hook, before: Hook | None = None) -> None:
         super().__init__(hook)
-        if not isinstance(step, int) or isinstance(step, bool):
-            raise TypeError(f"after: step must be an int, got {type(step).__qualname__}")
+        check_type("after: step", step, "an int", int)
         if step < 0:
             raise ValueError(f"after: step must be at least 0, got {step}")
         self.step = step
@@ -250,8 +245,7 @@ class after(Wrapper):  # noqa: N801
         either = HookTraits.of_any([hook, self.before])
         self.traits = replace(either, takes_error=hook.takes_error)
         self._left_plan = f"left by {self.before} for {self.hook}"
-        traceable = getattr(self.before, "_commhook_traceable", False)
-        self._commhook_traceable = self._commhook_traceable and traceable
+        self._commhook_traceable = is_traceable(hook) and is_traceable(self.before)
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook, self.before)
@@ -373,8 +367,7 @@ class clip(Wrapper):  # noqa: N801
 
     def __init__(self, max_norm: float, hook: Hook | None = None) -> None:
         super().__init__(allreduce() if hook is None else hook)
-        if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
-            raise TypeError(f"clip: max_norm must be a number, got {type(max_norm).__qualname__}")
+        check_type("clip: max_norm", max_norm, "a number", int, float)
         if not 0 < max_norm <= math.inf:
             raise ValueError(f"clip: max_norm must be positive, got {max_norm}")
         try:

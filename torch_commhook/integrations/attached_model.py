@@ -13,21 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.hooks.expressions import parse_hook
-
-
-def hook_of(hook: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The hook itself, or the hook of an expression such as ``"blockwise(bits=4)"``.
-
-    Raises:
-        ValueError: the expression describes no hook.
-    """
-    if not isinstance(hook, str):
-        return hook
-    parsed: Callable[..., Any] | None = parse_hook(hook)
-    if parsed is None:
-        raise ValueError(f"a hook must be given, got {hook!r}")
-    return parsed
 
 
 def is_alone(where: str, ranks: int) -> bool:
@@ -70,4 +55,4 @@ def attach_wrapped(
             f"been applied to it, for a hook to average its gradients; got "
             f"{type(bare).__name__} in training on {ranks} ranks. {how}"
         )
-    return attach(model, hook_of(hook), **options)
+    return attach(model, hook, **options)

@@ -10,7 +10,8 @@ from torch import nn
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.codecs.base import Codec
-from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
+from torch_commhook.hooks.expressions import as_hook
+from torch_commhook.integrations.attached_model import attach_wrapped, is_alone
 
 try:
     from lightning.pytorch import Callback
@@ -62,8 +63,8 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         log: bool = True,
     ) -> None:
         # Parsed now, so that mistakes are reported before training begins.
-        self.hook = hook_of(hook)
-        self.shard_hook = None if shard_hook is None else hook_of(shard_hook)
+        self.hook = as_hook(hook, "CommHookCallback")
+        self.shard_hook = as_hook(shard_hook, "CommHookCallback")
         self.weights = weights
         self.handle: HookHandle | None = None
         self._logs = log
@@ -84,14 +85,14 @@ class CommHookCallback(Callback):  # type: ignore[misc]
                 "CommHookCallback: the strategy has a ddp_comm_hook, which Lightning registers on "
                 "GPUs and ignores on CPUs; leave it out, since this callback attaches the hook"
             )
-        options = {
-            name: value
-            for name, value in (("shard_hook", self.shard_hook), ("weights", self.weights))
-            if value is not None
-        }
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.handle = attach_wrapped(
-            "CommHookCallback", trainer.model, self.hook, _HOW, scaler=scaler, **options
+            "CommHookCallback",
+            trainer.model,
+            self.hook,
+            _HOW,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            shard_hook=self.shard_hook,
+            weights=self.weights,
         )
         if self._read:
             self.handle.load_state_dict(self._read)

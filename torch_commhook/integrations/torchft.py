@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchft.process_group import ManagedProcessGroup
 
+from torch_commhook import _C
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.reducer_road import ReducerRoad
@@ -19,9 +20,8 @@ from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.attachment.training_state import BeforeForward
 from torch_commhook.collectives.futures import completed
 from torch_commhook.hooks.base import Hook
-from torch_commhook.integrations.attached_model import hook_of
+from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.process_group.base import ProcessGroup
-from torch_commhook.process_group.work import Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.step.attached_hook import Attached
 
@@ -72,8 +72,8 @@ def attach_to(
         manager = Manager(..., use_async_quorum=False)
         handle = attach_to(manager, model, "error_feedback(blockwise(bits=4))")
     """
-    hook = hook_of(hook)
-    _check(manager, model, hook)
+    checked: Callable[..., Any] = as_hook(hook, "attach_to")
+    _check(manager, model, checked)
     quorum = _Quorum(manager)
     fixed: dict[str, Any] = {
         "process_group": quorum.group,
@@ -83,7 +83,7 @@ def attach_to(
     for name in fixed:
         if name in options:
             raise TypeError(f"attach_to: {name} follows from the manager; leave it out")
-    handle = attach(model, hook, **fixed, **options)
+    handle = attach(model, checked, **fixed, **options)
     quorum.follow(handle, getattr(model, "_orig_mod", model))
     try:
         manager.register_state_dict_fn(key, quorum.load_state_dict, quorum.state_dict)
@@ -296,18 +296,4 @@ class _QuorumGroup(WrapperProcessGroup):
                     "torch_commhook: %s failed, and so does this step: %s", operation, error
                 )
                 self._manager.report_error(error)
-        return _Done(arguments[0])
-
-
-class _Done(Work):
-    """Work that is complete."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._future = completed(value)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        return _C.as_work(completed(arguments[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
+from torch_commhook.hooks.expressions import as_hook
+from torch_commhook.integrations.attached_model import attach_wrapped, is_alone
 
 #: The file in a checkpoint's folder.
 FILE = "commhook.pt"
@@ -63,7 +65,8 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
         log: bool = True,
         **options: Any,
     ) -> None:
-        self.hook = hook_of(hook)  # now, so that mistakes are reported before training begins
+        # Parsed now, so that mistakes are reported before training begins.
+        self.hook = as_hook(hook, "CommHookTrainerCallback")
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.begin_anew = begin_anew
         self.options = options
@@ -87,7 +90,6 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def _go_on(self, args: Any, state: Any) -> None:
         """Load the hook's memory: on all ranks, or on none if one has no file."""
         assert self.handle is not None
-        read, error = None, None
         try:
             folder = self.resume_from or _folder_of(args, state)
             if not (folder / FILE).exists():
@@ -97,15 +99,11 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
                     "the checkpoint, or begin_anew=True for a checkpoint without a hook"
                 )
             read = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-        except Exception as raised:
-            error = raised
-        try:
-            self.handle.load_state_dict(read)  # type: ignore[arg-type]  # None is refused
         except Exception:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
+            with suppress(Exception):  # None is refused, here and so on all ranks
+                self.handle.load_state_dict(None)  # type: ignore[arg-type]
+            raise
+        self.handle.load_state_dict(read)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the hook's memory of all ranks."""

@@ -46,11 +46,7 @@ def check_dense(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype
         raise TypeError(f"{op}: {name} must be of dtype {allowed}, got {tensor.dtype}")
     if tensor.numel() == 0:
         return
-    if tensor.is_contiguous():
-        span = tensor.numel()
-    else:
-        span = span_of(tensor)
-    wanted = (tensor.storage_offset() + span) * tensor.element_size()
+    wanted = (tensor.storage_offset() + span_of(tensor)) * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
     if there < wanted:
         raise ValueError(
@@ -282,6 +278,16 @@ def _total_numel(tensors: Sequence[Tensor]) -> int:
     return total
 
 
+def check_tensors(op: str, tensors: Sequence[Tensor]) -> int:
+    """Refuse tensors that the operators on buckets do not support; returns their elements."""
+    torch._check_value(
+        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
+    )
+    for i, tensor in enumerate(tensors):
+        _check_tensor(op, f"tensors[{i}]", tensor, "tensors[0]", tensors[0])
+    return _total_numel(tensors)
+
+
 def _check_length(
     op: str, name: str, buffer: Tensor, others: str, tensors: Sequence[Tensor]
 ) -> None:
@@ -302,11 +308,7 @@ def _check_length(
 
 
 def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
-    for i, tensor in enumerate(tensors):
-        _check_tensor(op, f"tensors[{i}]", tensor, "tensors[0]", tensors[0])
+    numel = check_tensors(op, tensors)
     if dtype is None:
         dtype = tensors[0].dtype
         for i, tensor in enumerate(tensors):
@@ -319,7 +321,7 @@ def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None)
                 ),
             )
     _check_type(dtype in BUCKET_DTYPES, lambda: f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}")
-    return tensors[0].new_empty((_total_numel(tensors),), dtype=dtype)
+    return tensors[0].new_empty((numel,), dtype=dtype)
 
 
 # ---- flatten -------------------------------------------------------------------------------------

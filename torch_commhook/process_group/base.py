@@ -27,6 +27,7 @@ from torch_commhook.collectives.gloo_groups import (
 from torch_commhook.native.runtime import left_to_python
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.work import on_completion, take_over
+from torch_commhook.wording import check_type
 
 # ---- hooks of process groups ---------------------------------------------------------------------
 #
@@ -175,18 +176,12 @@ class GroupHooks:
         return any(self._hooks.values())
 
     def add(self, kind: str, hook_id: int, hook: Hook) -> None:
-        if isinstance(hook_id, bool) or not isinstance(hook_id, int):
-            raise TypeError(
-                f"register_{kind}_hook: hook_id must be an int, got {_C.type_name(hook_id)}"
-            )
+        check_type(f"register_{kind}_hook: hook_id", hook_id, "an int", int)
         if not -(1 << 63) <= hook_id < 1 << 63:
             raise ValueError(
                 f"register_{kind}_hook: hook_id must be an int of 64 bits, got {hook_id}"
             )
-        if not callable(hook):
-            raise TypeError(
-                f"register_{kind}_hook: hook must be callable, got {_C.type_name(hook)}"
-            )
+        check_type(f"register_{kind}_hook: hook", hook, "callable", Callable)
         # A new dict, since other threads may be iterating over the old one.
         self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
 
@@ -456,10 +451,7 @@ class ProcessGroup(_C.ProcessGroup):
             raise RuntimeError(
                 f"{type(self).__name__}._register_on_completion_hook: there is a hook already"
             )
-        if not callable(hook):
-            raise TypeError(
-                f"_register_on_completion_hook: hook must be callable, got {_C.type_name(hook)}"
-            )
+        check_type("_register_on_completion_hook: hook", hook, "callable", Callable)
         self._add_hook("completion", _ON_COMPLETION_ID, lambda args: hook(_work_info(args)))
 
     def _has_hooks(self) -> bool:
@@ -538,8 +530,7 @@ def register(
         >>> run_ranks(reduce, 2)[0]
         tensor([2., 2.])
     """
-    if not isinstance(name, str):
-        raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
+    check_type("register: name", name, "a str", str)
     if not name:
         raise ValueError("register: name must have at least one character, got ''")
     if isinstance(group, dist.ProcessGroup):

@@ -19,6 +19,7 @@ from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import resolve_group
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
 from torch_commhook.process_group.wrapper import seen_by_cpp
+from torch_commhook.wording import check_type
 
 _NAME = "broadcast_coalesced"
 _INT64_MAX = 2**63 - 1
@@ -71,8 +72,10 @@ def broadcast_coalesced(
     """
     group = resolve_group(process_group)
     tensors = _checked_list(tensors)
-    _check_int("buffer_size", buffer_size)
-    _check_int("rank", rank)
+    for name, value in (("buffer_size", buffer_size), ("rank", rank)):
+        check_type(f"{_NAME}: {name}", value, "an int", int)
+        if abs(value) > _INT64_MAX:
+            raise ValueError(f"{_NAME}: {name} must be an int of 64 bits, got {value}")
     _check_range(buffer_size, rank)
     if torch.compiler.is_compiling():
         torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
@@ -87,22 +90,12 @@ def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
         )
     tensors = list(tensors)
     for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{_NAME}: tensors[{i}] must be a tensor, got {type(tensor).__qualname__}"
-            )
+        check_type(f"{_NAME}: tensors[{i}]", tensor, "a tensor", Tensor)
         if tensor.is_nested:
             raise TypeError(
                 f"{_NAME}: tensors[{i}] must be a dense tensor, got a nested one; pass its values()"
             )
     return tensors
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{_NAME}: {name} must be an int, got {type(value).__qualname__}")
-    if abs(value) > _INT64_MAX:
-        raise ValueError(f"{_NAME}: {name} must be an int of 64 bits, got {value}")
 
 
 def _check_range(buffer_size: int, rank: int) -> None:

@@ -1,9 +1,8 @@
-"""Collectives of a process group that use codecs."""
+"""The arguments of a process group's sums and all-gathers, for groups that compress them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,14 +12,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import Codec, mix_seeds
-from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.compressed_chunks import (
-    compressed_all_gather,
-    compressed_reduce_scatter,
-)
+from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.futures import then
-from torch_commhook.collectives.gloo_groups import group_rank
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
@@ -38,9 +31,6 @@ GATHERS: dict[str, Any] = dict.fromkeys(
     AllgatherOptions,
 )
 
-#: Kinds of operations; each draws different random numbers.
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-
 
 def options_of(operation: str, arguments: Sequence[Any]) -> Any:
     """The options of a call; None if its arguments do not have PyTorch's usual form."""
@@ -52,7 +42,7 @@ def options_of(operation: str, arguments: Sequence[Any]) -> Any:
     return arguments[tensors] if fits else None
 
 
-def _timeout_of(options: Any) -> timedelta | None:
+def timeout_of(options: Any) -> timedelta | None:
     """The timeout of a call; None for the group's."""
     timeout: timedelta = options.timeout
     return None if timeout == type(options)().timeout else timeout
@@ -145,7 +135,7 @@ def reduction_of(op: Any, ranks: int) -> Reduction | None:
     return None
 
 
-def _times(tensor: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
+def times(tensor: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(factor, Tensor):
         factor = factor.detach().reshape(())
     return tensor.detach().to(dtype, copy=True).mul_(factor)
@@ -180,9 +170,9 @@ def without_premultiplier(operation: str, arguments: tuple[Any, ...]) -> tuple[A
         return arguments
     if not outputs:
         for each in terms:
-            each.detach().copy_(_times(each, factor, each.dtype))
+            each.detach().copy_(times(each, factor, each.dtype))
         return inputs, as_sum(options)
-    multiplied = _mapped(inputs, lambda each: _times(each, factor, each.dtype))
+    multiplied = mapped(inputs, lambda each: times(each, factor, each.dtype))
     return *outputs, multiplied, as_sum(options)
 
 
@@ -192,215 +182,13 @@ def _listed(values: Any) -> list[Any]:
     return [values]
 
 
-def _mapped(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def mapped(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(values, (list, tuple)):
-        return [_mapped(value, function) for value in values]
+        return [mapped(value, function) for value in values]
     return function(values)
 
 
-class CodecCalls:
-    """Runs a group's sums and all-gathers through codecs.
-
-    Args:
-        parent: the group that sends the messages.
-        codec: the codec of sums; None does not compress them.
-        gathers: the codec of all-gathers; None does not compress them.
-        min_numel: operations on fewer elements are not compressed.
-        seed: the seed of random numbers.
-    """
-
-    def __init__(
-        self,
-        parent: dist.ProcessGroup,
-        codec: Codec | None,
-        gathers: Codec | None,
-        min_numel: int,
-        seed: int,
-    ) -> None:
-        self._parent = parent
-        self._codec = codec
-        self._gathers = gathers
-        self._min_numel = min_numel
-        self._seed = seed
-        self._steps: dict[str, Iterator[int]] = {kind: itertools.count() for kind in _KINDS}
-
-    def takes(self, operation: str) -> bool:
-        """Whether some calls of a method use a codec."""
-        codec = self._codec if operation in SUMS else self._gathers
-        return codec is not None and (operation in SUMS or operation in GATHERS)
-
-    def prepare(self, operation: str, arguments: Sequence[Any]) -> Callable[[], Any] | None:
-        """Return a function that starts an operation through its codec and returns the Work.
-
-        Args:
-            operation: an operation that :meth:`takes`.
-            arguments: the method's arguments, without keywords.
-
-        Returns:
-            The function, or None for a call that is not compressed.
-        """
-        options = options_of(operation, arguments)
-        if options is None:
-            return None  # the parent checks it
-        if operation in GATHERS:
-            return self._prepare_gather(operation, arguments[0], arguments[1], _timeout_of(options))
-        reduction = reduction_of(options.reduceOp, self._parent.size())
-        if reduction is None:
-            return None
-        timeout = _timeout_of(options)
-        if operation.startswith("allreduce"):
-            return self._prepare_all_reduce(arguments[0], reduction, timeout)
-        outputs, inputs = arguments[:2]
-        return self._prepare_reduce_scatter(operation, outputs, inputs, reduction, timeout)
-
-    # ---- sums ------------------------------------------------------------------------------------
-
-    def _prepare_all_reduce(
-        self, tensors: Any, reduction: Reduction, timeout: timedelta | None
-    ) -> Callable[[], Any] | None:
-        codec, ranks = self._codec, self._parent.size()
-        assert codec is not None
-        if not is_large(tensors, self._min_numel, BUCKET_DTYPES):
-            return None
-        numel = sum(tensor.numel() for tensor in tensors)
-        if _all_reduce_bytes(codec, numel, ranks) >= 2 * _bytes_of(tensors) * (ranks - 1) / ranks:
-            return None
-
-        def start() -> Any:
-            future = compressed_all_reduce(
-                self._terms(tensors, reduction),
-                codec,
-                scale=reduction.scale,
-                out=list(tensors),
-                rounding=self._rounding("all_reduce", codec, tensors[0].device, rows=2),
-                group=self._parent,
-                timeout=timeout,
-            )
-            return _work_of(future, tensors)
-
-        return start
-
-    def _prepare_reduce_scatter(
-        self,
-        operation: str,
-        outputs: Any,
-        inputs: Any,
-        reduction: Reduction,
-        timeout: timedelta | None,
-    ) -> Callable[[], Any] | None:
-        codec, ranks = self._codec, self._parent.size()
-        assert codec is not None
-        if operation == "reduce_scatter_single":
-            outputs, inputs = [outputs], [inputs]
-        in_lists = operation == "reduce_scatter"
-        if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
-            return None
-        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
-            return None
-        flat = [each for some in inputs for each in some] if in_lists else list(inputs)
-        if not is_large(flat, self._min_numel, BUCKET_DTYPES):
-            return None
-        if not is_large(outputs, 0, BUCKET_DTYPES) or outputs[0].device != flat[0].device:
-            return None
-        parts = parts_of(outputs, inputs, ranks, group_rank(self._parent), in_lists=in_lists)
-        if parts is None:
-            return None
-        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
-        nbytes = sum(part.nbytes for part in codec.chunks(sizes))
-        if ranks == 1 or nbytes >= _bytes_of(flat):
-            return None
-        # The ranks of one output are in order.
-        sources = flat if len(outputs) == 1 else [tensor for part in parts for tensor in part]
-
-        def start() -> Any:
-            future = compressed_reduce_scatter(
-                self._terms(sources, reduction),
-                codec,
-                sizes=sizes,
-                scale=reduction.scale,
-                out=list(outputs),
-                rounding=self._rounding("reduce_scatter", codec, flat[0].device),
-                group=self._parent,
-                timeout=timeout,
-            )
-            return _work_of(future, outputs)
-
-        return start
-
-    @staticmethod
-    def _terms(tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
-        if reduction.premultiplier is None:
-            return list(tensors)
-        # Only this rank's own terms: other ranks may have other factors.
-        return [
-            _times(tensor, reduction.premultiplier, _at_least_float32(tensor.dtype))
-            for tensor in tensors
-        ]
-
-    # ---- all-gathers -----------------------------------------------------------------------------
-
-    def _prepare_gather(
-        self, operation: str, outputs: Any, inputs: Any, timeout: timedelta | None
-    ) -> Callable[[], Any] | None:
-        codec, ranks, rank = self._gathers, self._parent.size(), group_rank(self._parent)
-        assert codec is not None
-        if operation == "all_gather_single":
-            outputs, inputs = [outputs], [inputs]
-        if not is_large(inputs, 0, BUCKET_DTYPES):
-            return None
-        by_rank = _places(operation, outputs, len(inputs), ranks)
-        if by_rank is None:
-            return None
-        places = [tensor for part in by_rank for tensor in part]
-        if not is_large(places, self._min_numel, BUCKET_DTYPES):
-            return None
-        if places[0].device != inputs[0].device:
-            return None
-        if [each.numel() for each in by_rank[rank]] != [each.numel() for each in inputs]:
-            return None
-        dtypes = [each.dtype for each in inputs]
-        if any([each.dtype for each in part] != dtypes for part in by_rank):
-            return None
-        sizes = [sum(tensor.numel() for tensor in part) for part in by_rank]
-        longest = max(part.nbytes for part in codec.chunks(sizes))
-        if ranks == 1 or longest * ranks >= _bytes_of(places):
-            return None
-
-        def start() -> Any:
-            future = compressed_all_gather(
-                list(inputs),
-                codec,
-                sizes=sizes,
-                out=[outputs[0].detach().view(-1)] if operation == "all_gather_single" else places,
-                rounding=self._rounding("all_gather", codec, inputs[0].device),
-                group=self._parent,
-                timeout=timeout,
-            )
-            single = operation.startswith("all_gather_single")
-            return _work_of(future, outputs if single else places)
-
-        return start
-
-    # ---- random numbers --------------------------------------------------------------------------
-
-    def _rounding(
-        self, kind: str, codec: Codec, device: torch.device, *, rows: int = 1
-    ) -> Tensor | None:
-        """Seed and step of the next operation of a kind; two rows for one that encodes twice."""
-        if not codec.is_random:
-            return None
-        step = next(self._steps[kind])
-        number, rank = _KINDS.index(kind), group_rank(self._parent)
-        alike = codec.exchange == "all_reduce"
-        own = mix_seeds(self._seed, number, 0 if alike else rank + 1)
-        seeds = [[own, step], [mix_seeds(self._seed, number, -1 - rank), step]]
-        rounding = torch.tensor(seeds if rows == 2 else seeds[0], dtype=torch.int64, device="cpu")
-        if device.type == "cuda":  # without waiting for the device
-            return rounding.pin_memory().to(device, non_blocking=True)
-        return rounding.to(device)
-
-
-def _places(
+def places_of(
     operation: str, outputs: Any, inputs: int, ranks: int
 ) -> list[tuple[Tensor, ...]] | None:
     """For each rank the positions of its tensors; None if their numbers differ."""
@@ -425,11 +213,11 @@ def _places(
     return list(zip(*outputs, strict=True))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
+def all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
     """The number of bytes that each rank sends for a sum, on average."""
     if codec.exchange == "all_to_all":
         sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
@@ -440,11 +228,11 @@ def _all_reduce_bytes(codec: Codec, numel: int, ranks: int) -> float:
     return 2 * nbytes * (ranks - 1) / ranks
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> int:
+def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor_bytes(tensor) for tensor in tensors)
 
 
-def _work_of(future: torch.futures.Future[Tensor], tensors: Sequence[Tensor]) -> Any:
+def work_of(future: torch.futures.Future[Tensor], tensors: Sequence[Tensor]) -> Any:
     """A collective's Work, with a Future that holds a list of tensors."""
     value: Any = list(tensors)
 

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
-from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.futures import StreamNumber, beside, chained
-from torch_commhook.collectives.gloo_groups import exchanges
-from torch_commhook.collectives.issuing import SECOND, as_bytes, issue_unseen, place_in
-from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel, sum_rows
-from torch_commhook.metrics import WireMeter, counting, tensor_bytes
-from torch_commhook.native.bucket_ops import flatten, unflatten_into
+from torch_commhook.codecs.base import Codec, mix_seeds
+from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.compressed_chunks import (
+    compressed_all_gather,
+    compressed_reduce_scatter,
+)
+from torch_commhook.collectives.futures import (
+    SecondStages,
+    StreamNumber,
+    beside,
+    issuing_later,
+)
+from torch_commhook.collectives.plain import (
+    LEAST_RANKS,
+    all_to_all,
+    padded_numel,
+    sum_rows,
+    wide_all_reduce,
+)
+from torch_commhook.metrics import WireMeter, counting, note_collective
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
 from torch_commhook.process_group.codec_calls import (
+    GATHERS,
     SUMS,
-    CodecCalls,
+    Reduction,
+    all_reduce_bytes,
     as_sum,
+    at_least_float32,
+    bytes_of,
     is_large,
+    mapped,
     options_of,
     parts_of,
+    places_of,
+    reduction_of,
+    timeout_of,
+    times,
     without_premultiplier,
+    work_of,
 )
 from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
+from torch_commhook.wording import check_type
 
-# ---- a process group that sends large tensors in fewer bits --------------------------------------
-
-
-#: The dtypes that 16-bit codecs round.
+#: The dtypes that a codec of 16 bits rounds.
 _ROUNDED = (torch.float32, torch.float64)
+
+#: Kinds of operations; each draws different random numbers.
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class CompressedProcessGroup(WrapperProcessGroup):
@@ -56,9 +82,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
     more ranks the error does not grow with their number. A reduce-scatter then is an all-to-all of
     the parent; each rank sums the values in float32, directly into the output. An all-reduce adds
     one rounding of the sum, and an all-gather. If the parent is a Gloo group that
-    ``torch.distributed`` knows, the all-gather of CPU tensors uses the library's own transport.
-    Over other parents this all-reduce returns after its all-to-all has ended; with CUDA tensors
-    over NCCL it returns at once.
+    ``torch.distributed`` knows, CPU tensors use the library's own transport. Over other parents,
+    and with a timeout of its own, this all-reduce returns after its all-to-all has ended; with CUDA
+    tensors over NCCL it returns at once.
 
     **A codec of** :mod:`torch_commhook.codecs` compresses float64, float32, bfloat16 and float16,
     and sums in float32. An all-reduce is a
@@ -127,8 +153,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
             )
         if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
             raise ValueError(f"{name}: min_numel must be an int of at least 0, got {min_numel!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"{name}: seed must be an int, got {_C.type_name(seed)}")
+        check_type(f"{name}: seed", seed, "an int", int)
         if gathers is not None and not isinstance(gathers, Codec):
             raise TypeError(
                 f"{name}: gathers must be a codec of torch_commhook.codecs or None, got {gathers!r}"
@@ -139,19 +164,13 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self.gathers = gathers
         self.compressed = 0
         self.bytes_sent = 0
-        self._stream = StreamNumber()
         self._is_coalescing = False
-        of_sums = codec if isinstance(codec, Codec) else None
-        self._calls = CodecCalls(parent, of_sums, gathers, min_numel, seed)
+        self._stream = StreamNumber()
+        self._steps: dict[str, Iterator[int]] = {kind: itertools.count() for kind in _KINDS}
 
     def _settings_text(self) -> str:
         codec = str(self.codec).removeprefix("torch.")
         return codec if self.gathers is None else f"{codec}, gathers={self.gathers}"
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert isinstance(self.codec, torch.dtype)
-        return self.codec
 
     def start_coalescing(self, device: Any) -> Any:
         """Let the parent combine the following operations, uncompressed.
@@ -167,19 +186,11 @@ class CompressedProcessGroup(WrapperProcessGroup):
     ) -> Any:
         if operation == "end_coalescing":
             self._is_coalescing = False
-        elif not keywords and not self._is_coalescing:
-            if self._calls.takes(operation):
-                return self._run_with_codec(operation, arguments)
-            if operation in SUMS:
-                start = self._encode(operation, arguments)
-                if start is not None:
-                    self.compressed += 1
-                    return start()
-        return super().run_collective(operation, arguments, keywords)
-
-    def _run_with_codec(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+        takes = operation in SUMS or (operation in GATHERS and self.gathers is not None)
+        if keywords or self._is_coalescing or not takes:
+            return super().run_collective(operation, arguments, keywords)
         arguments = self.change_arguments(operation, arguments)
-        start = self._calls.prepare(operation, arguments)
+        start = self._prepare(operation, arguments)
         if start is None:
             call = getattr(self.parent, BINDINGS[operation])
             if operation in SUMS:
@@ -193,139 +204,165 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self.bytes_sent += meter.bytes_sent
         return work
 
-    def _call(self, operation: str, *arguments: Any) -> Any:
-        """The Work of the parent's operation."""
-        call = describe(operation, arguments, {})
-        if call is not None:
-            self.bytes_sent += call.bytes_sent(self.rank(), self.size())
-        return _C.as_work(super().run_collective(operation, arguments, {}))
-
-    def _encode(self, operation: str, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
-        """A function that starts the operation and returns its Work; None without compression."""
+    def _prepare(self, operation: str, arguments: Sequence[Any]) -> Callable[[], Any] | None:
+        """A function that starts an operation and returns its Work; None without compression."""
         options = options_of(operation, arguments)
         if options is None:
             return None  # the parent checks it
-        # Not by `in`, which would compare members of another type.
-        if options.reduceOp == dist.ReduceOp.AVG:
-            factor = 1.0
-        elif options.reduceOp == dist.ReduceOp.SUM:
-            factor = float(self.size())
-        else:
+        if operation in GATHERS:
+            return self._prepare_gather(operation, arguments[0], arguments[1], timeout_of(options))
+        reduction = reduction_of(options.reduceOp, self.size())
+        if reduction is None:
+            return None
+        if not isinstance(self.codec, Codec) and reduction.premultiplier is not None:
             return None
         if operation.startswith("allreduce"):
-            return self._encode_allreduce(operation, arguments[0], options, factor)
+            return self._prepare_all_reduce(operation, arguments[0], options, reduction)
         outputs, inputs = arguments[:2]
-        if operation == "reduce_scatter_single":
-            outputs, inputs = [outputs], [inputs]
-        elif not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
-            return None
-        return self._encode_reduce_scatter(operation, outputs, inputs, options, factor)
+        return self._prepare_reduce_scatter(operation, outputs, inputs, options, reduction)
 
-    # ---- all-reduce ------------------------------------------------------------------------------
+    # ---- sums ------------------------------------------------------------------------------------
 
-    def _encode_allreduce(
-        self, operation: str, tensors: Any, options: Any, factor: float
+    def _prepare_all_reduce(
+        self, operation: str, tensors: Any, options: Any, reduction: Reduction
     ) -> Callable[[], Any] | None:
-        if not is_large(tensors, self.min_numel, _ROUNDED):
+        codec, ranks = self.codec, self.size()
+        if not is_large(tensors, self.min_numel, self._summed_dtypes):
             return None
+        if not isinstance(codec, Codec):
+            return lambda: self._sum_in_16_bits(codec, operation, tensors, options)
         numel = sum(tensor.numel() for tensor in tensors)
-        adds_in_float32 = self.size() >= LEAST_RANKS and numel > 0
-        padded = padded_numel(numel, self.size()) if adds_in_float32 else numel
-        buffer = tensors[0].new_empty(padded, dtype=self._dtype)
-        wire = self._flatten(tensors, buffer[:numel])
-
-        def write_back() -> list[Tensor]:
-            with torch.no_grad():
-                unflatten_into(wire, tensors, scale=factor)
-            return list(tensors)
+        if all_reduce_bytes(codec, numel, ranks) >= 2 * bytes_of(tensors) * (ranks - 1) / ranks:
+            return None
 
         def start() -> Any:
-            if not adds_in_float32:
-                return FollowedWork(self._call(operation, [wire], as_sum(options)), write_back)
-            buffer[numel:].zero_()
-            return FollowedWork(self._sum_in_float32(buffer, options), write_back)
+            future = compressed_all_reduce(
+                self._terms(tensors, reduction),
+                codec,
+                scale=reduction.scale,
+                out=list(tensors),
+                rounding=self._rounding("all_reduce", codec, tensors[0].device, rows=2),
+                group=self.parent,
+                timeout=timeout_of(options),
+            )
+            return work_of(future, tensors)
 
         return start
 
-    def _sum_in_float32(self, buffer: Tensor, options: Any) -> Any:
-        """The Work of two collectives that replace a buffer by its sum over the ranks."""
-        shards = buffer.new_empty(self.size(), buffer.numel() // self.size())
-        sums = buffer.new_empty(shards.shape[1])
-        to_all = _with_timeout(AllToAllOptions, options)
-        if buffer.device.type != "cpu" or not exchanges(self.parent):
-            # All ranks issue both here, so that the parent sees them in the same order.
-            with beside(buffer.device, self._stream, [buffer, shards, sums]), torch.no_grad():
-                self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all).wait()
-                sum_rows(shards, sums)
-                gather = _with_timeout(AllgatherOptions, options)
-                return self._call("all_gather_single", buffer, sums, gather)
-
-        place = place_in(self.parent, SECOND)
-
-        def gather_sums(_: Any) -> torch.futures.Future[Tensor]:
-            with torch.no_grad():
-                sum_rows(shards, sums)
-            rows = [as_bytes(row) for row in buffer.view(shards.shape)]
-            return place.gather(as_bytes(sums), rows, buffer)
-
-        first = issue_unseen(
-            lambda: self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all),
-            buffer.device,
-        )
-        self.bytes_sent += tensor_bytes(sums) * (self.size() - 1)
-        return _C.as_work(chained(first.get_future(), gather_sums, lambda done: done))
-
-    # ---- reduce-scatter --------------------------------------------------------------------------
-
-    def _encode_reduce_scatter(
-        self, operation: str, outputs: Any, inputs: Any, options: Any, factor: float
+    def _prepare_reduce_scatter(
+        self, operation: str, outputs: Any, inputs: Any, options: Any, reduction: Reduction
     ) -> Callable[[], Any] | None:
+        codec, ranks = self.codec, self.size()
+        if operation == "reduce_scatter_single":
+            outputs, inputs = [outputs], [inputs]
         in_lists = operation == "reduce_scatter"
+        if not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
+            return None
         if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
             return None
-        flat = [each for some in inputs for each in some] if in_lists else inputs
-        if not is_large(flat, self.min_numel, _ROUNDED) or not is_large(outputs, 0, _ROUNDED):
+        flat = [each for some in inputs for each in some] if in_lists else list(inputs)
+        if not is_large(flat, self.min_numel, self._summed_dtypes):
             return None
-        if self.size() >= LEAST_RANKS and any(each.numel() for each in flat):
-            parts = parts_of(outputs, inputs, self.size(), self.rank(), in_lists=in_lists)
-            if parts is not None:
-                return lambda: self._scatter_in_float32(parts, outputs, options, factor)
-        results = [output.new_empty(output.shape, dtype=self._dtype) for output in outputs]
-        sent: list[Any] = []
-        for each in inputs:
-            tensors = list(each) if in_lists else [each]
-            wire = self._flatten(tensors)
-            views = [
-                view.view(tensor.shape)
-                for view, tensor in zip(
-                    wire.split([tensor.numel() for tensor in tensors]), tensors, strict=True
-                )
-            ]
-            sent.append(views if in_lists else views[0])
+        if not is_large(outputs, 0, self._summed_dtypes) or outputs[0].device != flat[0].device:
+            return None
+        parts = parts_of(outputs, inputs, ranks, self.rank(), in_lists=in_lists)
+        if parts is None:
+            return None
+        if not isinstance(codec, Codec):
+            return lambda: self._scatter_in_16_bits(
+                codec, operation, outputs, inputs, parts, options
+            )
+        sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        nbytes = sum(part.nbytes for part in codec.chunks(sizes))
+        if ranks == 1 or nbytes >= bytes_of(flat):
+            return None
+        # The ranks of one output are in order.
+        sources = flat if len(outputs) == 1 else [tensor for part in parts for tensor in part]
+
+        def start() -> Any:
+            future = compressed_reduce_scatter(
+                self._terms(sources, reduction),
+                codec,
+                sizes=sizes,
+                scale=reduction.scale,
+                out=list(outputs),
+                rounding=self._rounding("reduce_scatter", codec, flat[0].device),
+                group=self.parent,
+                timeout=timeout_of(options),
+            )
+            return work_of(future, outputs)
+
+        return start
+
+    @property
+    def _summed_dtypes(self) -> Sequence[torch.dtype]:
+        return BUCKET_DTYPES if isinstance(self.codec, Codec) else _ROUNDED
+
+    @staticmethod
+    def _terms(tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
+        if reduction.premultiplier is None:
+            return list(tensors)
+        # Only this rank's own terms: other ranks may have other factors.
+        return [
+            times(tensor, reduction.premultiplier, at_least_float32(tensor.dtype))
+            for tensor in tensors
+        ]
+
+    # ---- sums in 16 bits -------------------------------------------------------------------------
+    #
+    # Terms are divided by the number of ranks before they are rounded. A Work references no group,
+    # since a thread of the group may release the Work last.
+
+    def _sum_in_16_bits(
+        self, dtype: torch.dtype, operation: str, tensors: Sequence[Tensor], options: Any
+    ) -> Any:
+        ranks, factor = self.size(), self._factor(options)
+        numel = sum(tensor.numel() for tensor in tensors)
+        is_wide = ranks >= LEAST_RANKS and numel > 0
+        wire = tensors[0].new_empty(padded_numel(numel, ranks) if is_wide else numel, dtype=dtype)
+        values = self._rounded(tensors, out=wire[:numel])
 
         def write_back() -> list[Tensor]:
             with torch.no_grad():
-                for result, output in zip(results, outputs, strict=True):
-                    unflatten_into(result, [output], scale=factor)
-            return list(outputs)
+                unflatten_into(values, tensors, scale=factor)
+            return list(tensors)
 
-        new_options = as_sum(options)
-        if operation == "reduce_scatter_single":
-            given: tuple[Any, ...] = results[0], sent[0], new_options
-        else:
-            given = results, sent, new_options
-        return lambda: FollowedWork(self._call(operation, *given), write_back)
+        if not is_wide:
+            return FollowedWork(self._call(operation, [values], as_sum(options)), write_back)
+        wire[numel:].zero_()
+        shards = torch.empty_like(wire)
+        # The caller may wait at once: the second collective must not wait for a hook's next bucket.
+        second = SecondStages()
+        with beside(wire.device, self._stream, [wire, shards]), issuing_later(second):
+            timeout = timeout_of(options)
+            future = wide_all_reduce(wire, numel, shards, group=self.parent, timeout=timeout)
+        second.issue()
+        return FollowedWork(_C.as_work(future), write_back)
 
-    def _scatter_in_float32(
-        self, parts: list[list[Tensor]], outputs: Any, options: Any, factor: float
+    def _scatter_in_16_bits(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Any,
+        parts: list[list[Tensor]],
+        options: Any,
     ) -> Any:
-        """The Work of an all-to-all, after which each rank sums the received tensors."""
+        ranks, factor = self.size(), self._factor(options)
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+        if ranks < LEAST_RANKS or not any(sizes):
+            return self._scatter_by_parent(dtype, operation, outputs, inputs, options)
         own = sizes[self.rank()]
-        wire = self._flatten([tensor for part in parts for tensor in part])
-        shards = wire.new_empty(self.size(), own)
-        equal = all(size == own for size in sizes)
-        splits: tuple[list[int], list[int]] = ([], []) if equal else ([own] * len(sizes), sizes)
+        wire = self._rounded([tensor for part in parts for tensor in part], dtype=dtype)
+        shards = wire.new_empty(ranks, own)
+        received = all_to_all(
+            wire,
+            input_split_sizes=sizes,
+            output_split_sizes=[own] * ranks,
+            out=shards.view(-1),
+            group=self.parent,
+            timeout=timeout_of(options),
+        )
 
         def write_back() -> list[Tensor]:
             with torch.no_grad():
@@ -336,19 +373,105 @@ class CompressedProcessGroup(WrapperProcessGroup):
                     unflatten_into(sums, outputs, scale=factor)
             return list(outputs)
 
-        new_options = _with_timeout(AllToAllOptions, options)
-        work = self._call("all_to_all_single", shards.view(-1), wire, *splits, new_options)
+        return FollowedWork(_C.as_work(received), write_back)
+
+    def _scatter_by_parent(
+        self,
+        dtype: torch.dtype,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Any],
+        options: Any,
+    ) -> Any:
+        factor = self._factor(options)
+        results = [torch.empty_like(output, dtype=dtype) for output in outputs]
+        sent = mapped(inputs, lambda x: self._rounded([x], dtype=dtype).view_as(x))
+        if operation == "reduce_scatter_single":
+            work = self._call(operation, results[0], sent[0], as_sum(options))
+        else:
+            work = self._call(operation, results, sent, as_sum(options))
+
+        def write_back() -> list[Tensor]:
+            with torch.no_grad():
+                for result, output in zip(results, outputs, strict=True):
+                    unflatten_into(result, [output], scale=factor)
+            return list(outputs)
+
         return FollowedWork(work, write_back)
 
-    # ---- shared ----------------------------------------------------------------------------------
-
-    def _flatten(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def _rounded(self, tensors: Sequence[Tensor], **to: Any) -> Tensor:
         with torch.no_grad():
-            return flatten(tensors, scale=1.0 / self.size(), dtype=self._dtype, out=out)
+            return flatten(tensors, scale=1.0 / self.size(), **to)
 
+    def _factor(self, options: Any) -> float:
+        """The factor of a sum of terms that were divided by the number of ranks."""
+        return 1.0 if options.reduceOp == dist.ReduceOp.AVG else float(self.size())
 
-def _with_timeout(make_options: Callable[[], Any], like: Any) -> Any:
-    """Options of another operation, with the same timeout."""
-    made = make_options()
-    made.timeout = like.timeout
-    return made
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        """The Work of the parent's operation."""
+        call = describe(operation, arguments, {})
+        if call is not None:
+            note_collective(call.bytes_sent(self.rank(), self.size()))
+        return _C.as_work(getattr(self.parent, BINDINGS[operation])(*arguments))
+
+    # ---- all-gathers -----------------------------------------------------------------------------
+
+    def _prepare_gather(
+        self, operation: str, outputs: Any, inputs: Any, timeout: timedelta | None
+    ) -> Callable[[], Any] | None:
+        codec, ranks, rank = self.gathers, self.size(), self.rank()
+        assert codec is not None
+        if operation == "all_gather_single":
+            outputs, inputs = [outputs], [inputs]
+        if not is_large(inputs, 0, BUCKET_DTYPES):
+            return None
+        by_rank = places_of(operation, outputs, len(inputs), ranks)
+        if by_rank is None:
+            return None
+        places = [tensor for part in by_rank for tensor in part]
+        if not is_large(places, self.min_numel, BUCKET_DTYPES):
+            return None
+        if places[0].device != inputs[0].device:
+            return None
+        if [each.numel() for each in by_rank[rank]] != [each.numel() for each in inputs]:
+            return None
+        dtypes = [each.dtype for each in inputs]
+        if any([each.dtype for each in part] != dtypes for part in by_rank):
+            return None
+        sizes = [sum(tensor.numel() for tensor in part) for part in by_rank]
+        longest = max(part.nbytes for part in codec.chunks(sizes))
+        if ranks == 1 or longest * ranks >= bytes_of(places):
+            return None
+
+        def start() -> Any:
+            future = compressed_all_gather(
+                list(inputs),
+                codec,
+                sizes=sizes,
+                out=[outputs[0].detach().view(-1)] if operation == "all_gather_single" else places,
+                rounding=self._rounding("all_gather", codec, inputs[0].device),
+                group=self.parent,
+                timeout=timeout,
+            )
+            single = operation.startswith("all_gather_single")
+            return work_of(future, outputs if single else places)
+
+        return start
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def _rounding(
+        self, kind: str, codec: Codec, device: torch.device, *, rows: int = 1
+    ) -> Tensor | None:
+        """Seed and step of the next operation of a kind; two rows for one that encodes twice."""
+        if not codec.is_random:
+            return None
+        step = next(self._steps[kind])
+        number, rank = _KINDS.index(kind), self.rank()
+        alike = codec.exchange == "all_reduce"
+        own = mix_seeds(self.seed, number, 0 if alike else rank + 1)
+        seeds = [[own, step], [mix_seeds(self.seed, number, -1 - rank), step]]
+        rounding = torch.tensor(seeds if rows == 2 else seeds[0], dtype=torch.int64, device="cpu")
+        if device.type == "cuda":  # without waiting for the device
+            return rounding.pin_memory().to(device, non_blocking=True)
+        return rounding.to(device)

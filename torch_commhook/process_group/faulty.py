@@ -22,6 +22,7 @@ from torch_commhook.collectives.gloo_groups import group_rank, group_timeout
 from torch_commhook.process_group.operations import OPERATIONS, Call, describe
 from torch_commhook.process_group.work import FollowedWork, Timers, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.wording import check_type
 
 # ---- the faults that a process group can inject --------------------------------------------------
 
@@ -74,10 +75,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         for name in ("skip", "count"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(self._refusal(name, "an int", _C.type_name(value)))
-        self._check_number("probability", self.probability)
+            if getattr(self, name) is not None:
+                self._check_type(name, "an int", int)
+        self._check_type("probability", "a number", int, float)
         self._check_one_or_several("operations", str)
         self._check_one_or_several("ranks", int)
         unknown = sorted((newest_names(self.operations) or set()) - OPERATIONS)
@@ -94,9 +94,9 @@ class Fault:
     def _refusal(self, name: str, contract: str, got: object) -> str:
         return f"FaultyProcessGroup: {type(self).__name__}.{name} must be {contract}, got {got}"
 
-    def _check_number(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(self._refusal(name, "a number", _C.type_name(value)))
+    def _check_type(self, name: str, contract: str, *kinds: type) -> None:
+        where = f"FaultyProcessGroup: {type(self).__name__}.{name}"
+        check_type(where, getattr(self, name), contract, *kinds)
 
     def _check_one_or_several(self, name: str, kind: type) -> None:
         value = getattr(self, name)
@@ -110,7 +110,7 @@ class Fault:
             raise TypeError(self._refusal(name, contract, repr(value)))
 
     def _check_seconds(self, seconds: float) -> None:
-        self._check_number("seconds", seconds)
+        self._check_type("seconds", "a number", int, float)
         if not 0 <= seconds <= threading.TIMEOUT_MAX:
             contract = f"between 0 and {threading.TIMEOUT_MAX:.0f}"
             raise ValueError(self._refusal("seconds", contract, seconds))
@@ -327,11 +327,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         super().__init__(parent)
         self.injected = []
         self._lock = threading.Lock()
-        if not isinstance(faults, Iterable):
-            raise TypeError(
-                f"{type(self).__name__}: faults must be a list of faults, got "
-                f"{_C.type_name(faults)}"
-            )
+        check_type(f"{type(self).__name__}: faults", faults, "a list of faults", Iterable)
         self._rules = [_Rule(fault, parent.size()) for fault in faults]
         self._random = random.Random(f"{seed}/{group_rank(parent)}")
         self._op_id = 0
@@ -370,7 +366,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             faults = [
                 rule.fault
                 for rule in self._rules
-                if rule.applies(operation, self._rank, self._random)
+                if rule.applies(operation, self.rank(), self._random)
             ]
             if self._dropped:
                 faults = [Drop()]
@@ -386,7 +382,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             elif isinstance(fault, Drop):
                 self._dropped = True
                 raise DroppedRankError(
-                    f"FaultyProcessGroup: rank {self._rank} has been dropped, at {operation} "
+                    f"FaultyProcessGroup: rank {self.rank()} has been dropped, at {operation} "
                     f"number {op_id}"
                 )
             elif isinstance(fault, Hang):
@@ -409,14 +405,10 @@ class FaultyProcessGroup(WrapperProcessGroup):
 
         return FollowedWork(work, corrupt)
 
-    @property
-    def _rank(self) -> int:
-        return group_rank(self.parent)
-
     def _error(self, fault: Fail, operation: str, op_id: int) -> BaseException:
         if fault.error is InjectedError:
             return InjectedError(
-                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self._rank}"
+                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self.rank()}"
             )
         return fault.error() if isinstance(fault.error, type) else fault.error
 
@@ -426,7 +418,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         seconds = fault.seconds
         if seconds is None:
             seconds = self._seconds_of(arguments, keywords)
-        work = _HangingWork(f"{operation} on rank {self._rank}", seconds)
+        work = _HangingWork(f"{operation} on rank {self.rank()}", seconds)
         self._hanging.add(work)
         if operation == "monitored_barrier":
             work.wait()

@@ -17,6 +17,7 @@ from torch_commhook.metrics import note_recorded
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.work import WrapperWork, on_completion
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.wording import align_columns
 
 # ---- writes records of operations as traces in Chrome's format, which Perfetto reads too ---------
 
@@ -282,26 +283,14 @@ class RecordingProcessGroup(WrapperProcessGroup):
         were in flight too. ``blocked`` is the part that threads waited for their works.
         """
         records = self.records
-        shared = overlaps([record_interval(record) for record in records])
+        now = _C.steady_seconds()
+        shared = overlaps([(record.start, record.end or now) for record in records])
         overlap: dict[str, float] = {}
         for record, seconds in zip(records, shared, strict=True):
             overlap[record.operation] = overlap.get(record.operation, 0.0) + seconds
         rows = [(name, each, overlap.get(name, 0.0)) for name, each in self.counters.items()]
         rows.append(("all", self.total, sum(overlap.values())))
-        return _table(
-            [
-                "operation",
-                "calls",
-                "errors",
-                "MB",
-                "MB sent",
-                "ms",
-                "ms each",
-                "overlap",
-                "blocked",
-            ],
-            [_cells(*row) for row in rows],
-        )
+        return "\n".join(align_columns(_COLUMNS, [_cells(*row) for row in rows]))
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the records as a trace for chrome://tracing and Perfetto."""
@@ -381,9 +370,8 @@ class _RecordedWork(WrapperWork):
             self._group._add_blocked(self._record, _C.steady_seconds() - start)
 
 
-def record_interval(record: Record) -> Interval:
-    """When an operation was in flight; until now if it still is."""
-    return record.start, _C.steady_seconds() if record.end is None else record.end
+#: The titles of :func:`_cells`.
+_COLUMNS = "operation,calls,errors,MB,MB sent,ms,ms each,overlap,blocked".split(",")
 
 
 def _cells(name: str, counters: Counters, overlap: float) -> list[str]:
@@ -401,15 +389,3 @@ def _cells(name: str, counters: Counters, overlap: float) -> list[str]:
         share(overlap),
         share(counters.blocked),
     ]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )

@@ -18,6 +18,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from torch_commhook.process_group.operations import (
 )
 from torch_commhook.process_group.work import Timers, Work, WrapperWork, on_completion
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.wording import check_type
 
 # ---- the times at which Gloo's collectives end on a link of given bandwidth and latency ----------
 
@@ -288,10 +290,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
     ) -> None:
         super().__init__(parent)
         for name, value in (("bandwidth", bandwidth), ("latency", latency), ("burst", burst)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(
-                    f"{type(self).__name__}: {name} must be a number, got {_C.type_name(value)}"
-                )
+            check_type(f"{type(self).__name__}: {name}", value, "a number", int, float)
         if not bandwidth > 0:
             raise ValueError(
                 f"{type(self).__name__}: bandwidth must be above 0 bits per second, got {bandwidth}"
@@ -301,11 +300,8 @@ class ThrottledProcessGroup(WrapperProcessGroup):
                 raise ValueError(
                     f"{type(self).__name__}: {name} must be at least 0 {unit}, got {value}"
                 )
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
-            raise TypeError(
-                f"{type(self).__name__}: threads must be an int or None, got "
-                f"{_C.type_name(threads)}"
-            )
+        kinds = int, NoneType
+        check_type(f"{type(self).__name__}: threads", threads, "an int or None", *kinds)
         if threads is not None and threads < 1:
             raise ValueError(f"{type(self).__name__}: threads must be at least 1, got {threads}")
         try:

@@ -13,6 +13,7 @@ from torch_commhook.collectives.gloo_groups import group_rank, is_seen_by_cpp
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
 from torch_commhook.process_group.work import have_all_names
+from torch_commhook.wording import check_type
 
 #: Other methods that the parent handles.
 _OTHERS = (
@@ -73,10 +74,7 @@ class WrapperProcessGroup(ProcessGroup):
     """
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
-        if not isinstance(parent, dist.ProcessGroup):
-            raise TypeError(
-                f"{type(self).__name__}: parent must be a ProcessGroup, got {_C.type_name(parent)}"
-            )
+        check_type(f"{type(self).__name__}: parent", parent, "a ProcessGroup", dist.ProcessGroup)
         super().__init__(group_rank(parent), parent.size())
         self.parent = parent
 

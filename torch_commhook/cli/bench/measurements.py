@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_commhook.attachment.attaching import attach
-from torch_commhook.cli.report import one_line
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.planning.link import (
@@ -30,6 +29,7 @@ from torch_commhook.planning.link import (
 )
 from torch_commhook.planning.model import MOST_MEASURED, unwrap_hook
 from torch_commhook.planning.wire import Wire
+from torch_commhook.wording import one_line
 
 # ---- times calls that all ranks of bench do together ---------------------------------------------
 

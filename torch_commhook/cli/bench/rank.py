@@ -24,7 +24,7 @@ from torch_commhook.cli.bench.measurements import (
 )
 from torch_commhook.cli.bench.options import BenchOptions
 from torch_commhook.cli.place import Place
-from torch_commhook.cli.report import align_columns, format_bytes
+from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.world import World, join_world
 from torch_commhook.planning.link import (
     CodecSpeed,
@@ -35,7 +35,7 @@ from torch_commhook.planning.link import (
 )
 from torch_commhook.planning.wire import Wire
 from torch_commhook.step.link import MANY
-from torch_commhook.wording import pluralize
+from torch_commhook.wording import align_columns, pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
