@@ -186,12 +186,12 @@ def test_places_that_can_be_written_are_left_as_they_are() -> None:
 def test_a_log_needs_its_package(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(outputs, "_is_installed", lambda name: False)
+    monkeypatch.setattr(outputs, "is_installed", lambda name: False)
     error = train_error(["--log", "jsonl", package], capsys)
     assert f"argument --log: {package} needs the package {package}: pip install {package}" in error
     assert list(Path().iterdir()) == []
-    monkeypatch.setattr(outputs, "_is_installed", lambda name: True)
-    assert parse_options(["--log", package, package]).logs == (package,)
+    monkeypatch.setattr(outputs, "is_installed", lambda name: True)
+    assert parse_options(["--log", package, package]).log == (package,)
     if package == "tensorboard":
         Path("out").mkdir()
         Path("out/tensorboard").touch()
@@ -213,12 +213,12 @@ def test_a_log_needs_its_package(
 )
 def test_the_runs_of_a_comparison(arguments: str, hooks: list[str]) -> None:
     options = parse_options(arguments.split())
-    assert [config.hook for config in (options.config, *options.compare)] == hooks
+    assert [config.hook for config in (options.config, *options.others)] == hooks
 
 
 def test_what_else_compresses_is_left_out_of_the_plain_run() -> None:
     options = parse_options("--parallel fsdp --weights fp8() --compare sign() cast()".split())
-    weights = [config.weights for config in (options.config, *options.compare)]
+    weights = [config.weights for config in (options.config, *options.others)]
     assert weights == ["fp8()", "fp8()", None]
 
 

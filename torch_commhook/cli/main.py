@@ -18,9 +18,6 @@ from torch_commhook.cli.interrupt import (
     version_text,
 )
 
-# ---- runs the subcommand that the command line names, and returns its exit code ------------------
-
-
 #: Name of each subcommand: (module with ``main(argv) -> exit code``, description).
 COMMANDS = {
     "bench": (
@@ -49,24 +46,13 @@ COMMANDS = {
 _python_format = warnings.formatwarning
 
 
-#: A value such as -5mbit, which argparse takes for an option.
-_NEGATIVE = re.compile(r"-[.\d]")
-_LONG_OPTION = re.compile(r"--[a-z][a-z-]*")
-
-
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As ArgumentParser's, but a number with a unit may be negative: the option refuses it."""
-        joined: list[str] = []
-        for each in sys.argv[1:] if args is None else args:
-            before = joined[-1] if joined else ""
-            if _NEGATIVE.match(each) and _LONG_OPTION.fullmatch(before):
-                joined[-1] = f"{before}={each}"
-            else:
-                joined.append(each)
-        return super().parse_known_args(joined, namespace)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # A number with a unit, such as -5mbit, is no option: the option before it refuses it.
+        self._negative_number_matcher = re.compile(r"-[.\d]")
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -10,12 +9,13 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from torch_commhook.cli.outputs import StepLog, has_matplotlib
+from torch_commhook.cli.outputs import StepLog, is_installed
 from torch_commhook.cli.train_config import is_no_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
 
@@ -203,16 +203,6 @@ def format_duration(seconds: float) -> str:
 # ---- the live line -------------------------------------------------------------------------------
 
 
-class LiveLine(Protocol):
-    """Shows a run's progress."""
-
-    def update(self, record: StepRecord, speed: float) -> None:
-        """Show a step; ``speed`` is in steps per second."""
-
-    def close(self) -> None:
-        """End the display, which keeps its last state."""
-
-
 class PlainLine:
     """Prints a line of text every ``every`` steps, for logs."""
 
@@ -310,10 +300,13 @@ def _sent(record: StepRecord) -> str:
     return f"{text}, {format_ratio(fp32_ratio(record.bytes_sent, record.fp32_bytes))}"
 
 
+LiveLine = PlainLine | RichLine
+
+
 def make_live_line(title: str, first_step: int, last_step: int, every: int) -> LiveLine:
     """Make a RichLine if stdout is a terminal and rich is installed, otherwise a PlainLine."""
-    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if terminal and importlib.util.find_spec("rich") is not None:
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if is_terminal and is_installed("rich"):
         return RichLine(title, first_step, last_step)
     return PlainLine(title, last_step, every)
 
@@ -355,16 +348,16 @@ class Reporter:
         speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
         self._file.write(json.dumps(asdict(record)) + "\n")
         self._file.flush()
-        for log in self._logs:
-            log.log(record.step, log_values(record, speed))
+        for log, _ in self._logs:
+            log(record.step, log_values(record, speed))
         self._line.update(record, speed)
 
     def close(self) -> None:
         """Close the file, the live line and the logs."""
         self._line.close()
         self._file.close()
-        for log in self._logs:
-            log.close()
+        for _, close in self._logs:
+            close()
 
 
 def log_values(record: StepRecord, speed: float) -> dict[str, float]:
@@ -382,12 +375,10 @@ def log_values(record: StepRecord, speed: float) -> dict[str, float]:
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
     kept = []
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
-    except (OSError, ValueError, KeyError, TypeError):
-        return kept
     return kept
 
 
@@ -484,7 +475,7 @@ def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool
     Returns:
         Whether matplotlib is installed. If not, the function writes nothing.
     """
-    if not has_matplotlib():
+    if not is_installed("matplotlib"):
         return False
     loss_figure(results, title).savefig(path, dpi=120)
     return True
@@ -517,7 +508,7 @@ def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
     columns = max(1, min(len(labels), width // max(map(len, labels), default=1)))
     figure.legend(
         lines,
-        [_wrapped(label, width // columns) for label in labels],
+        ["\n".join(textwrap.wrap(label, width // columns)) for label in labels],
         loc="outside lower center",  # where it covers no curve
         ncols=columns,
         frameon=False,
@@ -578,8 +569,3 @@ def _tick(count: float, place: int | None = None) -> str:
     """Format bytes without trailing zeros: ``10 MB``."""
     number, unit = format_bytes(count).split()
     return f"{float(number):g} {unit}"
-
-
-def _wrapped(hook: str, characters: int) -> str:
-    """Break a hook into lines of the legend's width."""
-    return "\n".join(textwrap.wrap(hook, characters))

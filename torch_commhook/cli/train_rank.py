@@ -95,7 +95,7 @@ def train_rank(options: TrainOptions, place: Place) -> None:
     if world.rank == 0:
         _print_start(options, world, data, checkpoint)
     results: list[RunResult] = []
-    for number, each in enumerate((config, *options.compare)):
+    for number, each in enumerate((config, *options.others)):
         own = replace(options, config=each)
         if number > 0:
             own = replace(own, save=None, save_every=None)
@@ -149,7 +149,7 @@ class Run:
         """
         if self.handle is None:
             return self.sent_before + plain.times(steps)
-        return self.sent_before + Traffic.of_hook(self.handle.stats())
+        return self.sent_before + Traffic.of(self.handle.stats())
 
 
 def _train_once(
@@ -173,7 +173,7 @@ def _train_once(
     run = prepare(config, world, checkpoint, main_run=number == 0)
     first_step, last_step = run.step, options.last_step
     plain = plain_traffic(run.model, config)
-    fp32_bytes = plain.gradients or 0
+    fp32_bytes = plain.bytes_sent or 0
     records: list[StepRecord] = []
     saved: Path | None = None
     reporter = None
@@ -192,11 +192,9 @@ def _train_once(
                 loss=loss,
                 lr=lr,
                 seconds=round(run.seconds, 6),
-                bytes_sent=sent.gradients,
                 fp32_bytes=fp32_bytes * run.step,
                 tokens=run.step * config.batch * config.seq * world.size,
-                bytes_scattered=sent.scattered,
-                bytes_gathered=sent.gathered,
+                **vars(sent),
             )
             records.append(record)
             if reporter is not None:
@@ -236,7 +234,7 @@ def _start_report(options: TrainOptions, number: int, first_step: int) -> Report
     config = options.config
     path = options.out / metrics_name(number, is_plain=config.is_plain)
     hook = config.communication
-    logs = open_logs(options.logs, options.out, path.stem, hook, config.to_plain(), first_step)
+    logs = open_logs(options.log, options.out, path.stem, hook, config.to_plain(), first_step)
     line = make_live_line(hook, first_step, options.last_step, options.log_every)
     return Reporter(path, line, first_step, logs)
 
@@ -306,12 +304,8 @@ def _restore(
     if config.is_plain and not main_run:  # as if all earlier steps had been plain
         run.sent_before = plain_traffic(run.model, config).times(checkpoint.step)
         return
-    run.sent_before = Traffic(
-        checkpoint.bytes_sent, checkpoint.bytes_scattered, checkpoint.bytes_gathered
-    )
-    if not main_run:
-        return
-    if world.rank >= len(checkpoint.rank_states):
+    run.sent_before = Traffic.of(checkpoint)
+    if not main_run or world.rank >= len(checkpoint.rank_states):
         return
     saved = checkpoint.rank_states[world.rank]
     torch.set_rng_state(saved["rng"])
@@ -411,10 +405,8 @@ def _save(
         optimizer=optimizer,
         rank_states=states,
         data_fingerprint=data.fingerprint,
-        bytes_sent=sent.gradients,
         seconds=run.seconds,
-        bytes_scattered=sent.scattered,
-        bytes_gathered=sent.gathered,
+        **vars(sent),
     )
     try:
         write_checkpoint(path, checkpoint)
@@ -471,8 +463,8 @@ def _result(
     final = [record.loss for record in records[-min(_FINAL_STEPS, max(1, steps // 5)) :]]
     last, before = records[-1], run.sent_before
     sent = None
-    if last.bytes_sent is not None and before.gradients is not None:
-        sent = (last.bytes_sent - before.gradients) / steps
+    if last.bytes_sent is not None and before.bytes_sent is not None:
+        sent = (last.bytes_sent - before.bytes_sent) / steps
     return RunResult(
         hook=config.communication,
         steps=steps,
@@ -483,8 +475,8 @@ def _result(
         bytes_per_step=sent,
         fp32_bytes_per_step=fp32_bytes,
         records=tuple(records),
-        scattered_per_step=(last.bytes_scattered - before.scattered) / steps,
-        gathered_per_step=(last.bytes_gathered - before.gathered) / steps,
+        scattered_per_step=(last.bytes_scattered - before.bytes_scattered) / steps,
+        gathered_per_step=(last.bytes_gathered - before.bytes_gathered) / steps,
         choice=_choice_of(run),
     )
 
@@ -514,8 +506,8 @@ def _print_start(
         f"{format_bytes(len(data))} of {text}, results in {options.out}",
         flush=True,
     )
-    if options.compare:
-        others = ", then ".join(each.communication for each in options.compare)
+    if options.others:
+        others = ", then ".join(each.communication for each in options.others)
         print(f"then, for comparison: {others}", flush=True)
     if checkpoint is not None:
         print(f"continuing from step {checkpoint.step} of {options.resume}", flush=True)

@@ -34,10 +34,6 @@ from torch_commhook.planning.wire import Wire
 # ---- times calls that all ranks of bench do together ---------------------------------------------
 
 
-_LEAST_TRIES = 3
-_MOST_TRIES = 50
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work."""
     if device.type == "cuda":
@@ -61,22 +57,28 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return found
 
 
-def median_on_all(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median time of a call on the slowest rank, in seconds, after one untimed call.
+def median_within(
+    measure: Callable[[], Sequence[float]],
+    shared: Callable[[list[float]], list[float]],
+    seconds: float,
+    least: int,
+    most: int,
+) -> float:
+    """The median over repetitions of a mean time, in seconds, on the slowest rank.
 
     Args:
-        call: a call that all ranks do.
-        device: the device of its work.
-        seconds: the approximate time of all calls. There are at least a few.
+        measure: returns the times of one repetition, whose mean counts.
+        shared: returns the element-wise maximum of the ranks' values.
+        seconds: the approximate time of all repetitions.
+        least: the fewest repetitions.
+        most: the most repetitions.
     """
     begun = time.perf_counter()
-    call()
     found: list[float] = []
-    while len(found) < _MOST_TRIES:
-        dist.barrier()
-        took, elapsed = slowest([timed(call, device), time.perf_counter() - begun], device)
-        found.append(took)
-        if len(found) >= _LEAST_TRIES and elapsed > seconds:
+    while len(found) < most:
+        *took, elapsed = shared([*measure(), time.perf_counter() - begun])
+        found.append(statistics.fmean(took))
+        if len(found) >= least and elapsed > seconds:
             break
     return statistics.median(found)
 
@@ -167,9 +169,20 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
         for name, call in _calls(whole).items():
             if last.get(name, 0.0) * _GROWTH > seconds:
                 continue
-            last[name] = median_on_all(call, device, share)
+            last[name] = _collective_seconds(call, device, share)
             found.append(CollectiveTime(name, whole.nbytes, last[name]))
     return found
+
+
+def _collective_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The median time of a call on the slowest rank, after one untimed call."""
+
+    def measure() -> list[float]:
+        dist.barrier()
+        return [timed(call, device)]
+
+    call()
+    return median_within(measure, partial(slowest, device=device), seconds, 3, 50)
 
 
 def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -191,7 +204,6 @@ def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
 ALONE = "no communication"
 #: The least steps in a turn. An untimed turn comes first: buckets change, and TCP adapts.
 _STEPS = 3
-_LEAST_TURNS, _MOST_TURNS = 2, 30
 
 
 class _Given(torch.autograd.Function):
@@ -298,16 +310,12 @@ class Steps:
 
 def _step_seconds(steps: Steps, seconds: float) -> float:
     """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
-    begun = time.perf_counter()
-    found: list[float] = []
-    while len(found) < _MOST_TURNS:
+
+    def measure() -> list[float]:
         dist.barrier()
-        own = steps.turn()
-        *took, elapsed = slowest([*own, time.perf_counter() - begun], steps.device)
-        found.append(statistics.fmean(took))
-        if len(found) >= _LEAST_TURNS and elapsed > seconds:
-            break
-    return statistics.median(found)
+        return steps.turn()
+
+    return median_within(measure, partial(slowest, device=steps.device), seconds, 2, 30)
 
 
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
@@ -384,13 +392,12 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
 
 def _median(wire: Wire, nbytes: int, seconds: float) -> float:
     """The median time in seconds in which each rank sends a message, on the slowest rank."""
-    begun = time.perf_counter()
+
+    def shared(values: list[float]) -> list[float]:
+        found: list[float] = wire.shared(*values).amax(0).tolist()
+        return found
+
     wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
-    found: list[float] = []
-    while len(found) < _MOST_OF_A_SIZE:
-        values = wire.shared(wire.seconds(nbytes), time.perf_counter() - begun)
-        took, elapsed = values.amax(0).tolist()
-        found.append(took)
-        if len(found) >= _LEAST_OF_A_SIZE and elapsed > seconds:
-            break
-    return statistics.median(found)
+    return median_within(
+        lambda: [wire.seconds(nbytes)], shared, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
+    )

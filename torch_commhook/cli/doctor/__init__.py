@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch_commhook.cli.doctor.build import (
     check_build,
@@ -33,7 +34,7 @@ from torch_commhook.cli.doctor.meeting import (
 )
 from torch_commhook.cli.doctor.network import check_group, check_network
 from torch_commhook.cli.doctor.ranks import check_ranks
-from torch_commhook.cli.option_types import number
+from torch_commhook.cli.option_types import at_most, positive_float
 from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=at_most(3600, positive_float),
         default=30.0,
         metavar="SECONDS",
         help="time for ranks to come and to connect",
@@ -111,13 +112,6 @@ def _checks(text: str) -> list[str]:
     return [name for name in CHECKS if name in names]
 
 
-def _seconds(text: str) -> float:
-    seconds = number(text, float, "a number")
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600, got {text}")
-    return seconds
-
-
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     """The settings of the checks, and a finding if the launcher's ranks cannot meet."""
     alone = Settings(options.timeout, options.backend)
@@ -126,7 +120,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
         place = read_place(os.environ)
     except PlaceError as error:
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
-        return alone, [Finding("ranks", "this rank", str(error), "error", advice)]
+        return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
     if place is None or place.launcher_pid is not None:
         return alone, []
     settings = Settings(options.timeout, options.backend, place)
@@ -135,7 +129,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     try:
         meeting = meet(place, options.timeout)
     except NoMeetingError as error:
-        return settings, [Finding("ranks", "this rank", str(error), "error", error.advice)]
+        return settings, [Finding.error("this rank", str(error), error.advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
     return Settings(options.timeout, options.backend, place, meeting), []
@@ -149,5 +143,5 @@ def _checked(name: str, settings: Settings) -> list[Finding]:
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {first_line(error)}"
         advice = "Report this with the whole output of doctor."
-        found.append(Finding(name, f"check of {name}", text, "error", advice))
-    return found
+        found.append(Finding.error(f"check of {name}", text, advice))
+    return [replace(finding, group=name) for finding in found]

@@ -51,7 +51,7 @@ def check_network(settings: Settings) -> Iterator[Finding]:
     """The interfaces with their addresses, Gloo's address, encryption, and torch's backends."""
     found = interfaces()
     texts = [_described(name, addresses) for name, addresses in found.items()]
-    yield Finding("network", "interfaces", "; ".join(texts) or "none")
+    yield Finding("interfaces", "; ".join(texts) or "none")
     yield _taken(found, settings)
     yield _encryption()
     yield from _available()
@@ -119,26 +119,20 @@ def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
         taken = gloo_address(found)
     except NoAddressError as error:
         unset = ", or unset it" if os.environ.get(INTERFACES) else ""
-        return Finding(
-            "network",
+        return Finding.error(
             name,
             str(error),
-            "error",
             f"Set {INTERFACES} to an interface that other hosts reach{choice}{unset}.",
         )
     value = f"{taken.address}, {taken.reason}"
     if not taken.is_loopback:
-        return Finding("network", name, value)
+        return Finding(name, value)
     value += "; ranks on other hosts cannot reach it"
     place = settings.place
     if place is None or place.local_size >= place.size:
-        return Finding("network", name, value)
-    return Finding(
-        "network",
-        name,
-        value,
-        "error",
-        f"Set {INTERFACES} to an interface that other hosts reach{choice}.",
+        return Finding(name, value)
+    return Finding.error(
+        name, value, f"Set {INTERFACES} to an interface that other hosts reach{choice}."
     )
 
 
@@ -149,14 +143,14 @@ def _encryption() -> Finding:
         from torch_commhook.collectives import wire
 
         if not wire.token_key():
-            return Finding("network", "encryption", f"none, since {wire.TOKEN_FILE} is not set")
+            return Finding("encryption", f"none, since {wire.TOKEN_FILE} is not set")
         text = f"TLS 1.3 with the token in {wire.TOKEN_FILE}, by {_C.tls_version()}"
-        return Finding("network", "encryption", text)
+        return Finding("encryption", text)
     except ImportError:
-        return Finding("network", "encryption", "not known, since the native libraries do not load")
+        return Finding("encryption", "not known, since the native libraries do not load")
     except RuntimeError as error:  # the token's, or OpenSSL's
         advice = "give the variable the name of a file with the same token on all ranks"
-        return Finding("network", "encryption", first_line(error), "error", advice)
+        return Finding.error("encryption", first_line(error), advice)
 
 
 def _reaches_others(addresses: list[str]) -> bool:
@@ -169,27 +163,21 @@ def _available() -> Iterator[Finding]:
     except (ImportError, OSError):
         return
     if not dist.is_available():
-        yield Finding(
-            "network",
+        yield Finding.error(
             "torch.distributed",
             "not in this torch",
-            "error",
             "Install a torch that was built with torch.distributed.",
         )
         return
     if dist.is_gloo_available():
-        yield Finding("network", "Gloo", "available")
+        yield Finding("Gloo", "available")
     else:
-        yield Finding(
-            "network",
+        yield Finding.warning(
             "Gloo",
             "not in this torch",
-            "warning",
             "Install a torch with Gloo: without it ranks cannot agree on a step that fails.",
         )
-    yield Finding(
-        "network", "NCCL", "available" if dist.is_nccl_available() else "not in this torch"
-    )
+    yield Finding("NCCL", "available" if dist.is_nccl_available() else "not in this torch")
 
 
 # ---- connects each rank to each other rank, at the addresses that Gloo uses ----------------------
@@ -366,7 +354,7 @@ def backends(source: str, config: str) -> Iterator[Finding]:
     except (ValueError, RuntimeError) as error:
         advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
         text = " ".join(first_line(error).split())
-        yield Finding("group", source, f"{config!r}: {text}", "error", advice)
+        yield Finding.error(source, f"{config!r}: {text}", advice)
         return
     value = ", ".join(f"{device} tensors travel over {name}" for device, name in found.items())
     if config != "undefined":
@@ -377,11 +365,9 @@ def backends(source: str, config: str) -> Iterator[Finding]:
         if not dist.is_backend_available(backend)
     ]
     if missing:
-        yield Finding(
-            "group",
+        yield Finding.error(
             source,
             f"{value}; this torch has no {' and no '.join(missing)}",
-            "error",
             "Choose backends that this torch has, or install a build of torch with them.",
         )
         return
@@ -389,24 +375,20 @@ def backends(source: str, config: str) -> Iterator[Finding]:
     if cpu != "gloo":
         right = {**found, "cpu": "gloo"}
         advised = ",".join(f"{device}:{name}" for device, name in right.items())
-        yield Finding(
-            "group",
+        yield Finding.warning(
             source,
             f"{value}; ranks cannot agree over {cpu} on a step that fails",
-            "warning",
             f"Take gloo for the CPU: init_process_group('{advised}').",
         )
         return
     others = dict.fromkeys(name for name in found.values() if name != "gloo")
     if not others:
-        yield Finding("group", source, f"{value}; ranks agree on each step over gloo")
+        yield Finding(source, f"{value}; ranks agree on each step over gloo")
         return
-    yield Finding(
-        "group",
+    yield Finding.warning(
         source,
         f"{value}; ranks agree on each step over gloo, and {' and '.join(others)} cannot take back "
         "a collective of a step that fails",
-        "warning",
         "After an error in backward(), call abort() on all ranks, make a new group and attach "
         "again.",
     )

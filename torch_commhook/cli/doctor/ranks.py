@@ -34,10 +34,10 @@ def check_ranks(settings: Settings) -> Iterator[Finding]:
     try:
         import torch.distributed as dist
     except (ImportError, OSError):
-        yield Finding("ranks", _ONE_HOST, "not tried, since torch does not load")
+        yield Finding(_ONE_HOST, "not tried, since torch does not load")
         return
     if not (dist.is_available() and dist.is_gloo_available()):
-        yield Finding("ranks", _ONE_HOST, "not tried, since torch has no Gloo")
+        yield Finding(_ONE_HOST, "not tried, since torch has no Gloo")
     elif settings.meeting is not None:
         yield from _all_ranks(settings.meeting, settings.timeout)
     elif settings.place is None or settings.place.size == 1:
@@ -80,7 +80,6 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
     for finding in found:
         is_well = finding.level == "ok"
         yield Finding(
-            "ranks",
             f"{_ONE_HOST}, {finding.name}",
             finding.value,
             finding.level,
@@ -101,7 +100,7 @@ def _variables(rank: int, host: str, port: int) -> dict[str, str]:
 
 
 def _failed(name: str, value: str, advice: str = _ADVICE) -> Finding:
-    return Finding("ranks", name, value, "error", advice)
+    return Finding.error(name, value, advice)
 
 
 def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
@@ -139,14 +138,14 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
 def _connected(size: int) -> Finding:
     pairs = size * (size - 1) // 2
     noun = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
-    return Finding("ranks", "connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
+    return Finding("connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
 
 
 def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
     if error is not None:
         yield _failed(name, error, advice)
     elif meeting.rank == 0:
-        yield Finding("ranks", name, "works")
+        yield Finding(name, "works")
 
 
 def _of_failed(
