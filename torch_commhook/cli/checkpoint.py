@@ -228,7 +228,8 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(item, convert) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, convert) for item in value)
+        items = [map_tensors(item, convert) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value
 
 

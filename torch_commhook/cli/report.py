@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.outputs import StepLog, is_installed
 from torch_commhook.cli.train_config import is_no_hook
-from torch_commhook.metrics import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,11 +143,6 @@ class RunResult:
         return plain
 
 
-def fp32_bytes_per_step(numel: int, world_size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of float32: 8 (W-1)/W for each element."""
-    return ring_all_reduce_bytes(4 * numel, world_size)
-
-
 def fp32_ratio(sent: float | None, fp32: float) -> float | None:
     """Return ``fp32 / sent``; None if one is 0 or unknown."""
     return fp32 / sent if sent and fp32 else None
@@ -206,13 +200,10 @@ def format_duration(seconds: float) -> str:
 class PlainLine:
     """Prints a line of text every ``every`` steps, for logs."""
 
-    def __init__(
-        self, title: str, last_step: int, every: int, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, title: str, last_step: int, every: int) -> None:
         self._title = title
         self._last_step = last_step
         self._every = every
-        self._stream = stream
 
     def update(self, record: StepRecord, speed: float) -> None:
         if record.step % self._every != 0 and record.step != self._last_step:
@@ -221,7 +212,6 @@ class PlainLine:
         print(
             f"{self._title}  step {step}  loss {record.loss:.4f}  {speed:.2f} steps/s"
             f"  {_sent(record)}",
-            file=self._stream or sys.stdout,
             flush=True,
         )
 
@@ -322,24 +312,26 @@ class Reporter:
             reporter keeps the lines up to ``first_step``, and replaces the others.
         line: the live line.
         first_step: the number of steps before this run.
+        seconds: the time of these steps.
         logs: the other logs, which the reporter closes.
     """
 
     def __init__(
-        self, path: Path, line: LiveLine, first_step: int = 0, logs: Sequence[StepLog] = ()
+        self,
+        path: Path,
+        line: LiveLine,
+        first_step: int = 0,
+        seconds: float = 0.0,
+        logs: Sequence[StepLog] = (),
     ) -> None:
         self._line = line
         self._logs = logs
-        self._times: deque[float] = deque(maxlen=_SPEED_STEPS + 1)
+        self._times = deque([seconds], maxlen=_SPEED_STEPS + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_up_to(path, first_step) if first_step > 0 else []
         self._file = open(path, "w", encoding="utf-8")
         self._file.writelines(kept)
         self._file.flush()
-
-    def start(self, seconds: float) -> None:
-        """Set the time at which the first step starts."""
-        self._times.append(seconds)
 
     def step(self, record: StepRecord) -> None:
         """Report one step."""
@@ -361,12 +353,7 @@ class Reporter:
 
 
 def log_values(record: StepRecord, speed: float) -> dict[str, float]:
-    """The known numbers of a step for a log, by name.
-
-    Args:
-        record: the step.
-        speed: the speed in steps per second.
-    """
+    """The known numbers of a step for a log, by name; ``speed`` is in steps per second."""
     found = {name: value for name, value in asdict(record).items() if name != "step"}
     found["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
     found["seconds_per_step"] = 1 / speed if speed > 0 else None
@@ -466,11 +453,6 @@ _TIME = _Panel("by time", "time of the steps (s)", lambda record: record.seconds
 
 def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool:
     """Write a PNG with two curves for each run: the loss, and the smoothed loss.
-
-    Args:
-        path: the path of the picture.
-        results: the results of the runs.
-        title: the title of the picture.
 
     Returns:
         Whether matplotlib is installed. If not, the function writes nothing.

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.cli.checkpoint import Checkpoint, map_tensors
-from torch_commhook.cli.report import fp32_bytes_per_step
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.metrics import HookStats, ring_all_reduce_bytes
@@ -349,7 +348,7 @@ def plain_traffic(model: ByteTransformer, config: TrainConfig) -> Traffic:
     """
     ranks, replicas = config.shard_ranks, config.replicas
     if config.parallel == "ddp":
-        return Traffic(fp32_bytes_per_step(model.parameter_count(), config.ranks))
+        return Traffic(ring_all_reduce_bytes(_FP32_BYTES * model.parameter_count(), config.ranks))
     blocks = [_shard_bytes(block.parameters(), ranks) for block in model.blocks]
     in_blocks = {id(parameter) for parameter in model.blocks.parameters()}
     others = (each for each in model.parameters() if id(each) not in in_blocks)

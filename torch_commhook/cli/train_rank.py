@@ -159,16 +159,7 @@ def _train_once(
     checkpoint: Checkpoint | None,
     number: int,
 ) -> RunResult:
-    """Do one run.
-
-    Args:
-        options: the options of this run.
-        world: this rank and its process group.
-        data: the text.
-        checkpoint: the checkpoint of ``--resume``, or None.
-        number: the number of the run. Run 0 has the hook of ``--hook``, the others those of
-            ``--compare``.
-    """
+    """Do run ``number``: 0 has the hook of ``--hook``, the others those of ``--compare``."""
     config = options.config
     run = prepare(config, world, checkpoint, main_run=number == 0)
     first_step, last_step = run.step, options.last_step
@@ -178,8 +169,7 @@ def _train_once(
     saved: Path | None = None
     reporter = None
     if world.rank == 0:
-        reporter = _start_report(options, number, first_step)
-        reporter.start(run.seconds)
+        reporter = _start_report(options, number, run)
     stop_in_order()
     try:
         while run.step < last_step:
@@ -230,13 +220,13 @@ def _train_once(
     )
 
 
-def _start_report(options: TrainOptions, number: int, first_step: int) -> Reporter:
+def _start_report(options: TrainOptions, number: int, run: Run) -> Reporter:
     config = options.config
     path = options.out / metrics_name(number, is_plain=config.is_plain)
     hook = config.communication
-    logs = open_logs(options.log, options.out, path.stem, hook, config.to_plain(), first_step)
-    line = make_live_line(hook, first_step, options.last_step, options.log_every)
-    return Reporter(path, line, first_step, logs)
+    logs = open_logs(options.log, options.out, path.stem, hook, config.to_plain(), run.step)
+    line = make_live_line(hook, run.step, options.last_step, options.log_every)
+    return Reporter(path, line, run.step, run.seconds, logs)
 
 
 def prepare(
@@ -244,11 +234,7 @@ def prepare(
 ) -> Run:
     """Make the model and its optimizer, attach the hook, and load the checkpoint if there is one.
 
-    Args:
-        config: the configuration of the run.
-        world: this rank and its process group.
-        checkpoint: the checkpoint to continue from, or None.
-        main_run: whether this is the run of ``--hook``, not one to compare with.
+    Only the run of ``--hook``, the main run, also gets the checkpoint's state of the rank.
     """
     torch.manual_seed(config.seed)
     model = ByteTransformer(config.layers, config.dim, config.heads)

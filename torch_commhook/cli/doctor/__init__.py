@@ -32,8 +32,7 @@ from torch_commhook.cli.doctor.meeting import (
     first_line,
     meet,
 )
-from torch_commhook.cli.doctor.network import check_group, check_network
-from torch_commhook.cli.doctor.ranks import check_ranks
+from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
 from torch_commhook.cli.option_types import at_most, positive_float
 from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
@@ -123,16 +122,15 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
         return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
     if place is None or place.launcher_pid is not None:
         return alone, []
-    settings = Settings(options.timeout, options.backend, place)
+    settings = replace(alone, place=place)
     if place.size == 1:
         return settings, []
     try:
-        meeting = meet(place, options.timeout)
+        return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
         return settings, [Finding.error("this rank", str(error), error.advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
-    return Settings(options.timeout, options.backend, place, meeting), []
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
