@@ -94,12 +94,8 @@ def stop_in_order() -> None:
 def end_on_signals(rank: int, command: str = "train") -> None:
     """From now on, SIGINT and SIGTERM end this process at once, also within a collective.
 
-    All ranks get the same signal. Only local rank 0 prints a line. See :func:`stop_in_order` for
-    the exception.
-
-    Args:
-        rank: the rank of this process.
-        command: the subcommand, which the line begins with.
+    All ranks get the same signal. Only local rank 0 prints a line, which begins with the command.
+    See :func:`stop_in_order` for the exception.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -172,13 +168,7 @@ def finish() -> NoReturn:
 
 
 def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
-    """End this process with exit code 1; the last line on stderr has the reason.
-
-    Args:
-        error: the error that ended the rank's work.
-        rank: the rank of this process.
-        command: the subcommand, which the line begins with.
-    """
+    """End this process with exit code 1; the last line on stderr has the command and the reason."""
     reason = describe(error)
     if LAUNCHER_FOLDER in os.environ or not reason.startswith(_LOST):
         traceback.print_exception(error)  # our launcher writes it to a log
@@ -391,7 +381,7 @@ def _report(
     out: Path,
     name: str,
 ) -> int:
-    fine = {0, _STOPPED} if received else {0}
+    fine = {0, _STOPPED, -signal.SIGTERM} if received else {0}  # the launcher sends SIGTERM
     failed = {number: code for number, code in ended.items() if code not in fine}
     if received:
         kept = f"; the steps so far are in {out}" if (folder / _FIRST_STEP).exists() else ""

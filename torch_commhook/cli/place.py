@@ -48,10 +48,8 @@ class Place:
 def checks_outputs(place: Place | None) -> bool:
     """Whether this process checks the files that a command will write.
 
-    One process does: the one that launches the ranks, or rank 0 of another launcher.
-
-    Args:
-        place: this process's place; None if it launches the ranks.
+    One process does: the one that launches the ranks, which has no place, or rank 0 of another
+    launcher.
     """
     return place is None or (place.rank == 0 and place.launcher_pid is None)
 

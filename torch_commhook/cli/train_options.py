@@ -161,9 +161,7 @@ def build_parser() -> OneLineParser:
 def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptions:
     """Read and check the options; ends the process with one line and exit code 2 on an error.
 
-    Args:
-        argv: the arguments after ``train``.
-        place: this rank's place; None if the process launches the ranks.
+    ``place`` is this rank's place, or None if the process launches the ranks.
     """
     parser = build_parser()
     given = vars(parser.parse_args(list(argv)))
@@ -181,13 +179,7 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
 
 
 def _resolve(options: TrainOptions, given: dict[str, Any], place: Place | None) -> TrainOptions:
-    """Complete the options by those of the configuration, and check all.
-
-    Args:
-        options: the options that the command line gives.
-        given: the fields of the configuration that it gives.
-        place: this rank's place; None if the process launches the ranks.
-    """
+    """Complete the options by those of the configuration that are ``given``, and check all."""
     for name in ("shard_hook", "weights"):
         if name in given and is_no_hook(given[name]):
             given[name] = None
@@ -371,12 +363,7 @@ def _check_steps(options: TrainOptions, saved_step: int) -> None:
 
 
 def check_device(options: WorldOptions, local_ranks: int) -> None:
-    """Raise OptionError if this machine cannot run the ranks on ``--device`` and ``--backend``.
-
-    Args:
-        options: the options of the ranks.
-        local_ranks: the number of ranks on this machine.
-    """
+    """Raise OptionError if this machine cannot run so many ranks on its devices."""
     if options.device == "cpu" and options.backend == "nccl":
         raise OptionError("argument --backend: nccl needs --device cuda, got cpu")
     if options.device != "cuda" and options.backend != "nccl":

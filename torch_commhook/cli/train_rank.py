@@ -141,12 +141,7 @@ class Run:
         return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
 
     def sent(self, plain: Traffic, steps: int) -> Traffic:
-        """The traffic of this rank since step 1.
-
-        Args:
-            plain: the traffic of a step without a hook.
-            steps: the number of steps of this process.
-        """
+        """The traffic since step 1: ``steps`` of this process, ``plain`` in each without a hook."""
         if self.handle is None:
             return self.sent_before + plain.times(steps)
         return self.sent_before + Traffic.of(self.handle.stats())

@@ -150,12 +150,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.r
 
 
 def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
-    """Measure each collective at each size of :data:`COLLECTIVE_SIZES`.
+    """Measure each collective at each size of :data:`COLLECTIVE_SIZES`, in about ``seconds``.
 
-    Args:
-        device: the device of the tensors.
-        seconds: the approximate time of all measurements. The function omits sizes that would take
-            longer.
+    The function omits sizes that would take longer.
     """
     smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
     names = list(_calls(smallest))
@@ -207,14 +204,7 @@ _STEPS = 3
 
 
 class StandIn(nn.Module):
-    """A model of given shapes. Its random gradients are the same in each step.
-
-    Each rank has its own gradients.
-
-    Args:
-        shapes: the shapes of the parameters, in the order of the forward.
-        device: the device of the parameters.
-    """
+    """A model of given shapes. Each rank has random gradients, the same ones in each step."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__()
@@ -350,12 +340,7 @@ class LinkPart:
 
 
 def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
-    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once.
-
-    Args:
-        wire: the link between the ranks.
-        seconds: the approximate time of all measurements.
-    """
+    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once."""
     begun = time.perf_counter()
     figures = measure_figures(wire, seconds * _FIGURES)
     left = seconds - float(wire.shared(time.perf_counter() - begun).max())

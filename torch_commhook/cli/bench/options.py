@@ -129,9 +129,7 @@ def build_parser() -> OneLineParser:
 def parse_options(argv: Sequence[str], place: Place | None = None) -> BenchOptions:
     """Read and check the options; ends the process with one line and exit code 2 on an error.
 
-    Args:
-        argv: the arguments after ``bench``.
-        place: this rank's place; None if the process launches the ranks.
+    ``place`` is this rank's place, or None if the process launches the ranks.
     """
     parser = build_parser()
     given = vars(parser.parse_args(list(argv)))

@@ -190,10 +190,7 @@ _MOST_SECONDS = 5.0
 
 
 class Listener:
-    """Listens at an address, and tells its token to each process that connects.
-
-    Args:
-        address: an IPv4 or IPv6 address of this host; the system chooses a free port.
+    """Listens at an address of this host, and tells its token to each process that connects.
 
     Raises:
         OSError: this process cannot listen at the address.
@@ -229,10 +226,6 @@ class Listener:
 
 def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
     """Connect to all other ranks. All ranks must call this function.
-
-    Args:
-        meeting: the meeting of all ranks.
-        timeout: the seconds for each single wait.
 
     Returns:
         The reason for each rank that has come, but that this rank cannot connect to.
@@ -500,12 +493,7 @@ def by_device(config: str) -> dict[str, str]:
 
 
 def backends(source: str, config: str) -> Finding:
-    """Describe a configuration of backends.
-
-    Args:
-        source: the source of the configuration, which names the finding.
-        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-    """
+    """Describe a configuration of backends; its source names the finding."""
     import torch.distributed as dist
 
     try:
