@@ -199,9 +199,7 @@ _SETTLE_SECONDS = 0.3
 #: The most time for the last step, a checkpoint and the results, after a signal.
 _STOP_SECONDS = 60.0
 _LOG_LINES = 5
-_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -276,15 +274,14 @@ def launch(
 
 
 def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.update(
-        RANK=str(number),
-        LOCAL_RANK=str(number),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-    )
-    environment[LAUNCHER_PID] = str(os.getpid())
-    environment[LAUNCHER_FOLDER] = str(folder)
+    environment = os.environ | {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        LAUNCHER_PID: str(os.getpid()),
+        LAUNCHER_FOLDER: str(folder),
+    }
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if Path("/sys/class/net/lo").exists():  # otherwise Gloo resolves the host's name, maybe slowly
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -306,9 +303,6 @@ def _blocked_interrupts() -> Iterator[None]:
 
     The children keep SIGINT blocked. This process gets a SIGINT of that time afterwards.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -380,6 +380,4 @@ def check_device(options: WorldOptions, local_ranks: int) -> None:
 
 def available_cores() -> int:
     """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

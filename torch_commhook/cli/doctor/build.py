@@ -115,9 +115,7 @@ def _processors(settings: Settings) -> Finding:
 
 def usable_cores() -> float:
     """The number of processors in this process's affinity, at most its container's quota."""
-    cores: float = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CPU_QUOTA.read_text().split()
         return min(cores, round(int(quota) / int(period), 1))
