@@ -281,36 +281,18 @@ def test_ctrl_c_does_not_reach_the_ranks_themselves() -> None:
     assert Path("done-0").exists() and Path("done-1").exists()
 
 
-def _assert_ranks_follow_a_killed_launcher(ranks: int, launcher: str) -> None:
-    """Run the Python code ``launcher``, kill it when its ranks run, and check that they end."""
+def test_the_ranks_end_when_their_launcher_is_killed() -> None:
+    command = _command("linger()")
     script = Path("driver.py").absolute()
-    script.write_text(launcher)
+    script.write_text(
+        "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
+        f"launch({command!r}, 2, pathlib.Path('out'), 1)\n"
+    )
     with TrainProcess(script, folder=Path.cwd()) as driver:
-        _pids(ranks)
+        _pids(2)
         os.kill(driver.process.pid, signal.SIGKILL)
         driver.wait()
         driver.assert_all_end()
-
-
-def test_the_ranks_end_when_their_launcher_is_killed() -> None:
-    command = _command("linger()")
-    _assert_ranks_follow_a_killed_launcher(
-        2,
-        "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
-        f"launch({command!r}, 2, pathlib.Path('out'), 1)\n",
-    )
-
-
-def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
-    """As under another launcher."""
-    child = tmp_path / "watched.py"
-    child.write_text(_CHILD.replace("watch_parent(", "watch_parent() # (") + "linger()")
-    _assert_ranks_follow_a_killed_launcher(
-        1,
-        "import subprocess, sys, os, time\n"
-        "os.environ.update(RANK='0', WORLD_SIZE='1', COMMHOOK_LAUNCHER_PID='0')\n"
-        f"subprocess.Popen([sys.executable, {str(child)!r}])\ntime.sleep(60)\n",
-    )
 
 
 def test_a_late_rank_notices_that_its_launcher_is_gone_already(tmp_path: Path) -> None:

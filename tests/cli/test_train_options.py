@@ -105,6 +105,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("--out new/out --save new", "argument --save: new collides with new/out/metrics.jsonl"),
         ("--out new --save new/loss.png/c", "argument --save: new/loss.png/c collides with new/lo"),
         ("--out at-3 --save at-{step}/loss.png --steps 3", "at-3/loss.png collides with at-3/loss"),
+        ("--out at-3 --save at-{step}/loss.png --save-every 2", "at-3/loss.png collides with at-3"),
         ("--out at-3 --save link{step}/loss.png --steps 9", "link9/loss.png collides with at-3/lo"),
         (
             "--out at-3 --save at-{step}/loss.png --save-every 1 --steps 1000000000",
@@ -175,8 +176,7 @@ def test_places_that_can_be_written_are_left_as_they_are() -> None:
     ):
         options = parse_options(["--out", "out/new", "--save", save])
         assert options.out == Path("out/new")
-    # No checkpoint of step 3 is written.
-    parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--save-every", "2"])
+    # The run has fewer steps.
     parse_options(["--out", "at-300", "--save", "at-{step}/loss.png", "--save-every", "2"])
     assert list(Path().iterdir()) == [Path("old.pt")]
     assert Path("old.pt").read_text() == "old"

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -128,13 +127,6 @@ def end_on_signals(rank: int, command: str = "train") -> None:
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
-def show_cursor() -> None:
-    """Show the terminal's cursor, which the live line hides."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\r\x1b[?25h\n")
-        sys.stdout.flush()
-
-
 def describe(error: BaseException) -> str:
     """The end of a sentence about a rank that fails, after its number."""
     text = " ".join(str(error).split()) or "no message"
@@ -202,13 +194,8 @@ _LOG_LINES = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass
-class Rank:
-    """One rank's process and the file with its stderr."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    log: Path
+#: The process of each rank, by its number.
+_Ranks = list[subprocess.Popen[bytes]]
 
 
 def launch(
@@ -241,14 +228,19 @@ def launch(
     """
     with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as path:
         folder = Path(path)
-        started: list[Rank] = []
+        started: _Ranks = []
         try:
             for number in range(ranks):
                 if received:
                     break
                 environment = _environment(number, ranks, threads, folder)
+                stdin = subprocess.DEVNULL
                 try:
-                    started.append(_start(number, command, environment, folder))
+                    with open(folder / log_name(number), "wb") as log, _blocked_interrupts():
+                        process = subprocess.Popen(
+                            command, env=environment, stdin=stdin, stderr=log
+                        )
+                    started.append(process)
                 except OSError as error:  # the machine takes no more processes
                     _end_all(started)
                     reason = f"can't be started: {error}; the others have ended"
@@ -256,8 +248,8 @@ def launch(
                     return 1
             ended = _wait(started, received)
             if received and (folder / _FIRST_STEP).exists():
-                for rank in started:
-                    rank.process.terminate()
+                for process in started:
+                    process.terminate()
                 _say(
                     name,
                     f"{_signal_text(received)}: the ranks finish their step and save their "
@@ -265,7 +257,7 @@ def launch(
                 )
                 ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
             _end_all(started)
-            return _report(started, ended, received, folder, out, name)
+            return _report(len(started), ended, received, folder, out, name)
         finally:
             _end_all(started)
 
@@ -286,15 +278,6 @@ def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[st
     if Path("/sys/class/net/lo").exists():  # otherwise Gloo resolves the host's name, maybe slowly
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
-
-
-def _start(number: int, command: Sequence[str], environment: dict[str, str], folder: Path) -> Rank:
-    log = folder / log_name(number)
-    with open(log, "wb") as stream, _blocked_interrupts():
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=stream
-        )
-    return Rank(number, process, log)
 
 
 @contextmanager
@@ -332,7 +315,7 @@ def _caught_signals() -> Iterator[list[int]]:
 # ---- waiting and ending --------------------------------------------------------------------------
 
 
-def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf) -> dict[int, int]:
+def _wait(ranks: _Ranks, received: list[int], seconds: float = math.inf) -> dict[int, int]:
     """Wait until all ranks have ended, one has failed, a signal comes, or time is up.
 
     Args:
@@ -346,7 +329,7 @@ def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf)
     before, end = len(received), time.monotonic() + seconds
     deadline: float | None = None
     while len(received) == before and time.monotonic() < end:
-        codes = {rank.number: rank.process.poll() for rank in ranks}
+        codes = {number: process.poll() for number, process in enumerate(ranks)}
         ended = {number: code for number, code in codes.items() if code is not None}
         if len(ended) == len(ranks):
             return ended
@@ -358,17 +341,17 @@ def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf)
     return {}
 
 
-def _end_all(ranks: Sequence[Rank]) -> None:
-    for rank in ranks:
-        rank.process.kill()
-        rank.process.wait()
+def _end_all(ranks: _Ranks) -> None:
+    for process in ranks:
+        process.kill()
+        process.wait()
 
 
 # ---- the report ----------------------------------------------------------------------------------
 
 
 def _report(
-    ranks: Sequence[Rank],
+    ranks: int,
     ended: dict[int, int],
     received: list[int],
     folder: Path,
@@ -379,25 +362,25 @@ def _report(
     failed = {number: code for number, code in ended.items() if code not in fine}
     if received:
         kept = f"; the steps so far are in {out}" if (folder / _FIRST_STEP).exists() else ""
-        who = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
-        if kept and len(ended) < len(ranks):
+        who = f"all {ranks} ranks" if ranks != 1 else "the rank"
+        if kept and len(ended) < ranks:
             kept += ", without checkpoint and summary of the last one"
         if failed:
-            _keep_logs(ranks, out)
-            number = _first_cause(ranks, failed, name)
-            kept += f"; rank {number} {_end_text(ranks[number], failed[number], name)}"
+            _keep_logs(ranks, folder, out)
+            number = _first_cause(folder, failed, name)
+            kept += f"; rank {number} {_end_text(folder, number, failed[number], name)}"
         _say(name, f"{_signal_text(received)}, {who} ended{kept}")
         add_no_line()  # the same signal may come again
         return 128 + received[0]
-    logs = _keep_logs(ranks, out)
+    logs = _keep_logs(ranks, folder, out)
     if not failed:
         for number, log in sorted(logs.items()):
             print(f"warnings of rank {number}: {log}", file=sys.stderr)
         return 0
-    number = _first_cause(ranks, failed, name)
-    code, reason = failed[number], _reason(ranks[number], name)
-    message = f"rank {number} {_end_text(ranks[number], code, name)}"
-    others = len(ranks) - 1
+    number = _first_cause(folder, failed, name)
+    code, reason = failed[number], _reason(folder, number, name)
+    message = f"rank {number} {_end_text(folder, number, code, name)}"
+    others = ranks - 1
     if others:
         message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
     if number in logs:
@@ -413,46 +396,44 @@ def _signal_text(received: Sequence[int]) -> str:
     return "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
 
 
-def _reason(rank: Rank, name: str) -> str | None:
+def _reason(folder: Path, number: int, name: str) -> str | None:
     """The reason for a rank's failure, which :func:`fail` has written; None if it has not."""
-    start = f"commhook {name}: rank {rank.number} "
-    last = _last_lines(rank.log)[-1:]
+    start = f"commhook {name}: rank {number} "
+    last = _last_lines(folder / log_name(number))[-1:]
     return last[0].removeprefix(start) if last and last[0].startswith(start) else None
 
 
-def _end_text(rank: Rank, code: int, name: str) -> str:
+def _end_text(folder: Path, number: int, code: int, name: str) -> str:
     """The end of a sentence about a rank that failed, after its number."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
-    return _reason(rank, name) or f"ended with exit code {code}"
+    return _reason(folder, number, name) or f"ended with exit code {code}"
 
 
-def _first_cause(ranks: Sequence[Rank], failed: dict[int, int], name: str) -> int:
+def _first_cause(folder: Path, failed: dict[int, int], name: str) -> int:
     """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
     def order(number: int) -> tuple[bool, bool, int, int]:
-        is_peer = (_reason(ranks[number], name) or "").startswith(_LOST)
-        wrote = ranks[number].log.stat().st_mtime_ns
+        is_peer = (_reason(folder, number, name) or "").startswith(_LOST)
+        wrote = (folder / log_name(number)).stat().st_mtime_ns
         return failed[number] > 0, is_peer, wrote, number
 
     return min(failed, key=order)
 
 
-def _keep_logs(ranks: Sequence[Rank], out: Path) -> dict[int, Path]:
+def _keep_logs(ranks: int, folder: Path, out: Path) -> dict[int, Path]:
     """Copy the stderr of ranks to ``out``, if not empty; returns the files by rank number."""
     kept: dict[int, Path] = {}
-    for rank in ranks:
-        path = out / rank.log.name
-        try:
+    for number in range(ranks):
+        log, path = folder / log_name(number), out / log_name(number)
+        with suppress(OSError):
             path.unlink(missing_ok=True)  # of an earlier run
-            if rank.log.stat().st_size > 0:
+            if log.stat().st_size > 0:
                 out.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(rank.log, path)
-                kept[rank.number] = path
-        except OSError:
-            continue
+                shutil.copyfile(log, path)
+                kept[number] = path
     return kept
 
 
@@ -469,6 +450,7 @@ def _signal_name(number: int) -> str:
 
 
 def _say(name: str, message: str) -> None:
-    if LAUNCHER_PID not in os.environ:  # the launcher says why its ranks end
-        show_cursor()
+    # The live line hides the cursor. Our launcher shows it for its ranks.
+    if sys.stdout.isatty() and LAUNCHER_PID not in os.environ:
+        print("\r\x1b[?25h", flush=True)
     print(f"commhook {name}: {message}", file=sys.stderr, flush=True)

@@ -91,20 +91,14 @@ def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = (
             raise OutputError(f"{path} can't be written: Permission denied")
 
 
-def check_apart(
-    save: Path,
-    last_step: int,
-    saves_at: Callable[[int], bool],
-    folder: Path,
-    names: Sequence[str],
-    ranks: int,
-) -> None:
+def check_apart(save: Path, last_step: int, folder: Path, names: Sequence[str], ranks: int) -> None:
     """Raise OutputError if a checkpoint has the path of another file of the run, or is its folder.
+
+    An interrupt may save any step up to the last one.
 
     Args:
         save: the path of ``--save``.
-        last_step: the last step of the run, which is saved.
-        saves_at: whether a step is saved.
+        last_step: the last step of the run.
         folder: the folder of the results.
         names: the files of the results.
         ranks: the number of ranks. Each of them may write a log to ``folder``.
@@ -120,7 +114,7 @@ def check_apart(
         match = pattern.fullmatch(str(place))
         if match:
             steps.update(int(digits) for digits in match.groups())
-    for step in sorted(step for step in steps if saves_at(step)):
+    for step in sorted(each for each in steps if 0 < each <= last_step):
         path = checkpoint_path(save, step)
         checkpoint = _real(path)
         for real, result in results.items():

@@ -537,17 +537,11 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def _count_bytes(axes: Axes) -> None:
     """Make the horizontal axis logarithmic, with a few ticks for any range of bytes."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")
     least, most = axes.get_xlim()
     is_short = most < _FEW_TICKS * least
     axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _tick(count: float, place: int | None = None) -> str:
-    """Format bytes without trailing zeros: ``10 MB``."""
-    number, unit = format_bytes(count).split()
-    return f"{float(number):g} {unit}"

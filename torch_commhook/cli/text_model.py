@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's users know
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.cli.checkpoint import Checkpoint, map_tensors
@@ -369,20 +367,16 @@ def _shard_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
 
 def shard(model: ByteTransformer, config: TrainConfig, device: torch.device) -> None:
     """Apply ``fully_shard`` to each block, and to the model for its other parameters."""
-    mesh = _mesh(config, device)
+    from torch.distributed.fsdp import fully_shard  # takes most of a second
+
+    if config.parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (config.ranks,))
+    else:
+        sizes, names = (config.replicas, config.shard_ranks), ("replicas", "shards")
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)  # FSDP2 requires names
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
-    if config.parallel == "fsdp":
-        return init_device_mesh(device.type, (config.ranks,))
-    return init_device_mesh(
-        device.type,
-        (config.replicas, config.shard_ranks),
-        mesh_dim_names=("replicas", "shards"),  # FSDP2 requires names
-    )
 
 
 def attach_hook(model: nn.Module, config: TrainConfig) -> Any:
@@ -407,7 +401,7 @@ def whole_state(state: Any) -> Any:
     Without shards it sends nothing and copies no tensor.
     """
     return map_tensors(
-        state, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state, lambda each: each.full_tensor() if hasattr(each, "full_tensor") else each
     )
 
 
@@ -441,9 +435,11 @@ def _like(value: Any, parameter: Tensor) -> Any:
     """Copy a tensor of a state. The copy is sharded as its parameter if it has the same shape."""
     if not isinstance(value, Tensor):
         return value
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+    if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
         return value.clone()
-    mesh = parameter.device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     whole = value.to(mesh.device_type, copy=True)
     # Each rank has the whole tensor, so no rank sends it.
-    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)

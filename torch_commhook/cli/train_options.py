@@ -321,14 +321,8 @@ def _check_outputs(options: TrainOptions) -> None:
     if options.save is not None:
         with of_option("--save"):
             check_file(checkpoint_path(options.save, options.last_step))
-            check_apart(
-                options.save,
-                options.last_step,
-                options.saves_at,
-                options.out,
-                options.result_names,
-                options.config.ranks,
-            )
+            names, ranks = options.result_names, options.config.ranks
+            check_apart(options.save, options.last_step, options.out, names, ranks)
 
 
 def _check_config(config: TrainConfig, hook_option: str) -> None:

@@ -28,9 +28,6 @@ from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
-    OutputError,
-    check_apart,
-    check_file,
     checkpoint_path,
     metrics_name,
     open_logs,
@@ -371,14 +368,6 @@ def _save(
     if states is None or options.save is None:
         return None
     path = checkpoint_path(options.save, run.step)
-    if not options.saves_at(run.step):  # of an interrupt: not checked before the run
-        try:
-            check_file(path)
-            names = options.result_names
-            check_apart(options.save, run.step, run.step.__eq__, options.out, names, world.size)
-        except OutputError as error:
-            print(f"no checkpoint: {error}", flush=True)
-            return None
     checkpoint = Checkpoint(
         config=options.config.to_plain(),
         step=run.step,

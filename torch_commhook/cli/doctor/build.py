@@ -280,6 +280,7 @@ def _compiler(is_built: bool) -> Finding:
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_BUILD_KERNELS = "COMMHOOK_CUDA=1 python setup.py develop"
 
 # A fat binary begins with a magic number, a version, the size of the header, and the size of the
 # entries. Each entry begins with its kind, the size of its header, the size of its payload, and its
@@ -310,53 +311,38 @@ def _gpus(is_cuda_build: bool, count: int) -> Finding:
     import torch
 
     if count:
-        return Finding("GPUs", ", ".join(map(_gpu, range(count))))
+        found = [torch.cuda.get_device_properties(index) for index in range(count)]
+        texts = [
+            f"{each.name} ({each.major}.{each.minor}, {each.total_memory / (1 << 30):.0f} GiB)"
+            for each in found
+        ]
+        return Finding("GPUs", ", ".join(texts))
     if not _DRIVER.exists():
         return Finding("GPUs", "none")
-    what, why = f"torch {torch.__version__}", ""
-    advice = "Install a CUDA build of torch to use them."
-    if is_cuda_build:
-        what, why = "torch", _cuda_error()
-        advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
-        advice += f"{torch.version.cuda}."
-    value = f"none that {what} can use, though NVIDIA's driver is loaded{why}"
-    return Finding.warning("GPUs", value, advice)
-
-
-def _gpu(index: int) -> str:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    capability = f"{properties.major}.{properties.minor}"
-    gibibytes = properties.total_memory / (1 << 30)
-    return f"{properties.name} ({capability}, {gibibytes:.0f} GiB)"
-
-
-def _cuda_error() -> str:
-    import torch
-
+    if not is_cuda_build:
+        value = f"none that torch {torch.__version__} can use, though NVIDIA's driver is loaded"
+        return Finding.warning("GPUs", value, "Install a CUDA build of torch to use them.")
+    value = "none that torch can use, though NVIDIA's driver is loaded"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f": {first_line(error)}"
-    return ""
+        value += f": {first_line(error)}"
+    advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
+    return Finding.warning("GPUs", value, f"{advice}{torch.version.cuda}.")
 
 
 def _kernels(is_cuda_build: bool, count: int) -> Finding:
     import torch
 
     name = "CUDA kernels"
+    cuda = torch.version.cuda
+    if not _has_kernels() and not is_cuda_build:
+        return Finding(name, f"none, since torch {torch.__version__} is not a CUDA build")
     if not _has_kernels():
-        if not is_cuda_build:
-            value = f"none, since torch {torch.__version__} is not a CUDA build"
-            return Finding(name, value)
-        return Finding.warning(
-            name,
-            f"none in the build, though torch is a build for CUDA {torch.version.cuda}; slower "
-            "reference kernels serve CUDA tensors",
-            f"Install nvcc of CUDA {torch.version.cuda}, then run: "
-            "COMMHOOK_CUDA=1 python setup.py develop",
-        )
+        value = f"none in the build, though torch is a build for CUDA {cuda}; slower reference "
+        value += "kernels serve CUDA tensors"
+        advice = f"Install nvcc of CUDA {cuda}, then run: {_BUILD_KERNELS}"
+        return Finding.warning(name, value, advice)
     library = operator_library()
     found = set() if library is None else architectures(library.read_bytes())
     value = ", ".join(sorted(found, key=_order)) or "of unknown architectures"
@@ -365,12 +351,9 @@ def _kernels(is_cuda_build: bool, count: int) -> Finding:
     if not missing:
         return Finding(name, value)
     texts = [f"{major}.{minor}" for major, minor in missing]
-    return Finding.error(
-        name,
-        f"{value}: none for compute capability {' and '.join(texts)}",
-        f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' COMMHOOK_CUDA=1 "
-        "python setup.py develop",
-    )
+    value = f"{value}: none for compute capability {' and '.join(texts)}"
+    advice = f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' {_BUILD_KERNELS}"
+    return Finding.error(name, value, advice)
 
 
 def _has_kernels() -> bool:

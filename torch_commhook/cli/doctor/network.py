@@ -354,7 +354,9 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
     if not failed and not absent:
         sums = _sum_error(meeting, timeout)
         if meeting.rank == 0:
-            yield _connected(meeting.size)
+            pairs = meeting.size * (meeting.size - 1) // 2
+            many = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
+            yield Finding("connections", f"{'' if pairs == 1 else 'all '}{pairs} {many}")
         yield from _tried(meeting, "all-reduce over Gloo", sums, _ADVICE)
         can_try = sums is None and library_error() is None and not dist.is_initialized()
         meeting.store.set(f"can_try/{meeting.rank}", str(can_try))
@@ -365,12 +367,6 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
             yield from _tried(meeting, f"hook {HOOKS[0]} over Gloo", error, advice)
     elif meeting.rank == 0:
         yield from _of_failed(failed, absent, timeout)
-
-
-def _connected(size: int) -> Finding:
-    pairs = size * (size - 1) // 2
-    noun = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
-    return Finding("connections", f"{'' if pairs == 1 else 'all '}{pairs} {noun}")
 
 
 def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
