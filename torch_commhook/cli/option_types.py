@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +71,19 @@ def number_of(unit: str, least: float, most: float) -> Callable[[str], float]:
                 f"must be a number of {unit} from {least:g} to {most:.0f}, got {text!r}"
             )
         return value
+
+    return read
+
+
+def some_of(names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Make a type of names with commas between them; it returns them in the order of ``names``."""
+
+    def read(text: str) -> tuple[str, ...]:
+        chosen = [name.strip() for name in text.split(",")]
+        unknown = [name for name in chosen if name not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {unknown[0]!r}")
+        return tuple(name for name in names if name in chosen)
 
     return read
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch_commhook.cli.option_types import (
     path,
     positive_float,
     positive_int,
+    some_of,
     type_of,
 )
 from torch_commhook.cli.outputs import check_file, check_picture
@@ -47,14 +47,6 @@ BASELINE = "allreduce()"
 _BYTES_PER_ELEMENT = 60
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {unknown[0]!r}")
-    return tuple(name for name in PARTS if name in names)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(WorldOptions):
     """The options of ``bench``.
@@ -71,7 +63,7 @@ class BenchOptions(WorldOptions):
         at_most(MOST_RANKS, positive_int), "ranks to launch on this machine", 1, metavar="N"
     )
     parts: tuple[str, ...] = option(
-        _parts, "parts to measure", tuple(PARTS), shown=",".join(PARTS), metavar="PART,..."
+        some_of(PARTS), "parts to measure", tuple(PARTS), shown=",".join(PARTS), metavar="PART,..."
     )
     seconds: float = option(at_most(86_400, positive_float), "approximate time of all parts", 60.0)
     elements: int = option(

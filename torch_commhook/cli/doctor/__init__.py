@@ -33,7 +33,7 @@ from torch_commhook.cli.doctor.meeting import (
     meet,
 )
 from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
-from torch_commhook.cli.option_types import at_most, positive_float
+from torch_commhook.cli.option_types import at_most, positive_float, some_of
 from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--only",
-        type=_checks,
+        type=some_of(CHECKS),
         default=",".join(CHECKS),
         metavar="CHECK,...",
         help="the checks to run",
@@ -101,14 +101,6 @@ def _parser() -> argparse.ArgumentParser:
         help="time for ranks to come and to connect",
     )
     return parser
-
-
-def _checks(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(CHECKS)}, got {unknown[0]!r}")
-    return [name for name in CHECKS if name in names]
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
@@ -128,7 +120,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     try:
         return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
-        return settings, [Finding.error("this rank", str(error), error.advice, group="ranks")]
+        return settings, [Finding.error("this rank", *error.args, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
 

@@ -104,15 +104,7 @@ _LEAVE_SECONDS = 5.0
 
 
 class NoMeetingError(Exception):
-    """This rank does not reach the store.
-
-    Attributes:
-        advice: the solution, in one sentence.
-    """
-
-    def __init__(self, message: str, advice: str) -> None:
-        super().__init__(message)
-        self.advice = advice
+    """This rank does not reach the store. The arguments are the reason and advice, as sentences."""
 
 
 class Meeting:

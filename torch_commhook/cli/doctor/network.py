@@ -324,19 +324,17 @@ def _two_processes(timeout: float) -> Iterator[Finding]:
         )
         found = [Finding(**fields) for fields in json.loads(done.stdout)["findings"]]
     except subprocess.TimeoutExpired as error:
-        yield _failed(_ONE_HOST, f"no answer within {error.timeout:g} s")
+        yield Finding.error(_ONE_HOST, f"no answer within {error.timeout:g} s", _ADVICE)
         return
     except (ValueError, KeyError):
         lines = done.stderr.strip().splitlines() or ["no output"]
-        yield _failed(_ONE_HOST, f"torchrun ended with {done.returncode}: {lines[-1]}")
+        yield Finding.error(
+            _ONE_HOST, f"torchrun ended with {done.returncode}: {lines[-1]}", _ADVICE
+        )
         return
     for finding in found:
         advice = "" if finding.level == "ok" else _ADVICE_ON_ONE_HOST
         yield Finding(f"{_ONE_HOST}, {finding.name}", finding.value, finding.level, advice)
-
-
-def _failed(name: str, value: str, advice: str = _ADVICE) -> Finding:
-    return Finding.error(name, value, advice)
 
 
 def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
@@ -371,7 +369,7 @@ def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
 
 def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
     if error is not None:
-        yield _failed(name, error, advice)
+        yield Finding.error(name, error, advice)
     elif meeting.rank == 0:
         yield Finding(name, "works")
 
@@ -380,7 +378,7 @@ def _of_failed(
     failed: Mapping[tuple[int, int], str], absent: list[int], timeout: float
 ) -> Iterator[Finding]:
     for rank in absent:
-        yield _failed(
+        yield Finding.error(
             f"rank {rank}",
             f"it has not come within {timeout:g} s",
             "Read the output of this rank, and look whether its host reaches MASTER_ADDR.",
@@ -391,10 +389,10 @@ def _of_failed(
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that others reach."
         elif "listens nowhere" in reason:
             advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that it has."
-        yield _failed(f"rank {rank} cannot connect to rank {peer}", reason, advice)
+        yield Finding.error(f"rank {rank} cannot connect to rank {peer}", reason, advice)
     if len(failed) > _MOST_PAIRS:
         more = len(failed) - _MOST_PAIRS
-        yield _failed("connections", f"{more} more of {len(failed)} fail")
+        yield Finding.error("connections", f"{more} more of {len(failed)} fail", _ADVICE)
 
 
 def _sum_error(meeting: Meeting, timeout: float) -> str | None:
