@@ -120,7 +120,8 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
     try:
         return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
-        return settings, [Finding.error("this rank", *error.args, group="ranks")]
+        reason, advice = error.args
+        return settings, [Finding.error("this rank", reason, advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
 

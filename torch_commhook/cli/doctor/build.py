@@ -395,9 +395,7 @@ def serves(architectures: set[str], major: int, minor: int) -> bool:
     for each in architectures:
         kind, number = each.split("_")
         own = divmod(int(number), 10)
-        if kind == "compute" and own <= (major, minor):
-            return True
-        if kind == "sm" and own[0] == major and own[1] <= minor:
+        if own <= (major, minor) and (kind == "compute" or own[0] == major):
             return True
     return False
 
