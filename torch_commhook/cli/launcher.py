@@ -399,8 +399,8 @@ def _signal_text(received: Sequence[int]) -> str:
 def _reason(folder: Path, number: int, name: str) -> str | None:
     """The reason for a rank's failure, which :func:`fail` has written; None if it has not."""
     start = f"commhook {name}: rank {number} "
-    last = _last_lines(folder / log_name(number))[-1:]
-    return last[0].removeprefix(start) if last and last[0].startswith(start) else None
+    lines = _last_lines(folder / log_name(number))  # other threads may write behind it
+    return next((line.removeprefix(start) for line in lines if line.startswith(start)), None)
 
 
 def _end_text(folder: Path, number: int, code: int, name: str) -> str:

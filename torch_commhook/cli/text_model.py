@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
             a pipe, and only once.
     """
     parts: list[bytes] = []
-    left = cap_bytes
+    left = sys.maxsize if cap_bytes is None else cap_bytes
     for file in files:
-        if left is not None and left <= 0:
+        if left <= 0:
             break
         try:
             status = os.stat(file)  # before open(), which may wait for the writer of a pipe
@@ -86,13 +87,11 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
                 raise DataError(f"{file} can't be read: it is not a regular file")
             with open(file, "rb") as stream:
                 # read(n) allocates n bytes, even for a shorter file.
-                capped = left is not None and left < status.st_size
-                part = stream.read(left if capped else None)[:left]
+                part = stream.read(left if left < status.st_size else -1)[:left]
         except OSError as error:
             raise DataError(f"{file} can't be read: {error.strerror or error}") from error
         parts.append(part)
-        if left is not None:
-            left -= len(part)
+        left -= len(part)
     return b"".join(parts)
 
 
