@@ -240,7 +240,7 @@ def measure_hooks(
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
     found: list[tuple[str, float, float | None]] = [
-        (ALONE, _step_seconds(Steps(model), share / 4), 0.0)
+        (ALONE, _step_seconds(_turn_of(model), device, share / 4), 0.0)
     ]
     for text in hooks:
         try:
@@ -251,47 +251,36 @@ def measure_hooks(
     return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
 
 
-class Steps:
-    """Does the steps of a model, several in a turn.
+def _turn_of(
+    model: StandIn, every: int = 1, *, is_apart: bool = False
+) -> Callable[[], list[float]]:
+    """A function that does the steps of a turn, and returns the seconds of each.
 
     Args:
         model: the model, with its hook attached.
         every: the steps from one exchange of the hook to the next. A turn has a multiple of these.
         is_apart: whether the hook counts the steps of an optimizer.
-
-    Attributes:
-        device: the device of the model.
-        count: the number of steps in a turn.
-        done: the number of steps so far.
     """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
 
-    def __init__(self, model: StandIn, every: int = 1, *, is_apart: bool = False) -> None:
-        self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
-        self.device = model.given[0].device
-        self.count = every * math.ceil(_STEPS / every)
-        self.done = 0
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model.backward()
+        if optimizer is not None:
+            optimizer.step()
 
-    def turn(self) -> list[float]:
-        """Do the steps of a turn; returns the seconds of each."""
-        self.done += self.count
-        return [timed(self._step, self.device) for _ in range(self.count)]
-
-    def _step(self) -> None:
-        self._model.zero_grad(set_to_none=True)
-        self._model.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
+    count = every * math.ceil(_STEPS / every)
+    return lambda: [timed(step, model.given[0].device) for _ in range(count)]
 
 
-def _step_seconds(steps: Steps, seconds: float) -> float:
+def _step_seconds(turn: Callable[[], list[float]], device: torch.device, seconds: float) -> float:
     """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
 
     def measure() -> list[float]:
         dist.barrier()
-        return steps.turn()
+        return turn()
 
-    return median_within(measure, partial(slowest, device=steps.device), seconds, 2, 30)
+    return median_within(measure, partial(slowest, device=device), seconds, 2, 30)
 
 
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
@@ -300,15 +289,16 @@ def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float 
     every = unwrap_hook(hook).every
     handle = attach(model, hook)
     try:
-        steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
-        steps.turn()
-        done, before = steps.done, handle.stats().bytes_sent
-        took = _step_seconds(steps, seconds)
-        after = handle.stats().bytes_sent
+        turn = _turn_of(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
+        turn()
+        before = handle.stats()
+        took = _step_seconds(turn, model.given[0].device, seconds)
+        after = handle.stats()
         handle.synchronize()  # otherwise a hook that keeps ranks apart warns when it is removed
-        if before is None or after is None:
+        if before.bytes_sent is None or after.bytes_sent is None:
             return took, None
-        return took, (after - before) / (steps.done - done)
+        steps = after.local_steps - before.local_steps or after.steps - before.steps
+        return took, (after.bytes_sent - before.bytes_sent) / steps
     finally:
         handle.remove()
         model.zero_grad(set_to_none=True)
