@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch_commhook.cli.interrupt import (
@@ -18,28 +18,13 @@ from torch_commhook.cli.interrupt import (
     version_text,
 )
 
-#: Name of each subcommand: (module with ``main(argv) -> exit code``, description).
+#: The subcommands, each a module of this package with ``main(argv) -> exit code``.
 COMMANDS = {
-    "bench": (
-        "torch_commhook.cli.bench",
-        "measure the link between ranks, and a step with each hook over it",
-    ),
-    "doctor": (
-        "torch_commhook.cli.doctor",
-        "check whether hooks can run here, and name a solution if they cannot",
-    ),
-    "plan": (
-        "torch_commhook.cli.plan",
-        "recommend a hook for a link, and predict a step with each hook",
-    ),
-    "store": (
-        "torch_commhook.cli.store",
-        "run the store through which the ranks of an elastic training meet",
-    ),
-    "train": (
-        "torch_commhook.cli.train",
-        "train a byte-level transformer on real text with a communication hook",
-    ),
+    "bench": "measure the link between ranks, and a step with each hook over it",
+    "doctor": "check whether hooks can run here, and name a solution if they cannot",
+    "plan": "recommend a hook for a link, and predict a step with each hook",
+    "store": "run the store through which the ranks of an elastic training meet",
+    "train": "train a byte-level transformer on real text with a communication hook",
 }
 
 
@@ -94,7 +79,7 @@ def _format_warning(
 
 
 def _run(arguments: list[str]) -> int:
-    listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    listing = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
     parser = OneLineParser(
         prog="commhook",
         description="Gradient communication hooks for PyTorch.",
@@ -105,8 +90,9 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND")
     command = parser.parse_args(arguments[:1]).command
     try:
-        main: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[command][0]).main
-        return main(arguments[1:])
+        module = importlib.import_module(f"torch_commhook.cli.{command}")
+        code: int = module.main(arguments[1:])
+        return code
     except KeyboardInterrupt:
         print(f"commhook {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
