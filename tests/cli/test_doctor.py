@@ -23,7 +23,7 @@ from torch_releases import since
 from train_processes import error_of, finding, finished, report
 
 import torch_commhook
-from torch_commhook.cli.doctor import CHECKS, build, ranks
+from torch_commhook.cli.doctor import CHECKS, build, network
 from torch_commhook.cli.doctor.build import architectures, serves
 from torch_commhook.cli.doctor.meeting import Meeting, Settings
 from torch_commhook.cli.doctor.network import by_device
@@ -191,24 +191,24 @@ def test_hooks_on_two_processes(
     found = report(capsys, "ranks")
     name = "two processes on this host, hook allreduce over Gloo"
     assert finding(found, name)["value"] == "works"
-    monkeypatch.setattr(ranks, "averaged", Mock(side_effect=RuntimeError("not connected\nstack")))
+    monkeypatch.setattr(network, "averaged", Mock(side_effect=RuntimeError("not connected\nstack")))
     alone = Meeting(dist.HashStore(), 0, 1, 10.0)
-    failed = [each for each in ranks._all_ranks(alone, 10.0) if each.level == "error"]
+    failed = [each for each in network._all_ranks(alone, 10.0) if each.level == "error"]
     assert [each.value for each in failed] == ["RuntimeError: not connected"]
     assert not dist.is_initialized()
     for value, said in ((1.000001, None), (1.0625, "gives [1.0625], not 1.0")):  # means are rounded
-        monkeypatch.setattr(ranks, "averaged", Mock(return_value=torch.full((4, 4), value)))
+        monkeypatch.setattr(network, "averaged", Mock(return_value=torch.full((4, 4), value)))
         again = Meeting(dist.HashStore(), 0, 1, 10.0)
-        assert ranks._hook_error(again, 10.0) == said
+        assert network._hook_error(again, 10.0) == said
 
 
 def test_no_rank_tries_a_hook_if_one_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = iter([None, ImportError("not built")])
-    monkeypatch.setattr(ranks, "library_error", lambda: next(errors))
+    monkeypatch.setattr(network, "library_error", lambda: next(errors))
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         meetings = pool.map(lambda rank: Meeting(store, rank, 2, 10.0), range(2))
-        found = pool.map(lambda meeting: list(ranks._all_ranks(meeting, 10.0)), meetings)
+        found = pool.map(lambda meeting: list(network._all_ranks(meeting, 10.0)), meetings)
         names = [[each.name for each in of_rank] for of_rank in found]
     assert names == [["connections", "all-reduce over Gloo"], []]
 

@@ -80,13 +80,13 @@ def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
     plain = _plain_traffic()
     lines = read_metrics(tmp_path / "out" / "metrics-none.jsonl")
     for step, line in enumerate(lines, start=1):
-        assert line["bytes_sent"] == line["fp32_bytes"] == (plain.gradients or 0) * step
-        assert line["bytes_gathered"] == plain.gathered * step
+        assert line["bytes_sent"] == line["fp32_bytes"] == (plain.bytes_sent or 0) * step
+        assert line["bytes_gathered"] == plain.bytes_gathered * step
     last = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
     assert last["loss"] == pytest.approx(lines[-1]["loss"], abs=0.01)
-    assert last["fp32_bytes"] == (plain.gradients or 0) * 3
+    assert last["fp32_bytes"] == (plain.bytes_sent or 0) * 3
     assert 7.5 < last["fp32_bytes"] / last["bytes_sent"] < 8
-    assert 3.8 < plain.gathered * 3 / last["bytes_gathered"] < 4
+    assert 3.8 < plain.bytes_gathered * 3 / last["bytes_gathered"] < 4
     first, second = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
     assert first["hook"] == "blockwise(bits=4), weights=blockwise()"
     assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], abs=0.01)
@@ -211,7 +211,7 @@ def test_a_resumed_run_in_shards_ends_with_the_same_bits(
     first, second = json.loads((resumed / "out" / "summary.json").read_text())["runs"]
     (line,) = read_metrics(straight / "out" / "metrics.jsonl")[3:]
     assert first["gathered_per_step"] == line["bytes_gathered"] / 4  # of its own steps alone
-    assert second["gathered_per_step"] == _plain_traffic().gathered
+    assert second["gathered_per_step"] == _plain_traffic().bytes_gathered
     assert second["scattered_per_step"] == (
         0 if "fsdp" in options else first["fp32_bytes_per_step"]
     )

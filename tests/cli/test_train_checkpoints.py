@@ -116,26 +116,6 @@ def test_to_cpu_copies_tensors_in_any_nesting() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_interrupt_writes_no_checkpoint_in_the_place_of_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run checks the paths of its checkpoints before it starts, except after an interrupt."""
-    monkeypatch.chdir(tmp_path)
-    options = parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--ranks", "1"])
-    model, optimizer = _model_and_optimizer()
-    run = Run(model, types.SimpleNamespace(), optimizer, None)  # type: ignore[arg-type]
-    data = types.SimpleNamespace(fingerprint="00")
-    world = World(0, 1, torch.device("cpu"), "gloo")
-    for run.step in (3, 4):
-        saved = _save(run, options, world, data, Traffic(None))  # type: ignore[arg-type]
-        path = Path(f"at-{run.step}") / "loss.png"
-        assert (saved, path.exists()) == ((None, False) if run.step == 3 else (path, True))
-    assert capsys.readouterr().out == (
-        "no checkpoint: at-3/loss.png collides with at-3/loss.png, which the run itself writes\n"
-    )
-
-
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("inline_container.cc:672")])
 def test_a_failed_periodic_checkpoint_warns_and_the_last_one_raises(
     error: Exception,

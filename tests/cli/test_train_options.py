@@ -105,6 +105,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("--out new/out --save new", "argument --save: new collides with new/out/metrics.jsonl"),
         ("--out new --save new/loss.png/c", "argument --save: new/loss.png/c collides with new/lo"),
         ("--out at-3 --save at-{step}/loss.png --steps 3", "at-3/loss.png collides with at-3/loss"),
+        ("--out at-3 --save at-{step}/loss.png --save-every 2", "at-3/loss.png collides with at-3"),
         ("--out at-3 --save link{step}/loss.png --steps 9", "link9/loss.png collides with at-3/lo"),
         (
             "--out at-3 --save at-{step}/loss.png --save-every 1 --steps 1000000000",
@@ -175,8 +176,7 @@ def test_places_that_can_be_written_are_left_as_they_are() -> None:
     ):
         options = parse_options(["--out", "out/new", "--save", save])
         assert options.out == Path("out/new")
-    # No checkpoint of step 3 is written.
-    parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--save-every", "2"])
+    # The run has fewer steps.
     parse_options(["--out", "at-300", "--save", "at-{step}/loss.png", "--save-every", "2"])
     assert list(Path().iterdir()) == [Path("old.pt")]
     assert Path("old.pt").read_text() == "old"
@@ -186,12 +186,12 @@ def test_places_that_can_be_written_are_left_as_they_are() -> None:
 def test_a_log_needs_its_package(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(outputs, "_is_installed", lambda name: False)
+    monkeypatch.setattr(outputs, "is_installed", lambda name: False)
     error = train_error(["--log", "jsonl", package], capsys)
     assert f"argument --log: {package} needs the package {package}: pip install {package}" in error
     assert list(Path().iterdir()) == []
-    monkeypatch.setattr(outputs, "_is_installed", lambda name: True)
-    assert parse_options(["--log", package, package]).logs == (package,)
+    monkeypatch.setattr(outputs, "is_installed", lambda name: True)
+    assert parse_options(["--log", package, package]).log == (package,)
     if package == "tensorboard":
         Path("out").mkdir()
         Path("out/tensorboard").touch()
@@ -213,12 +213,12 @@ def test_a_log_needs_its_package(
 )
 def test_the_runs_of_a_comparison(arguments: str, hooks: list[str]) -> None:
     options = parse_options(arguments.split())
-    assert [config.hook for config in (options.config, *options.compare)] == hooks
+    assert [config.hook for config in (options.config, *options.others)] == hooks
 
 
 def test_what_else_compresses_is_left_out_of_the_plain_run() -> None:
     options = parse_options("--parallel fsdp --weights fp8() --compare sign() cast()".split())
-    weights = [config.weights for config in (options.config, *options.compare)]
+    weights = [config.weights for config in (options.config, *options.others)]
     assert weights == ["fp8()", "fp8()", None]
 
 

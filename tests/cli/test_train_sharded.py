@@ -57,10 +57,10 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
         text_model.shard(model, config, CPU)
         handle = text_model.attach_hook(model, config)
         _step(model, rank, make_optimizer(model, config))
-        counted = text_model.Traffic.of_hook(handle.stats())
+        counted = text_model.Traffic.of(handle.stats())
         assert text_model.plain_traffic(model, config) == counted
-        assert min(counted.gradients or 0, counted.gathered) > 0
-        assert (counted.scattered > 0) == (config.parallel == "hsdp")
+        assert min(counted.bytes_sent or 0, counted.bytes_gathered) > 0
+        assert (counted.bytes_scattered > 0) == (config.parallel == "hsdp")
 
     run_ranks(of_rank, config.ranks)
 
@@ -68,7 +68,9 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
 def test_traffic_adds_up() -> None:
     sum_ = text_model.Traffic(1, 2, 3).times(3) + text_model.Traffic(10, 20, 30)
     assert sum_ == text_model.Traffic(13, 26, 39)
-    assert (text_model.Traffic(None, 2, 3).times(2) + text_model.Traffic(1, 1, 1)).gradients is None
+    assert (
+        text_model.Traffic(None, 2, 3).times(2) + text_model.Traffic(1, 1, 1)
+    ).bytes_sent is None
 
 
 # ---- whole states --------------------------------------------------------------------------------

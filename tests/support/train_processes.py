@@ -172,7 +172,7 @@ def forbid_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a wrong command line must not start ranks")
 
     monkeypatch.setattr(launcher, "launch", launch)
-    for name in ("tie_to_launcher", "end_on_signals"):
+    for name in ("watch_parent", "end_on_signals"):
         monkeypatch.setattr(launcher, name, launch)
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in (*ranks, "MASTER_ADDR", "MASTER_PORT", "COMMHOOK_LAUNCHER_PID"):

@@ -10,7 +10,7 @@ import os
 import stat
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -221,14 +221,18 @@ def _describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
+def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested dicts, lists and tuples with each tensor converted."""
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, convert) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, convert) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
 def to_cpu(value: Any) -> Any:
     """Copy ``value`` with all its tensors to the CPU; dicts, lists and tuples keep their form."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_cpu(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(to_cpu(item) for item in value)
-    return value
+    return map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -6,8 +6,6 @@ launcher ends.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import math
 import os
 import re
@@ -19,10 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,12 +34,16 @@ from torch_commhook.cli.outputs import log_name
 
 #: The variable with the launcher's process id, in the ranks that it starts.
 LAUNCHER_PID = "COMMHOOK_LAUNCHER_PID"
-#: The variable with the launcher's temporary folder, for the rendezvous file and failures.
+#: The variable with the launcher's temporary folder, for the rendezvous file.
 LAUNCHER_FOLDER = "COMMHOOK_LAUNCHER_FOLDER"
+#: A file in this folder that a rank makes after its first step.
+_FIRST_STEP = "first-step"
 
-_PR_SET_PDEATHSIG = 1
+#: The exit code of a rank that SIGTERM has stopped in order.
+_STOPPED = 128 + signal.SIGTERM
 _WATCH_SECONDS = 0.5
-#: From SIGTERM to the end of this process, in seconds: torchrun sends SIGKILL after 30 s.
+#: From SIGTERM to the end of this process, in seconds, under another launcher: torchrun sends
+#: SIGKILL after 30 s.
 _END_WITHIN = 25.0
 _stops_in_order = threading.Event()
 _is_asked = threading.Event()
@@ -55,49 +55,26 @@ _PEER_LOST = re.compile(
     r"|has left the group|counts this process as lost",
     re.IGNORECASE,
 )
+#: The reason of a rank that failed only because another rank had ended begins so.
+_LOST = "lost another rank"
+_MOST_SHOWN = 600
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The failure of a rank, as the rank reports it to its launcher.
-
-    Attributes:
-        seconds: the time of the failure, in seconds since the epoch.
-        summary: a description in one line.
-        peer: whether the rank failed only because another rank had ended.
-    """
-
-    seconds: float
-    summary: str
-    peer: bool
-
-
-def tie_to_launcher(launcher_pid: int) -> None:
-    """From now on, end this process when its launcher ends, even if the launcher is killed."""
-    if sys.platform == "linux":
-        try:
-            libc = ctypes.CDLL(None, use_errno=True)
-            tied = libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
-        except (OSError, AttributeError):
-            tied = False
-    else:
-        tied = False
-    if os.getppid() != launcher_pid:  # the launcher has already ended
-        os._exit(1)
-    if not tied:
-        watch_parent()
-
-
-def watch_parent() -> None:
+def watch_parent(parent: int | None = None) -> None:
     """From now on, end this process within a second after its parent has ended.
 
-    Unlike PR_SET_PDEATHSIG, this also fits a parent that starts ranks from a thread: the signal
-    comes when that thread ends.
+    PR_SET_PDEATHSIG does not fit a parent that starts ranks from a thread: the signal comes when
+    that thread ends.
+
+    Args:
+        parent: the parent's process id; None for the process that is the parent now.
     """
-    parent = os.getppid()
+    expected = os.getppid() if parent is None else parent
+    if os.getppid() != expected:
+        os._exit(1)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == expected:
             time.sleep(_WATCH_SECONDS)
         os._exit(1)
 
@@ -107,8 +84,8 @@ def watch_parent() -> None:
 def stop_in_order() -> None:
     """From now on, the first SIGTERM only makes :func:`is_asked_to_stop` return True.
 
-    For a command that ends after its step then. If it has not ended when ``_END_WITHIN`` is over,
-    the signal ends it at once. Has no effect without :func:`end_on_signals`.
+    For a command that ends after its step then. Under another launcher, it must end within
+    ``_END_WITHIN`` seconds. Has no effect without :func:`end_on_signals`.
     """
     _stops_in_order.set()
 
@@ -116,25 +93,20 @@ def stop_in_order() -> None:
 def end_on_signals(rank: int, command: str = "train") -> None:
     """From now on, SIGINT and SIGTERM end this process at once, also within a collective.
 
-    All ranks get the same signal. Only local rank 0 prints a line. See :func:`stop_in_order` for
-    the exception.
-
-    Args:
-        rank: the rank of this process.
-        command: the subcommand, which the line begins with.
+    All ranks get the same signal. Only local rank 0 prints a line, which begins with the command.
+    See :func:`stop_in_order` for the exception.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _ignore)  # the wakeup fd needs a handler; the thread reacts
+        # The wakeup fd needs a handler; the thread reacts.
+        signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def end(number: int) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            show_cursor()
             name = signal.Signals(number).name
-            line = f"commhook {command}: rank {rank} stopped by {name}"
-            print(line, file=sys.stderr, flush=True)
+            _say(command, f"rank {rank} stopped by {name}")
         os._exit(128 + number)
 
     def wait_for_signal() -> None:
@@ -144,8 +116,10 @@ def end_on_signals(rank: int, command: str = "train") -> None:
                 continue
             if number == signal.SIGINT or not _stops_in_order.is_set():
                 end(number)
-            if not _is_asked.is_set():  # launchers send SIGTERM more than once
-                _is_asked.set()
+            if _is_asked.is_set():  # launchers send SIGTERM more than once
+                continue
+            _is_asked.set()
+            if LAUNCHER_PID not in os.environ:
                 timer = threading.Timer(_END_WITHIN, end, [number])
                 timer.daemon = True
                 timer.start()
@@ -153,22 +127,11 @@ def end_on_signals(rank: int, command: str = "train") -> None:
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
-def _ignore(number: int, frame: object) -> None:
-    """A handler that does nothing."""
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which the live line hides."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\r\x1b[?25h\n")
-        sys.stdout.flush()
-
-
-def describe(error: BaseException) -> Failure:
-    """Describe ``error`` as a failure of this rank, now."""
+def describe(error: BaseException) -> str:
+    """The end of a sentence about a rank that fails, after its number."""
     text = " ".join(str(error).split()) or "no message"
-    summary = f"{type(error).__name__}: {text}"
-    return Failure(time.time(), summary[:600], _is_lost_peer(error))
+    how = _LOST if _is_lost_peer(error) else "failed"
+    return f"{how}: {type(error).__name__}: {text}"[:_MOST_SHOWN]
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
@@ -193,32 +156,16 @@ def finish() -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(128 + signal.SIGTERM if _is_asked.is_set() else 0)
+    os._exit(_STOPPED if _is_asked.is_set() else 0)
 
 
 def fail(error: BaseException, rank: int, command: str = "train") -> NoReturn:
-    """End this process with exit code 1, after a report to the launcher or on stderr.
-
-    Args:
-        error: the error that ended the rank's work.
-        rank: the rank of this process.
-        command: the subcommand, which the line begins with.
-    """
-    failure = describe(error)
-    folder = os.environ.get(LAUNCHER_FOLDER)
-    if folder is not None:
-        traceback.print_exception(error)  # the launcher writes this process's stderr to a log
-        _write_failure(Path(folder), rank, failure)
-    elif failure.peer:
-        show_cursor()
-        line = f"commhook {command}: rank {rank} lost another rank: {failure.summary}"
-        print(line, file=sys.stderr)
-    else:
-        show_cursor()
-        traceback.print_exception(error)
-        print(f"commhook {command}: rank {rank} failed: {failure.summary}", file=sys.stderr)
+    """End this process with exit code 1; the last line on stderr has the command and the reason."""
+    reason = describe(error)
+    if LAUNCHER_FOLDER in os.environ or not reason.startswith(_LOST):
+        traceback.print_exception(error)  # our launcher writes it to a log
+    _say(command, f"rank {rank} {reason}")
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(1)
 
 
@@ -226,58 +173,13 @@ def tell_first_step() -> None:
     """Tell the launcher that this run has results, and looks for requests to stop."""
     folder = os.environ.get(LAUNCHER_FOLDER)
     if folder is not None:
-        try:
-            _first_step_path(Path(folder)).touch()
-        except OSError:
-            pass  # the launcher only reports less
-
-
-def told_first_step(folder: Path) -> bool:
-    """Whether a rank has called :func:`tell_first_step`."""
-    return _first_step_path(folder).exists()
-
-
-def ask_to_stop(folder: Path) -> None:
-    """Ask the ranks with this launcher's folder to end the run after the current step."""
-    _stop_path(folder).touch()
+        with suppress(OSError):  # the launcher only reports less
+            (Path(folder) / _FIRST_STEP).touch()
 
 
 def is_asked_to_stop() -> bool:
-    """Whether the launcher has called :func:`ask_to_stop`, or SIGTERM has come."""
-    if _is_asked.is_set():
-        return True
-    folder = os.environ.get(LAUNCHER_FOLDER)
-    return folder is not None and _stop_path(Path(folder)).exists()
-
-
-def _stop_path(folder: Path) -> Path:
-    return folder / "stop"
-
-
-def _first_step_path(folder: Path) -> Path:
-    return folder / "first-step"
-
-
-def _failure_path(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.json"
-
-
-def _write_failure(folder: Path, rank: int, failure: Failure) -> None:
-    path = _failure_path(folder, rank)
-    temporary = path.with_suffix(".part")
-    try:
-        temporary.write_text(json.dumps(vars(failure)))
-        os.replace(temporary, path)
-    except OSError:
-        pass  # the launcher still has the exit code and the log
-
-
-def read_failure(folder: Path, rank: int) -> Failure | None:
-    """The failure that a rank has reported to its launcher; None if it has reported none."""
-    try:
-        return Failure(**json.loads(_failure_path(folder, rank).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    """Whether SIGTERM has asked this process to end after its step."""
+    return _is_asked.is_set()
 
 
 # ---- starts the ranks of a run on this machine, and ends them together ---------------------------
@@ -288,21 +190,12 @@ _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 0.3
 #: The most time for the last step, a checkpoint and the results, after a signal.
 _STOP_SECONDS = 60.0
-#: Time from SIGTERM to SIGKILL.
-_GRACE_SECONDS = 2.0
 _LOG_LINES = 5
-_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass
-class Rank:
-    """One rank's process and the file with its stderr."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    log: Path
+#: The process of each rank, by its number.
+_Ranks = list[subprocess.Popen[bytes]]
 
 
 def launch(
@@ -333,33 +226,38 @@ def launch(
         The exit code: 0 if all ranks end with 0, 128 + n after signal n, else 1. A message on
         stderr says why a run fails.
     """
-    say = partial(_say, name)
     with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as path:
         folder = Path(path)
-        started: list[Rank] = []
+        started: _Ranks = []
         try:
             for number in range(ranks):
                 if received:
                     break
                 environment = _environment(number, ranks, threads, folder)
+                stdin = subprocess.DEVNULL
                 try:
-                    started.append(_start(number, command, environment, folder))
+                    with open(folder / log_name(number), "wb") as log, _blocked_interrupts():
+                        process = subprocess.Popen(
+                            command, env=environment, stdin=stdin, stderr=log
+                        )
+                    started.append(process)
                 except OSError as error:  # the machine takes no more processes
                     _end_all(started)
-                    say(
-                        f"rank {number} of {ranks} can't be started: {error}; the others have ended"
-                    )
+                    reason = f"can't be started: {error}; the others have ended"
+                    _say(name, f"rank {number} of {ranks} {reason}")
                     return 1
             ended = _wait(started, received)
-            if received and told_first_step(folder):
-                ask_to_stop(folder)
-                say(
+            if received and (folder / _FIRST_STEP).exists():
+                for process in started:
+                    process.terminate()
+                _say(
+                    name,
                     f"{_signal_text(received)}: the ranks finish their step and save their "
-                    "results; a second signal ends them at once"
+                    "results; a second signal ends them at once",
                 )
                 ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
             _end_all(started)
-            return _report(started, ended, received, folder, out, say)
+            return _report(len(started), ended, received, folder, out, name)
         finally:
             _end_all(started)
 
@@ -368,28 +266,18 @@ def launch(
 
 
 def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.update(
-        RANK=str(number),
-        LOCAL_RANK=str(number),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-    )
-    environment[LAUNCHER_PID] = str(os.getpid())
-    environment[LAUNCHER_FOLDER] = str(folder)
+    environment = os.environ | {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        LAUNCHER_PID: str(os.getpid()),
+        LAUNCHER_FOLDER: str(folder),
+    }
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if Path("/sys/class/net/lo").exists():  # otherwise Gloo resolves the host's name, maybe slowly
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
-
-
-def _start(number: int, command: Sequence[str], environment: dict[str, str], folder: Path) -> Rank:
-    log = folder / log_name(number)
-    with open(log, "wb") as stream, _blocked_interrupts():
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=stream
-        )
-    return Rank(number, process, log)
 
 
 @contextmanager
@@ -398,9 +286,6 @@ def _blocked_interrupts() -> Iterator[None]:
 
     The children keep SIGINT blocked. This process gets a SIGINT of that time afterwards.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -430,7 +315,7 @@ def _caught_signals() -> Iterator[list[int]]:
 # ---- waiting and ending --------------------------------------------------------------------------
 
 
-def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf) -> dict[int, int]:
+def _wait(ranks: _Ranks, received: list[int], seconds: float = math.inf) -> dict[int, int]:
     """Wait until all ranks have ended, one has failed, a signal comes, or time is up.
 
     Args:
@@ -444,11 +329,11 @@ def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf)
     before, end = len(received), time.monotonic() + seconds
     deadline: float | None = None
     while len(received) == before and time.monotonic() < end:
-        codes = {rank.number: rank.process.poll() for rank in ranks}
+        codes = {number: process.poll() for number, process in enumerate(ranks)}
         ended = {number: code for number, code in codes.items() if code is not None}
         if len(ended) == len(ranks):
             return ended
-        if deadline is None and any(ended.values()):
+        if deadline is None and not {0, _STOPPED}.issuperset(ended.values()):
             deadline = time.monotonic() + _SETTLE_SECONDS
         if deadline is not None and time.monotonic() >= deadline:
             return ended
@@ -456,60 +341,53 @@ def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf)
     return {}
 
 
-def _end_all(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run by SIGTERM, and after a grace period by SIGKILL."""
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
+def _end_all(ranks: _Ranks) -> None:
+    for process in ranks:
+        process.kill()
+        process.wait()
 
 
 # ---- the report ----------------------------------------------------------------------------------
 
 
 def _report(
-    ranks: Sequence[Rank],
+    ranks: int,
     ended: dict[int, int],
     received: list[int],
     folder: Path,
     out: Path,
-    say: Callable[[str], object],
+    name: str,
 ) -> int:
-    failed = {number: code for number, code in ended.items() if code != 0}
+    fine = {0, _STOPPED, -signal.SIGTERM} if received else {0}  # the launcher sends SIGTERM
+    failed = {number: code for number, code in ended.items() if code not in fine}
     if received:
-        kept = f"; the steps so far are in {out}" if told_first_step(folder) else ""
-        who = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
-        if kept and len(ended) < len(ranks):
+        kept = f"; the steps so far are in {out}" if (folder / _FIRST_STEP).exists() else ""
+        who = f"all {ranks} ranks" if ranks != 1 else "the rank"
+        if kept and len(ended) < ranks:
             kept += ", without checkpoint and summary of the last one"
         if failed:
-            _keep_logs(ranks, out)
-            number = _first_cause(failed, folder)
-            kept += f"; rank {number} {_end_text(failed[number], read_failure(folder, number))}"
-        say(f"{_signal_text(received)}, {who} ended{kept}")
+            _keep_logs(ranks, folder, out)
+            number = _first_cause(folder, failed, name)
+            kept += f"; rank {number} {_end_text(folder, number, failed[number], name)}"
+        _say(name, f"{_signal_text(received)}, {who} ended{kept}")
         add_no_line()  # the same signal may come again
         return 128 + received[0]
-    logs = _keep_logs(ranks, out)
+    logs = _keep_logs(ranks, folder, out)
     if not failed:
         for number, log in sorted(logs.items()):
             print(f"warnings of rank {number}: {log}", file=sys.stderr)
         return 0
-    number = _first_cause(failed, folder)
-    code, failure = failed[number], read_failure(folder, number)
-    message = f"rank {number} {_end_text(code, failure)}"
-    others = len(ranks) - 1
+    number = _first_cause(folder, failed, name)
+    code, reason = failed[number], _reason(folder, number, name)
+    message = f"rank {number} {_end_text(folder, number, code, name)}"
+    others = ranks - 1
     if others:
         message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
     if number in logs:
-        if failure is None and code != -signal.SIGKILL:  # otherwise the log adds nothing
+        if reason is None and code != -signal.SIGKILL:  # otherwise the log adds nothing
             message += "".join(f"\n  {line}" for line in _last_lines(logs[number]))
         message += f"\n  full output: {logs[number]}"
-    say(message)
+    _say(name, message)
     return 1
 
 
@@ -518,41 +396,44 @@ def _signal_text(received: Sequence[int]) -> str:
     return "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
 
 
-def _end_text(code: int, failure: Failure | None) -> str:
+def _reason(folder: Path, number: int, name: str) -> str | None:
+    """The reason for a rank's failure, which :func:`fail` has written; None if it has not."""
+    start = f"commhook {name}: rank {number} "
+    lines = _last_lines(folder / log_name(number))  # other threads may write behind it
+    return next((line.removeprefix(start) for line in lines if line.startswith(start)), None)
+
+
+def _end_text(folder: Path, number: int, code: int, name: str) -> str:
     """The end of a sentence about a rank that failed, after its number."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (9) (if nobody did that, the machine may lack memory)"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
-    if failure is None:
-        return f"ended with exit code {code}"
-    return f"lost another rank: {failure.summary}" if failure.peer else f"failed: {failure.summary}"
+    return _reason(folder, number, name) or f"ended with exit code {code}"
 
 
-def _first_cause(failed: dict[int, int], folder: Path) -> int:
+def _first_cause(folder: Path, failed: dict[int, int], name: str) -> int:
     """The rank that caused the end of the others: killed by a signal, or the first to fail."""
 
-    def order(number: int) -> tuple[bool, bool, float, int]:
-        failure = read_failure(folder, number)
-        peer = failure is not None and failure.peer
-        return failed[number] > 0, peer, failure.seconds if failure else 0.0, number
+    def order(number: int) -> tuple[bool, bool, int, int]:
+        is_peer = (_reason(folder, number, name) or "").startswith(_LOST)
+        wrote = (folder / log_name(number)).stat().st_mtime_ns
+        return failed[number] > 0, is_peer, wrote, number
 
     return min(failed, key=order)
 
 
-def _keep_logs(ranks: Sequence[Rank], out: Path) -> dict[int, Path]:
+def _keep_logs(ranks: int, folder: Path, out: Path) -> dict[int, Path]:
     """Copy the stderr of ranks to ``out``, if not empty; returns the files by rank number."""
     kept: dict[int, Path] = {}
-    for rank in ranks:
-        path = out / rank.log.name
-        try:
+    for number in range(ranks):
+        log, path = folder / log_name(number), out / log_name(number)
+        with suppress(OSError):
             path.unlink(missing_ok=True)  # of an earlier run
-            if rank.log.stat().st_size > 0:
+            if log.stat().st_size > 0:
                 out.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(rank.log, path)
-                kept[rank.number] = path
-        except OSError:
-            continue
+                shutil.copyfile(log, path)
+                kept[number] = path
     return kept
 
 
@@ -569,5 +450,7 @@ def _signal_name(number: int) -> str:
 
 
 def _say(name: str, message: str) -> None:
-    show_cursor()
+    # The live line hides the cursor. Our launcher shows it for its ranks.
+    if sys.stdout.isatty() and LAUNCHER_PID not in os.environ:
+        print("\r\x1b[?25h", flush=True)
     print(f"commhook {name}: {message}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch_commhook.cli.interrupt import (
@@ -18,55 +18,26 @@ from torch_commhook.cli.interrupt import (
     version_text,
 )
 
-# ---- runs the subcommand that the command line names, and returns its exit code ------------------
-
-
-#: Name of each subcommand: (module with ``main(argv) -> exit code``, description).
+#: The subcommands, each a module of this package with ``main(argv) -> exit code``.
 COMMANDS = {
-    "bench": (
-        "torch_commhook.cli.bench",
-        "measure the link between ranks, and a step with each hook over it",
-    ),
-    "doctor": (
-        "torch_commhook.cli.doctor",
-        "check whether hooks can run here, and name a solution if they cannot",
-    ),
-    "plan": (
-        "torch_commhook.cli.plan",
-        "recommend a hook for a link, and predict a step with each hook",
-    ),
-    "store": (
-        "torch_commhook.cli.store",
-        "run the store through which the ranks of an elastic training meet",
-    ),
-    "train": (
-        "torch_commhook.cli.train",
-        "train a byte-level transformer on real text with a communication hook",
-    ),
+    "bench": "measure the link between ranks, and a step with each hook over it",
+    "doctor": "check whether hooks can run here, and name a solution if they cannot",
+    "plan": "recommend a hook for a link, and predict a step with each hook",
+    "store": "run the store through which the ranks of an elastic training meet",
+    "train": "train a byte-level transformer on real text with a communication hook",
 }
 
 
 _python_format = warnings.formatwarning
 
 
-#: A value such as -5mbit, which argparse takes for an option.
-_NEGATIVE = re.compile(r"-[.\d]")
-_LONG_OPTION = re.compile(r"--[a-z][a-z-]*")
-
-
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that ends on errors with one line and exit code 2, without the usage."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As ArgumentParser's, but a number with a unit may be negative: the option refuses it."""
-        joined: list[str] = []
-        for each in sys.argv[1:] if args is None else args:
-            before = joined[-1] if joined else ""
-            if _NEGATIVE.match(each) and _LONG_OPTION.fullmatch(before):
-                joined[-1] = f"{before}={each}"
-            else:
-                joined.append(each)
-        return super().parse_known_args(joined, namespace)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # A number with a unit, such as -5mbit, is no option: the option before it refuses it.
+        self._negative_number_matcher = re.compile(r"-[.\d]")
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())
@@ -108,7 +79,7 @@ def _format_warning(
 
 
 def _run(arguments: list[str]) -> int:
-    listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    listing = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
     parser = OneLineParser(
         prog="commhook",
         description="Gradient communication hooks for PyTorch.",
@@ -119,8 +90,9 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND")
     command = parser.parse_args(arguments[:1]).command
     try:
-        main: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[command][0]).main
-        return main(arguments[1:])
+        module = importlib.import_module(f"torch_commhook.cli.{command}")
+        code: int = module.main(arguments[1:])
+        return code
     except KeyboardInterrupt:
         print(f"commhook {command}: interrupted", file=sys.stderr)
         return INTERRUPTED

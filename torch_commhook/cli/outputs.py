@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # ---- names the files that a run writes, and checks before the run that it can write them ---------
 
@@ -59,9 +59,9 @@ def check_file(path: Path) -> None:
     _check_folder(path.parent)
 
 
-def has_matplotlib() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def check_picture(path: Path) -> None:
@@ -69,7 +69,7 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() != PICTURE_SUFFIX:
         raise OutputError(f"{path} must end in {PICTURE_SUFFIX}: the picture is a PNG")
     check_file(path)
-    if not has_matplotlib():
+    if not is_installed("matplotlib"):
         raise OutputError(MATPLOTLIB_IS_MISSING)
 
 
@@ -91,20 +91,14 @@ def check_results(folder: Path, names: Sequence[str], folders: Sequence[str] = (
             raise OutputError(f"{path} can't be written: Permission denied")
 
 
-def check_apart(
-    save: Path,
-    last_step: int,
-    saves_at: Callable[[int], bool],
-    folder: Path,
-    names: Sequence[str],
-    ranks: int,
-) -> None:
+def check_apart(save: Path, last_step: int, folder: Path, names: Sequence[str], ranks: int) -> None:
     """Raise OutputError if a checkpoint has the path of another file of the run, or is its folder.
+
+    An interrupt may save any step up to the last one.
 
     Args:
         save: the path of ``--save``.
-        last_step: the last step of the run, which is saved.
-        saves_at: whether a step is saved.
+        last_step: the last step of the run.
         folder: the folder of the results.
         names: the files of the results.
         ranks: the number of ranks. Each of them may write a log to ``folder``.
@@ -120,7 +114,7 @@ def check_apart(
         match = pattern.fullmatch(str(place))
         if match:
             steps.update(int(digits) for digits in match.groups())
-    for step in sorted(step for step in steps if saves_at(step)):
+    for step in sorted(each for each in steps if 0 < each <= last_step):
         path = checkpoint_path(save, step)
         checkpoint = _real(path)
         for real, result in results.items():
@@ -170,30 +164,16 @@ LOGS: Mapping[str, str | None] = {"jsonl": None, "tensorboard": "tensorboard", "
 PROJECT = "torch-commhook"
 
 
-class LogError(ValueError):
-    """A log can't be written. The message is one sentence."""
-
-
-class StepLog(Protocol):
-    """Takes the numbers of one run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step, by name."""
-
-    def close(self) -> None:
-        """Write the remaining numbers."""
+#: Takes the numbers of a step by name, and ends: writes the remaining numbers.
+StepLog = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
 
 
 def check_logs(logs: Sequence[str]) -> None:
-    """Raise LogError if a log needs a package that is not installed."""
+    """Raise OutputError if a log needs a package that is not installed."""
     for name in logs:
         package = LOGS[name]
-        if package is not None and not _is_installed(package):
-            raise LogError(f"{name} needs the package {package}: pip install {package}")
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+        if package is not None and not is_installed(package):
+            raise OutputError(f"{name} needs the package {package}: pip install {package}")
 
 
 def open_logs(
@@ -209,48 +189,34 @@ def open_logs(
         config: the settings of the run.
         first_step: the number of steps before the run.
     """
-    open_log: dict[str, Callable[[], StepLog]] = {
-        "tensorboard": lambda: _TensorBoardLog(out / EVENTS / run, hook, first_step),
-        "wandb": lambda: _WandbLog(out, run, hook, config),
-    }
-    return [open_log[name]() for name in logs if name in open_log]
+    found: list[StepLog] = []
+    if "tensorboard" in logs:
+        found.append(_tensorboard_log(out / EVENTS / run, hook, first_step))
+    if "wandb" in logs:
+        found.append(_wandb_log(out, run, hook, config))
+    return found
 
 
-class _TensorBoardLog:
-    """Writes event files to a folder for each run."""
+def _tensorboard_log(folder: Path, hook: str, first_step: int) -> StepLog:
+    """Write event files to a folder for each run."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, hook: str, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    # A resumed run continues in the folder of the earlier run, and replaces repeated steps.
+    writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+    writer.add_text("hook", hook)
 
-        # A resumed run continues in the folder of the earlier run, and replaces repeated steps.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
-        self._writer.add_text("hook", hook)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+            writer.add_scalar(f"train/{name}", value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class _WandbLog:
-    """Writes a run to Weights & Biases, in one group with the runs to compare it with."""
+def _wandb_log(out: Path, run: str, hook: str, config: Mapping[str, Any]) -> StepLog:
+    """Write a run to Weights & Biases, in one group with the runs to compare it with."""
+    import wandb
 
-    def __init__(self, out: Path, run: str, hook: str, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=PROJECT,
-            dir=str(out),
-            name=hook,
-            group=str(out),
-            job_type=run,
-            config=dict(config),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    started = wandb.init(
+        project=PROJECT, dir=str(out), name=hook, group=str(out), job_type=run, config=dict(config)
+    )
+    return lambda step, values: started.log(dict(values), step=step), started.finish

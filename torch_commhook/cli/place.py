@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import TypeVar
 
 from torch_commhook.cli import launcher
 from torch_commhook.cli.launcher import LAUNCHER_PID
+from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.option_types import WorldOptions
 
 # ---- reads this process's place among the ranks from the environment variables of a launcher -----
 
@@ -46,10 +48,8 @@ class Place:
 def checks_outputs(place: Place | None) -> bool:
     """Whether this process checks the files that a command will write.
 
-    One process does: the one that launches the ranks, or rank 0 of another launcher.
-
-    Args:
-        place: this process's place; None if it launches the ranks.
+    One process does: the one that launches the ranks, which has no place, or rank 0 of another
+    launcher.
     """
     return place is None or (place.rank == 0 and place.launcher_pid is None)
 
@@ -196,75 +196,51 @@ def _task_number(environment: Mapping[str, str], *names: str) -> int:
 # ---- runs a subcommand on ranks: the process launches the ranks, or is one of them ---------------
 
 
-_Options = TypeVar("_Options", covariant=True)
-_T = TypeVar("_T")
+_Options = TypeVar("_Options", bound=WorldOptions)
 
 
-class ParseOptions(Protocol[_Options]):
-    """Parses and checks a command line; ends the process with a message if an option is wrong."""
+def run_ranked(
+    name: str,
+    argv: Sequence[str],
+    parse_options: Callable[[Sequence[str], Place | None], _Options],
+    launch: Callable[[Sequence[str], _Options], int],
+    run_rank: Callable[[_Options, Place], object],
+) -> int:
+    """Run a subcommand on ranks; returns the exit code.
 
-    def __call__(self, argv: Sequence[str], place: Place | None = None) -> _Options: ...
+    The process joins the world that the environment describes: by COMMHOOK_LAUNCHER_PID for our own
+    launcher, by RANK, WORLD_SIZE and MASTER_ADDR for torchrun and others, or by the variables of
+    Slurm's srun for one of several tasks. Otherwise it launches its own ranks and waits for them.
 
-
-def _say_nothing(options: object) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class RankedCommand(Generic[_T]):
-    """A subcommand that runs on ranks.
-
-    Attributes:
-        name: the subcommand's name.
-        build_parser: makes its parser.
-        parse_options: parses its options, for a rank if a place is given.
+    Args:
+        name: the subcommand.
+        argv: its arguments.
+        parse_options: parses them, for a rank if a place is given; ends the process with a message
+            if one is wrong.
         launch: starts ranks and waits for them; returns the exit code.
         run_rank: runs a rank.
-        print_notes: prints remarks on the options, once for all ranks.
     """
-
-    name: str
-    build_parser: Callable[[], argparse.ArgumentParser]
-    parse_options: ParseOptions[_T]
-    launch: Callable[[Sequence[str], _T], int]
-    run_rank: Callable[[_T, Place], object]
-    print_notes: Callable[[_T], object] = _say_nothing
-
-    def run(self, argv: Sequence[str]) -> int:
-        """Run the subcommand; returns the exit code.
-
-        The process joins the world that the environment describes: by COMMHOOK_LAUNCHER_PID for
-        our own launcher, by RANK, WORLD_SIZE and MASTER_ADDR for torchrun and others, or by the
-        variables of Slurm's srun for one of several tasks. Otherwise the process launches its own
-        ranks and waits for them.
-        """
-        try:
-            os.environ.update(slurm_variables(os.environ))
-            place = read_place(os.environ)
-        except PlaceError as error:
-            self.build_parser().error(str(error))
-        if place is not None:
-            if place.launcher_pid is not None:
-                launcher.tie_to_launcher(place.launcher_pid)
-            else:
-                launcher.end_on_signals(place.rank, self.name)
-                launcher.watch_parent()
-            self._be_rank(argv, place)
-        options = self.parse_options(argv)
-        self.print_notes(options)
-        return self.launch(argv, options)
-
-    def _be_rank(self, argv: Sequence[str], place: Place) -> NoReturn:
-        if place.rank == 0:
-            options = self.parse_options(argv, place)
-            if place.launcher_pid is None:  # our launcher has already printed them
-                self.print_notes(options)
-        else:  # rank 0 prints the errors, which are the same on all ranks
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-                options = self.parse_options(argv, place)
-        try:
-            faulthandler.enable()
-            self.run_rank(options, place)
-        except BaseException as error:
-            launcher.fail(error, place.rank, self.name)
-        launcher.finish()
+    try:
+        os.environ.update(slurm_variables(os.environ))
+        place = read_place(os.environ)
+    except PlaceError as error:
+        OneLineParser(prog=f"commhook {name}").error(str(error))
+    if place is not None:
+        launcher.end_on_signals(place.rank, name)
+        launcher.watch_parent(place.launcher_pid)
+    with contextlib.ExitStack() as stack:
+        if place is not None and place.rank > 0:  # rank 0 prints the errors, which all ranks have
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        options = parse_options(argv, place)
+    if checks_outputs(place):
+        for note in options.notes:
+            print(f"commhook {name}: note: {note}", file=sys.stderr)
+    if place is None:
+        return launch(argv, options)
+    try:
+        faulthandler.enable()
+        run_rank(options, place)
+    except BaseException as error:
+        launcher.fail(error, place.rank, name)
+    launcher.finish()

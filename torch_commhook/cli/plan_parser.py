@@ -19,9 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_commhook.cli.main import OneLineParser
-from torch_commhook.cli.option_types import at_most, number_of, path, positive_int, type_of
+from torch_commhook.cli.option_types import (
+    MOST_THREADS,
+    at_most,
+    number_of,
+    path,
+    positive_int,
+    type_of,
+)
 from torch_commhook.cli.text_model import ByteTransformer
-from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig, is_no_hook
+from torch_commhook.cli.train_config import MOST_RANKS, PARALLEL, TrainConfig, is_no_hook
 from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, Model, Parameter
 from torch_commhook.planning.model import OPTIMIZERS, measure_step
 from torch_commhook.wording import one_line
@@ -464,7 +471,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--threads",
-        type=at_most(MOST["threads"], positive_int),
+        type=at_most(MOST_THREADS, positive_int),
         default=1,
         help="threads of a rank (1)",
     )

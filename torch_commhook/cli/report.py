@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -10,14 +9,14 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.outputs import StepLog, has_matplotlib
+from torch_commhook.cli.outputs import StepLog, is_installed
 from torch_commhook.cli.train_config import is_no_hook
-from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.wording import align_columns
 
 if TYPE_CHECKING:
@@ -114,11 +113,6 @@ class RunResult:
         return plain
 
 
-def fp32_bytes_per_step(numel: int, world_size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of float32: 8 (W-1)/W for each element."""
-    return ring_all_reduce_bytes(4 * numel, world_size)
-
-
 def fp32_ratio(sent: float | None, fp32: float) -> float | None:
     """Return ``fp32 / sent``; None if one is 0 or unknown."""
     return fp32 / sent if sent and fp32 else None
@@ -173,26 +167,13 @@ def format_duration(seconds: float) -> str:
 # ---- the live line -------------------------------------------------------------------------------
 
 
-class LiveLine(Protocol):
-    """Shows a run's progress."""
-
-    def update(self, record: StepRecord, speed: float) -> None:
-        """Show a step; ``speed`` is in steps per second."""
-
-    def close(self) -> None:
-        """End the display, which keeps its last state."""
-
-
 class PlainLine:
     """Prints a line of text every ``every`` steps, for logs."""
 
-    def __init__(
-        self, title: str, last_step: int, every: int, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, title: str, last_step: int, every: int) -> None:
         self._title = title
         self._last_step = last_step
         self._every = every
-        self._stream = stream
 
     def update(self, record: StepRecord, speed: float) -> None:
         if record.step % self._every != 0 and record.step != self._last_step:
@@ -201,7 +182,6 @@ class PlainLine:
         print(
             f"{self._title}  step {step}  loss {record.loss:.4f}  {speed:.2f} steps/s"
             f"  {_sent(record)}",
-            file=self._stream or sys.stdout,
             flush=True,
         )
 
@@ -280,10 +260,13 @@ def _sent(record: StepRecord) -> str:
     return f"{text}, {format_ratio(fp32_ratio(record.bytes_sent, record.fp32_bytes))}"
 
 
+LiveLine = PlainLine | RichLine
+
+
 def make_live_line(title: str, first_step: int, last_step: int, every: int) -> LiveLine:
     """Make a RichLine if stdout is a terminal and rich is installed, otherwise a PlainLine."""
-    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if terminal and importlib.util.find_spec("rich") is not None:
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if is_terminal and is_installed("rich"):
         return RichLine(title, first_step, last_step)
     return PlainLine(title, last_step, every)
 
@@ -299,24 +282,26 @@ class Reporter:
             reporter keeps the lines up to ``first_step``, and replaces the others.
         line: the live line.
         first_step: the number of steps before this run.
+        seconds: the time of these steps.
         logs: the other logs, which the reporter closes.
     """
 
     def __init__(
-        self, path: Path, line: LiveLine, first_step: int = 0, logs: Sequence[StepLog] = ()
+        self,
+        path: Path,
+        line: LiveLine,
+        first_step: int = 0,
+        seconds: float = 0.0,
+        logs: Sequence[StepLog] = (),
     ) -> None:
         self._line = line
         self._logs = logs
-        self._times: deque[float] = deque(maxlen=_SPEED_STEPS + 1)
+        self._times = deque([seconds], maxlen=_SPEED_STEPS + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_up_to(path, first_step) if first_step > 0 else []
         self._file = open(path, "w", encoding="utf-8")
         self._file.writelines(kept)
         self._file.flush()
-
-    def start(self, seconds: float) -> None:
-        """Set the time at which the first step starts."""
-        self._times.append(seconds)
 
     def step(self, record: StepRecord) -> None:
         """Report one step."""
@@ -325,25 +310,20 @@ class Reporter:
         speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
         self._file.write(json.dumps(asdict(record)) + "\n")
         self._file.flush()
-        for log in self._logs:
-            log.log(record.step, log_values(record, speed))
+        for log, _ in self._logs:
+            log(record.step, log_values(record, speed))
         self._line.update(record, speed)
 
     def close(self) -> None:
         """Close the file, the live line and the logs."""
         self._line.close()
         self._file.close()
-        for log in self._logs:
-            log.close()
+        for _, close in self._logs:
+            close()
 
 
 def log_values(record: StepRecord, speed: float) -> dict[str, float]:
-    """The known numbers of a step for a log, by name.
-
-    Args:
-        record: the step.
-        speed: the speed in steps per second.
-    """
+    """The known numbers of a step for a log, by name; ``speed`` is in steps per second."""
     found = {name: value for name, value in asdict(record).items() if name != "step"}
     found["fp32_ratio"] = fp32_ratio(record.bytes_sent, record.fp32_bytes)
     found["seconds_per_step"] = 1 / speed if speed > 0 else None
@@ -352,12 +332,10 @@ def log_values(record: StepRecord, speed: float) -> dict[str, float]:
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
     kept = []
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
-    except (OSError, ValueError, KeyError, TypeError):
-        return kept
     return kept
 
 
@@ -446,15 +424,10 @@ _TIME = _Panel("by time", "time of the steps (s)", lambda record: record.seconds
 def draw_loss(path: Path, results: Sequence[RunResult], title: str = "") -> bool:
     """Write a PNG with two curves for each run: the loss, and the smoothed loss.
 
-    Args:
-        path: the path of the picture.
-        results: the results of the runs.
-        title: the title of the picture.
-
     Returns:
         Whether matplotlib is installed. If not, the function writes nothing.
     """
-    if not has_matplotlib():
+    if not is_installed("matplotlib"):
         return False
     loss_figure(results, title).savefig(path, dpi=120)
     return True
@@ -487,7 +460,7 @@ def loss_figure(results: Sequence[RunResult], title: str) -> Figure:
     columns = max(1, min(len(labels), width // max(map(len, labels), default=1)))
     figure.legend(
         lines,
-        [_wrapped(label, width // columns) for label in labels],
+        ["\n".join(textwrap.wrap(label, width // columns)) for label in labels],
         loc="outside lower center",  # where it covers no curve
         ncols=columns,
         frameon=False,
@@ -534,22 +507,11 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def _count_bytes(axes: Axes) -> None:
     """Make the horizontal axis logarithmic, with a few ticks for any range of bytes."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")
     least, most = axes.get_xlim()
     is_short = most < _FEW_TICKS * least
     axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _tick(count: float, place: int | None = None) -> str:
-    """Format bytes without trailing zeros: ``10 MB``."""
-    number, unit = format_bytes(count).split()
-    return f"{float(number):g} {unit}"
-
-
-def _wrapped(hook: str, characters: int) -> str:
-    """Break a hook into lines of the legend's width."""
-    return "\n".join(textwrap.wrap(hook, characters))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_commhook.cli.option_types import number
+from torch_commhook.cli.option_types import whole_number
 
 if TYPE_CHECKING:  # it takes seconds, which --help must not
     import torch.distributed as dist
@@ -33,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--port", type=_port, default=DEFAULT_PORT, help="port to listen on; 0 takes a free one"
+        "--port",
+        type=whole_number(0, 65535),
+        default=DEFAULT_PORT,
+        help="port to listen on; 0 takes a free one",
     )
     parser.add_argument(
         "--host",
@@ -96,10 +99,3 @@ def _store_at(host: str, port: int) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-
-
-def _port(text: str) -> int:
-    port = number(text, int, "a whole number")
-    if not 0 <= port < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {port}")
-    return port

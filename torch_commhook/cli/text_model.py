@@ -6,25 +6,23 @@ import hashlib
 import math
 import os
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's users know
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from torch_commhook.cli.report import fp32_bytes_per_step
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.cli.checkpoint import Checkpoint, map_tensors
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.metrics import HookStats, ring_all_reduce_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # ---- the text to train on: reads files, holds out a part, and draws each rank's batches ----------
 
@@ -79,9 +77,9 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
             a pipe, and only once.
     """
     parts: list[bytes] = []
-    left = cap_bytes
+    left = sys.maxsize if cap_bytes is None else cap_bytes
     for file in files:
-        if left is not None and left <= 0:
+        if left <= 0:
             break
         try:
             status = os.stat(file)  # before open(), which may wait for the writer of a pipe
@@ -89,13 +87,11 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
                 raise DataError(f"{file} can't be read: it is not a regular file")
             with open(file, "rb") as stream:
                 # read(n) allocates n bytes, even for a shorter file.
-                capped = left is not None and left < status.st_size
-                part = stream.read(left if capped else None)[:left]
+                part = stream.read(left if left < status.st_size else -1)[:left]
         except OSError as error:
             raise DataError(f"{file} can't be read: {error.strerror or error}") from error
         parts.append(part)
-        if left is not None:
-            left -= len(part)
+        left -= len(part)
     return b"".join(parts)
 
 
@@ -127,8 +123,6 @@ def split_text(text: bytes, seq: int) -> TextData:
     A text of fewer than 20 chunks has no held-out part, and neither has any text if a sequence of
     ``seq`` bytes does not fit into a chunk.
     """
-    import torch
-
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     fingerprint = hashlib.sha256(text).hexdigest()[:16]
     chunks = data.split(_CHUNK_BYTES)
@@ -148,8 +142,6 @@ def training_batch(
     Returns:
         int64 ``[batch, seq + 1]`` on the CPU: random windows of ``data.train``.
     """
-    import torch
-
     # The hash gives neighbouring steps and ranks unrelated seeds.
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -166,8 +158,6 @@ def held_out_windows(data: TextData, *, rank: int, world_size: int, seq: int) ->
         int64 ``[count, seq + 1]``. The counts of two ranks differ by one at most. They are 0 if no
         text is held out.
     """
-    import torch
-
     last_start = data.held_out.numel() - seq - 1
     if last_start < 0:
         return torch.empty(0, seq + 1, dtype=torch.int64, device="cpu")
@@ -177,8 +167,6 @@ def held_out_windows(data: TextData, *, rank: int, world_size: int, seq: int) ->
 
 
 def _windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
-    import torch
-
     return text[starts[:, None] + torch.arange(seq + 1, dtype=torch.int64, device="cpu")].long()
 
 
@@ -320,33 +308,33 @@ class Traffic:
     """The bytes that a rank sends.
 
     Attributes:
-        gradients: bytes of the hook's messages: in all-reduces, in the reduce-scatters of ``fsdp``,
-            or between the replicas of ``hsdp``. None if the hook does not tell.
-        scattered: bytes of reduce-scatters of gradients within a replica of ``hsdp``.
-        gathered: bytes of all-gathers of parameters.
+        bytes_sent: bytes of the hook's messages: in all-reduces, in the reduce-scatters of
+            ``fsdp``, or between the replicas of ``hsdp``. None if the hook does not tell.
+        bytes_scattered: bytes of reduce-scatters of gradients within a replica of ``hsdp``.
+        bytes_gathered: bytes of all-gathers of parameters.
     """
 
-    gradients: int | None = 0
-    scattered: int = 0
-    gathered: int = 0
+    bytes_sent: int | None = 0
+    bytes_scattered: int = 0
+    bytes_gathered: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        unknown = self.gradients is None or other.gradients is None
+        is_known = self.bytes_sent is not None and other.bytes_sent is not None
         return Traffic(
-            None if unknown else (self.gradients or 0) + (other.gradients or 0),
-            self.scattered + other.scattered,
-            self.gathered + other.gathered,
+            (self.bytes_sent or 0) + (other.bytes_sent or 0) if is_known else None,
+            self.bytes_scattered + other.bytes_scattered,
+            self.bytes_gathered + other.bytes_gathered,
         )
 
     def times(self, count: int) -> Traffic:
         """The traffic of ``count`` steps like this one."""
-        gradients = None if self.gradients is None else count * self.gradients
-        return Traffic(gradients, count * self.scattered, count * self.gathered)
+        sent = None if self.bytes_sent is None else count * self.bytes_sent
+        return Traffic(sent, count * self.bytes_scattered, count * self.bytes_gathered)
 
     @classmethod
-    def of_hook(cls, stats: HookStats) -> Traffic:
-        """The traffic of a hook and its model since the hook was attached."""
-        return cls(stats.bytes_sent, stats.bytes_scattered, stats.bytes_gathered)
+    def of(cls, counts: HookStats | Checkpoint) -> Traffic:
+        """The traffic that a hook has counted since it was attached, or that a checkpoint has."""
+        return cls(counts.bytes_sent, counts.bytes_scattered, counts.bytes_gathered)
 
 
 def plain_traffic(model: ByteTransformer, config: TrainConfig) -> Traffic:
@@ -357,7 +345,7 @@ def plain_traffic(model: ByteTransformer, config: TrainConfig) -> Traffic:
     """
     ranks, replicas = config.shard_ranks, config.replicas
     if config.parallel == "ddp":
-        return Traffic(fp32_bytes_per_step(model.parameter_count(), config.ranks))
+        return Traffic(ring_all_reduce_bytes(_FP32_BYTES * model.parameter_count(), config.ranks))
     blocks = [_shard_bytes(block.parameters(), ranks) for block in model.blocks]
     in_blocks = {id(parameter) for parameter in model.blocks.parameters()}
     others = (each for each in model.parameters() if id(each) not in in_blocks)
@@ -378,22 +366,16 @@ def _shard_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
 
 def shard(model: ByteTransformer, config: TrainConfig, device: torch.device) -> None:
     """Apply ``fully_shard`` to each block, and to the model for its other parameters."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard  # takes most of a second
 
-    mesh = _mesh(config, device)
+    if config.parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (config.ranks,))
+    else:
+        sizes, names = (config.replicas, config.shard_ranks), ("replicas", "shards")
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)  # FSDP2 requires names
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
-    if config.parallel == "fsdp":
-        return init_device_mesh(device.type, (config.ranks,))
-    return init_device_mesh(
-        device.type,
-        (config.replicas, config.shard_ranks),
-        mesh_dim_names=("replicas", "shards"),  # FSDP2 requires names
-    )
 
 
 def attach_hook(model: nn.Module, config: TrainConfig) -> Any:
@@ -401,8 +383,6 @@ def attach_hook(model: nn.Module, config: TrainConfig) -> Any:
     hook = parse_hook(config.hook)
     if hook is None:
         return None
-    from torch_commhook import attach
-
     options = {}
     if config.shard_hook is not None:
         options["shard_hook"] = parse_hook(config.shard_hook)
@@ -419,11 +399,9 @@ def whole_state(state: Any) -> Any:
 
     Without shards it sends nothing and copies no tensor.
     """
-    if isinstance(state, Mapping):
-        return {key: whole_state(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [whole_state(value) for value in state]
-    return state.full_tensor() if hasattr(state, "full_tensor") else state
+    return map_tensors(
+        state, lambda each: each.full_tensor() if hasattr(each, "full_tensor") else each
+    )
 
 
 def whole_model(model: ByteTransformer, config: TrainConfig) -> ByteTransformer:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import reprlib
-import sys
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, asdict, dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch_commhook.cli.option_types import (
+    OptionError,
+    at_most,
+    of_option,
+    option,
+    option_of,
+    positive_float,
+    positive_int,
+    whole_number,
+)
 from torch_commhook.hooks.expressions import (
     NO_HOOK,
-    HookExpressionError,
     check_hook,
     is_file_reference,
     parse_codec,
@@ -26,50 +37,84 @@ if TYPE_CHECKING:
 
 #: The most ranks on one machine. More are a typing error.
 MOST_RANKS = 1024
-#: The largest values of options. Far larger ones would only fail in the ranks.
-MOST = {
-    "layers": 10**4,
-    "dim": 10**6,
-    "heads": 10**6,
-    "seq": 10**6,
-    "batch": 10**6,
-    "steps": 10**9,
-    "timeout": 30 * 24 * 3600,  # 30 days
-    "threads": 1024,
-    "bucket_cap_mb": 10**6,
-    "data_cap_mb": 10**6,
-}
-
 
 #: The distribution of a model over the ranks: whole on each rank, sharded over all ranks, or in
 #: replicas that are each sharded over some ranks.
 PARALLEL = ("ddp", "fsdp", "hsdp")
+
+_model = partial(option, group="model")
+_training = partial(option, group="training")
+_communication = partial(option, group="communication")
+_data = partial(option, group="data")
+_million = at_most(10**6, positive_int)
+_megabytes = at_most(10**6, positive_float)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings that decide the numbers of a run. A checkpoint contains them."""
 
-    layers: int = 6
-    dim: int = 384
-    heads: int = 6
-    seq: int = 128
-    batch: int = 4
-    steps: int = 200
-    lr: float = 1e-3
-    seed: int = 0
-    ranks: int = 2
-    hook: str = "cast(bfloat16)"
+    layers: int = _model(at_most(10**4, positive_int), "transformer blocks", 6)
+    dim: int = _model(_million, "width", 384)
+    heads: int = _model(_million, "attention heads", 6)
+    seq: int = _model(_million, "bytes of a sequence", 128)
+    batch: int = _training(_million, "sequences of a rank in a step", 4)
+    steps: int = _training(at_most(10**9, positive_int), "steps in all", 200)
+    lr: float = _training(positive_float, "highest learning rate of AdamW", 1e-3)
+    seed: int = _training(whole_number(0, 2**63 - 1), "seed of the weights and the batches", 0)
+    hook: str = _communication(
+        str,
+        f"hook of the library such as cast(bfloat16), {NO_HOOK} for plain DDP or fully_shard, or "
+        "FILE.py:NAME",
+        "cast(bfloat16)",
+    )
+    parallel: str = _communication(
+        str,
+        "ddp: each rank has the model; fsdp: fully_shard over all ranks, and the hook takes part "
+        "in its reduce-scatters; hsdp: sharded replicas, and the hook averages across replicas",
+        "ddp",
+        choices=PARALLEL,
+    )
+    shards: int | None = _communication(
+        positive_int, "with hsdp: ranks of a replica", shown="half of the ranks"
+    )
+    shard_hook: str | None = _communication(
+        str,
+        f"with hsdp: hook for the reduce-scatters within a replica, or {NO_HOOK}",
+        shown=NO_HOOK,
+        metavar="HOOK",
+    )
+    weights: str | None = _communication(
+        str,
+        "with fsdp and hsdp: codec such as blockwise() for the all-gathers of parameters, or "
+        f"{NO_HOOK}",
+        shown=NO_HOOK,
+        metavar="CODEC",
+    )
     #: The first bucket is small, so that communication starts early. The last one is small, because
     #: the step waits for it.
-    bucket_cap_mb: tuple[float, ...] = (2.0, 12.0, 14.0, 10.0, 6.0)
-    data: tuple[str, ...] | None = None
-    data_cap_mb: float | None = None
-    parallel: str = "ddp"
-    #: Only with ``"hsdp"``: the ranks of a replica.
-    shards: int | None = None
-    shard_hook: str | None = None
-    weights: str | None = None
+    bucket_cap_mb: tuple[float, ...] = _communication(
+        _megabytes,
+        "with ddp: sizes of the buckets, in the order in which the backward fills them; the last "
+        "size is for all later buckets",
+        (2.0, 12.0, 14.0, 10.0, 6.0),
+        metavar="MIB",
+        nargs="+",
+    )
+    ranks: int = _communication(positive_int, f"ranks to launch, at most {MOST_RANKS}", 2)
+    data: tuple[str, ...] | None = _data(
+        str,
+        "files of text to train on",
+        shown="the sources of Python's standard library",
+        nargs="+",
+        metavar="FILE",
+    )
+    data_cap_mb: float | None = _data(
+        _megabytes,
+        "most text to use",
+        shown="16 of the standard library, all of --data",
+        metavar="MB",
+    )
 
     @property
     def shard_ranks(self) -> int:
@@ -106,10 +151,7 @@ class TrainConfig:
 
     def to_plain(self) -> dict[str, Any]:
         """The configuration as plain values, for JSON and for a checkpoint."""
-        plain = asdict(self)
-        plain["data"] = None if self.data is None else list(self.data)
-        plain["bucket_cap_mb"] = list(self.bucket_cap_mb)
-        return plain
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> TrainConfig:
@@ -118,46 +160,33 @@ class TrainConfig:
         Raises:
             ValueError: a field can't have its value.
         """
-        known = {f.name: f.default for f in fields(TrainConfig)}
-        values = {name: value for name, value in plain.items() if name in known}
-        for name, value in values.items():
-            if not _can_be(name, value, known[name]):
-                raise ValueError(f"its {name} can't be {reprlib.repr(value)}")
-        for name in ("data", "bucket_cap_mb"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return TrainConfig(**values)
+        known = [each for each in fields(TrainConfig) if each.name in plain]
+        return TrainConfig(**{each.name: _value(each, plain[each.name]) for each in known})
+
+
+def _value(field: Field[Any], plain: Any) -> Any:
+    """The value of a field from plain values; raises ValueError where its option refuses them."""
+    if plain is None and field.default is None:
+        return None
+    settings = field.metadata["option"]
+    items = plain if "nargs" in settings else [plain]
+    if isinstance(items, list) and items and all(_is_accepted(each, settings) for each in items):
+        return tuple(items) if items is plain else plain
+    raise ValueError(f"its {field.name} can't be {reprlib.repr(plain)}")
+
+
+def _is_accepted(item: object, settings: Mapping[str, Any]) -> bool:
+    if type(item) not in (str, int, float):
+        return False
+    try:
+        return item in settings.get("choices", [settings["type"](str(item))])
+    except argparse.ArgumentTypeError:
+        return False
 
 
 def is_no_hook(expression: str) -> bool:
     """Whether the text of a hook stands for no hook: ``none``."""
     return expression.strip().lower() == NO_HOOK
-
-
-def _can_be(name: str, value: Any, default: Any) -> bool:
-    """Whether the field ``name`` of TrainConfig can have ``value``."""
-    if name == "parallel":
-        return value in PARALLEL
-    if name == "shards":
-        return value is None or (type(value) is int and 1 <= value <= MOST_RANKS)
-    if name in ("shard_hook", "weights"):
-        return value is None or isinstance(value, str)
-    if name == "data":
-        return value is None or (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        )
-    if isinstance(default, tuple):
-        own = isinstance(value, list) and len(value) > 0
-        return own and all(_can_be(name, item, default[0]) for item in value)
-    if isinstance(default, str):
-        return isinstance(value, str)
-    if isinstance(default, int):
-        return type(value) is int and (0 if name == "seed" else 1) <= value <= MOST.get(
-            name, 2**63 - 1
-        )
-    if value is None:
-        return default is None
-    return type(value) in (int, float) and 0 < value <= MOST.get(name, sys.float_info.max)
 
 
 #: The fields that decide the shapes of the model. A checkpoint fits only these values.
@@ -177,22 +206,21 @@ MEMORY_FIELDS = ("hook", "parallel", "shards", "shard_hook")
 OF_UPDATES = "local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
 _STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
 
+_PLAIN = ("allreduce()", "cast()", "blockwise()")
+_INT4 = "error_feedback(blockwise(bits=4))"
+
 #: By optimizer. The plain all-reduce is first: the others are compared with it.
 DEFAULT_HOOKS = {
     "adamw": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "error_feedback(blockwise(bits=4))",
+        *_PLAIN,
+        _INT4,
         "powersgd(rank=2)",
         OF_UPDATES.format(hook="error_feedback(topk(0.01))"),
         _STREAMED,
     ),
     "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "error_feedback(blockwise(bits=4))",
+        *_PLAIN,
+        _INT4,
         "error_feedback(powersgd(rank=2))",
         "error_feedback(topk(0.01))",
         "error_feedback(sign())",
@@ -201,24 +229,9 @@ DEFAULT_HOOKS = {
 }
 #: By optimizer: hooks that average across the replicas of a sharded model.
 DEFAULT_REPLICA_HOOKS = {optimizer: found[:5] for optimizer, found in DEFAULT_HOOKS.items()}
+_IN_SHARDS = (*_PLAIN, "fp8()", _INT4)
 #: By optimizer: hooks that take part in the reduce-scatters of a sharded model.
-DEFAULT_SHARD_HOOKS = {
-    "adamw": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "fp8()",
-        "error_feedback(blockwise(bits=4))",
-    ),
-    "sgd": (
-        "allreduce()",
-        "cast()",
-        "blockwise()",
-        "fp8()",
-        "error_feedback(blockwise(bits=4))",
-        "error_feedback(sign())",
-    ),
-}
+DEFAULT_SHARD_HOOKS = {"adamw": _IN_SHARDS, "sgd": (*_IN_SHARDS, "error_feedback(sign())")}
 
 
 # ---- the options of train and plan for sharded models, and checks of their hooks -----------------
@@ -233,8 +246,8 @@ _BELONGS_TO = {
 }
 
 
-class ShardedOptionError(ValueError):
-    """Options are wrong together. The message is one sentence that names one of them."""
+class ShardedOptionError(OptionError):
+    """Options of a sharded model are wrong together."""
 
 
 def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -280,39 +293,43 @@ def resolve_sharded(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     return replace(config, shards=shards)
 
 
-def check_sharded(config: TrainConfig, option: str = "--hook") -> None:
-    """Check the hooks and the codec of a sharded model; does nothing for DDP.
+def check_hooks(config: TrainConfig, name: str) -> None:
+    """Check the hook and, for a sharded model, the shard hook and the codec of the weights.
 
     The check does not run a user's file: ``attach`` checks its hook.
 
     Args:
         config: the configuration of the run.
-        option: the option that gives the hook, for errors.
+        name: the option that gives the hook, for errors.
 
     Raises:
-        ShardedOptionError: a text names no hook or codec, or one that does not fit.
+        OptionError: a text names no hook or codec, or one that does not fit.
     """
+    with of_option(name):
+        check_hook(config.hook)
     if config.parallel == "ddp":
         return
-    for name in ("shard_hook", "weights"):
-        if config.is_plain and getattr(config, name) is not None:
-            raise ShardedOptionError(f"argument {option_of(name)}: needs a --hook, got {NO_HOOK}")
-    on_shards = config.parallel == "fsdp"
-    _check(option, config.hook, on_shards=on_shards)
-    if config.shard_hook is not None:
-        _check("--shard-hook", config.shard_hook, on_shards=True)
-    if config.weights is not None:
-        try:
+    for each in ("shard_hook", "weights"):
+        if config.is_plain and getattr(config, each) is not None:
+            raise ShardedOptionError(f"argument {option_of(each)}: needs a --hook, got {NO_HOOK}")
+    with of_option(name):
+        check_hook_fits(config.hook, on_shards=config.parallel == "fsdp")
+    with of_option("--shard-hook"):
+        if config.shard_hook is not None:
+            check_hook_fits(config.shard_hook, on_shards=True)
+    with of_option("--weights"):
+        if config.weights is not None:
             check_weights(config.weights)
-        except ShardedOptionError as error:
-            raise ShardedOptionError(f"argument --weights: {error}") from error
 
 
-def _check(option: str, expression: str, *, on_shards: bool) -> None:
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn the errors of a hook or codec that does not fit into a ShardedOptionError."""
     try:
-        check_hook_fits(expression, on_shards=on_shards)
-    except ShardedOptionError as error:
-        raise ShardedOptionError(f"argument {option}: {error}") from error
+        yield
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()).removeprefix("attach: ")
+        raise ShardedOptionError(reason) from error
 
 
 def check_hook_fits(expression: str, *, on_shards: bool) -> None:
@@ -330,15 +347,11 @@ def check_hook_fits(expression: str, *, on_shards: bool) -> None:
     from torch_commhook.step.attached_hook import Attached
 
     memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
-    try:
+    with _refusals():
         check_hook(expression)
         hook = None if is_file_reference(expression) else parse_hook(expression)
         if hook is not None:
             check_fits(Attached.checked(hook, None, memory))
-    except HookExpressionError as error:
-        raise ShardedOptionError(str(error)) from error
-    except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_reason(error)) from error
 
 
 def check_weights(expression: str) -> None:
@@ -349,20 +362,7 @@ def check_weights(expression: str) -> None:
     """
     from torch_commhook.attachment.sharded.attaching import check_weights_codec
 
-    try:
+    with _refusals():
         codec = parse_codec(expression)
         if codec is not None:
             check_weights_codec(codec)
-    except HookExpressionError as error:
-        raise ShardedOptionError(str(error)) from error
-    except (TypeError, ValueError) as error:
-        raise ShardedOptionError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).removeprefix("attach: ")
-
-
-def option_of(name: str) -> str:
-    """The option that gives a field of TrainConfig: ``--shard-hook`` for ``shard_hook``."""
-    return "--" + name.replace("_", "-")

@@ -28,9 +28,6 @@ from torch_commhook.cli.outputs import (
     MATPLOTLIB_IS_MISSING,
     PLOT,
     SUMMARY,
-    OutputError,
-    check_apart,
-    check_file,
     checkpoint_path,
     metrics_name,
     open_logs,
@@ -95,7 +92,7 @@ def train_rank(options: TrainOptions, place: Place) -> None:
     if world.rank == 0:
         _print_start(options, world, data, checkpoint)
     results: list[RunResult] = []
-    for number, each in enumerate((config, *options.compare)):
+    for number, each in enumerate((config, *options.others)):
         own = replace(options, config=each)
         if number > 0:
             own = replace(own, save=None, save_every=None)
@@ -141,15 +138,10 @@ class Run:
         return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
 
     def sent(self, plain: Traffic, steps: int) -> Traffic:
-        """The traffic of this rank since step 1.
-
-        Args:
-            plain: the traffic of a step without a hook.
-            steps: the number of steps of this process.
-        """
+        """The traffic since step 1: ``steps`` of this process, ``plain`` in each without a hook."""
         if self.handle is None:
             return self.sent_before + plain.times(steps)
-        return self.sent_before + Traffic.of_hook(self.handle.stats())
+        return self.sent_before + Traffic.of(self.handle.stats())
 
 
 def _train_once(
@@ -159,27 +151,17 @@ def _train_once(
     checkpoint: Checkpoint | None,
     number: int,
 ) -> RunResult:
-    """Do one run.
-
-    Args:
-        options: the options of this run.
-        world: this rank and its process group.
-        data: the text.
-        checkpoint: the checkpoint of ``--resume``, or None.
-        number: the number of the run. Run 0 has the hook of ``--hook``, the others those of
-            ``--compare``.
-    """
+    """Do run ``number``: 0 has the hook of ``--hook``, the others those of ``--compare``."""
     config = options.config
     run = prepare(config, world, checkpoint, main_run=number == 0)
     first_step, last_step = run.step, options.last_step
     plain = plain_traffic(run.model, config)
-    fp32_bytes = plain.gradients or 0
+    fp32_bytes = plain.bytes_sent or 0
     records: list[StepRecord] = []
     saved: Path | None = None
     reporter = None
     if world.rank == 0:
-        reporter = _start_report(options, number, first_step)
-        reporter.start(run.seconds)
+        reporter = _start_report(options, number, run)
     stop_in_order()
     try:
         while run.step < last_step:
@@ -192,11 +174,9 @@ def _train_once(
                 loss=loss,
                 lr=lr,
                 seconds=round(run.seconds, 6),
-                bytes_sent=sent.gradients,
                 fp32_bytes=fp32_bytes * run.step,
                 tokens=run.step * config.batch * config.seq * world.size,
-                bytes_scattered=sent.scattered,
-                bytes_gathered=sent.gathered,
+                **vars(sent),
             )
             records.append(record)
             if reporter is not None:
@@ -232,13 +212,13 @@ def _train_once(
     )
 
 
-def _start_report(options: TrainOptions, number: int, first_step: int) -> Reporter:
+def _start_report(options: TrainOptions, number: int, run: Run) -> Reporter:
     config = options.config
     path = options.out / metrics_name(number, is_plain=config.is_plain)
     hook = config.communication
-    logs = open_logs(options.logs, options.out, path.stem, hook, config.to_plain(), first_step)
-    line = make_live_line(hook, first_step, options.last_step, options.log_every)
-    return Reporter(path, line, first_step, logs)
+    logs = open_logs(options.log, options.out, path.stem, hook, config.to_plain(), run.step)
+    line = make_live_line(hook, run.step, options.last_step, options.log_every)
+    return Reporter(path, line, run.step, run.seconds, logs)
 
 
 def prepare(
@@ -246,11 +226,7 @@ def prepare(
 ) -> Run:
     """Make the model and its optimizer, attach the hook, and load the checkpoint if there is one.
 
-    Args:
-        config: the configuration of the run.
-        world: this rank and its process group.
-        checkpoint: the checkpoint to continue from, or None.
-        main_run: whether this is the run of ``--hook``, not one to compare with.
+    Only the run of ``--hook``, the main run, also gets the checkpoint's state of the rank.
     """
     torch.manual_seed(config.seed)
     model = ByteTransformer(config.layers, config.dim, config.heads)
@@ -306,12 +282,8 @@ def _restore(
     if config.is_plain and not main_run:  # as if all earlier steps had been plain
         run.sent_before = plain_traffic(run.model, config).times(checkpoint.step)
         return
-    run.sent_before = Traffic(
-        checkpoint.bytes_sent, checkpoint.bytes_scattered, checkpoint.bytes_gathered
-    )
-    if not main_run:
-        return
-    if world.rank >= len(checkpoint.rank_states):
+    run.sent_before = Traffic.of(checkpoint)
+    if not main_run or world.rank >= len(checkpoint.rank_states):
         return
     saved = checkpoint.rank_states[world.rank]
     torch.set_rng_state(saved["rng"])
@@ -396,14 +368,6 @@ def _save(
     if states is None or options.save is None:
         return None
     path = checkpoint_path(options.save, run.step)
-    if not options.saves_at(run.step):  # of an interrupt: not checked before the run
-        try:
-            check_file(path)
-            names = options.result_names
-            check_apart(options.save, run.step, run.step.__eq__, options.out, names, world.size)
-        except OutputError as error:
-            print(f"no checkpoint: {error}", flush=True)
-            return None
     checkpoint = Checkpoint(
         config=options.config.to_plain(),
         step=run.step,
@@ -411,10 +375,8 @@ def _save(
         optimizer=optimizer,
         rank_states=states,
         data_fingerprint=data.fingerprint,
-        bytes_sent=sent.gradients,
         seconds=run.seconds,
-        bytes_scattered=sent.scattered,
-        bytes_gathered=sent.gathered,
+        **vars(sent),
     )
     try:
         write_checkpoint(path, checkpoint)
@@ -471,8 +433,8 @@ def _result(
     final = [record.loss for record in records[-min(_FINAL_STEPS, max(1, steps // 5)) :]]
     last, before = records[-1], run.sent_before
     sent = None
-    if last.bytes_sent is not None and before.gradients is not None:
-        sent = (last.bytes_sent - before.gradients) / steps
+    if last.bytes_sent is not None and before.bytes_sent is not None:
+        sent = (last.bytes_sent - before.bytes_sent) / steps
     return RunResult(
         hook=config.communication,
         steps=steps,
@@ -483,8 +445,8 @@ def _result(
         bytes_per_step=sent,
         fp32_bytes_per_step=fp32_bytes,
         records=tuple(records),
-        scattered_per_step=(last.bytes_scattered - before.scattered) / steps,
-        gathered_per_step=(last.bytes_gathered - before.gathered) / steps,
+        scattered_per_step=(last.bytes_scattered - before.bytes_scattered) / steps,
+        gathered_per_step=(last.bytes_gathered - before.bytes_gathered) / steps,
         choice=_choice_of(run),
     )
 
@@ -514,8 +476,8 @@ def _print_start(
         f"{format_bytes(len(data))} of {text}, results in {options.out}",
         flush=True,
     )
-    if options.compare:
-        others = ", then ".join(each.communication for each in options.compare)
+    if options.others:
+        others = ", then ".join(each.communication for each in options.others)
         print(f"then, for comparison: {others}", flush=True)
     if checkpoint is not None:
         print(f"continuing from step {checkpoint.step} of {options.resume}", flush=True)

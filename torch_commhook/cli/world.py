@@ -7,33 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_commhook.cli.launcher import LAUNCHER_FOLDER
+from torch_commhook.cli.option_types import WorldOptions
 from torch_commhook.cli.place import Place
-
-
-class WorldOptions(Protocol):
-    """The options that :func:`join_world` needs."""
-
-    @property
-    def device(self) -> str:
-        """``auto``, ``cpu`` or ``cuda``."""
-
-    @property
-    def backend(self) -> str:
-        """``auto``, ``gloo`` or ``nccl``."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a rank on the CPU."""
-
-    @property
-    def timeout(self) -> float:
-        """Timeout of a collective, in seconds."""
 
 
 class Mean(NamedTuple):

@@ -34,8 +34,8 @@ class GroupState:
         exchange_backend: the backend of collectives in places, if a user has made the group.
         lock: held while that backend is made.
         subgroups: by ranks, the groups over some of its ranks; the last one is in use.
-        link_tests, step_groups_made: how many have begun: the names of these in
-            the store have numbers.
+        link_tests, step_groups_made: how many have begun: the names of these in the store have
+            numbers.
         obstacle: why its ranks do not share memory; "" if they do, None if unknown so far.
         shared_memory: the memory that its ranks share, by the buffers of a caller.
         proven_codecs: the texts of the codecs with which its ranks have tested shared memory.

@@ -8,28 +8,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_commhook.cli.bench.options import BenchOptions, build_parser, parse_options
-from torch_commhook.cli.place import Place, RankedCommand
-
-_NAME = "bench"
+from torch_commhook.cli import launcher
+from torch_commhook.cli.bench.options import BenchOptions, parse_options
+from torch_commhook.cli.bench.rank import run_rank
+from torch_commhook.cli.place import run_ranked
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``bench argv``; returns the exit code. See :meth:`RankedCommand.run`."""
-    return RankedCommand(_NAME, build_parser, parse_options, _launch, _run_rank).run(argv)
+    """Run ``bench argv``; returns the exit code. See :func:`run_ranked`."""
+    return run_ranked("bench", argv, parse_options, _launch, run_rank)
 
 
 def _launch(argv: Sequence[str], options: BenchOptions) -> int:
-    from torch_commhook.cli.launcher import launch
-
     logs = Path(tempfile.gettempdir()) / f"commhook-bench-{os.getpid()}"
-    command = [sys.executable, "-m", "torch_commhook", _NAME, *argv]
-    return launch(
-        command, options.ranks, logs, options.threads, timeout=options.timeout, name=_NAME
+    command = [sys.executable, "-m", "torch_commhook", "bench", *argv]
+    return launcher.launch(
+        command, options.ranks, logs, options.threads, timeout=options.timeout, name="bench"
     )
-
-
-def _run_rank(options: BenchOptions, place: Place) -> None:
-    from torch_commhook.cli.bench.rank import run_rank
-
-    run_rank(options, place)

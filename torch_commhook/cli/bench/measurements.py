@@ -34,10 +34,6 @@ from torch_commhook.wording import one_line
 # ---- times calls that all ranks of bench do together ---------------------------------------------
 
 
-_LEAST_TRIES = 3
-_MOST_TRIES = 50
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work."""
     if device.type == "cuda":
@@ -61,22 +57,28 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return found
 
 
-def median_on_all(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median time of a call on the slowest rank, in seconds, after one untimed call.
+def median_within(
+    measure: Callable[[], Sequence[float]],
+    shared: Callable[[list[float]], list[float]],
+    seconds: float,
+    least: int,
+    most: int,
+) -> float:
+    """The median over repetitions of a mean time, in seconds, on the slowest rank.
 
     Args:
-        call: a call that all ranks do.
-        device: the device of its work.
-        seconds: the approximate time of all calls. There are at least a few.
+        measure: returns the times of one repetition, whose mean counts.
+        shared: returns the element-wise maximum of the ranks' values.
+        seconds: the approximate time of all repetitions.
+        least: the fewest repetitions.
+        most: the most repetitions.
     """
     begun = time.perf_counter()
-    call()
     found: list[float] = []
-    while len(found) < _MOST_TRIES:
-        dist.barrier()
-        took, elapsed = slowest([timed(call, device), time.perf_counter() - begun], device)
-        found.append(took)
-        if len(found) >= _LEAST_TRIES and elapsed > seconds:
+    while len(found) < most:
+        *took, elapsed = shared([*measure(), time.perf_counter() - begun])
+        found.append(statistics.fmean(took))
+        if len(found) >= least and elapsed > seconds:
             break
     return statistics.median(found)
 
@@ -148,12 +150,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _distributed.r
 
 
 def measure_collectives(device: torch.device, seconds: float) -> list[CollectiveTime]:
-    """Measure each collective at each size of :data:`COLLECTIVE_SIZES`.
+    """Measure each collective at each size of :data:`COLLECTIVE_SIZES`, in about ``seconds``.
 
-    Args:
-        device: the device of the tensors.
-        seconds: the approximate time of all measurements. The function omits sizes that would take
-            longer.
+    The function omits sizes that would take longer.
     """
     smallest = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=device)
     names = list(_calls(smallest))
@@ -167,9 +166,20 @@ def measure_collectives(device: torch.device, seconds: float) -> list[Collective
         for name, call in _calls(whole).items():
             if last.get(name, 0.0) * _GROWTH > seconds:
                 continue
-            last[name] = median_on_all(call, device, share)
+            last[name] = _collective_seconds(call, device, share)
             found.append(CollectiveTime(name, whole.nbytes, last[name]))
     return found
+
+
+def _collective_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The median time of a call on the slowest rank, after one untimed call."""
+
+    def measure() -> list[float]:
+        dist.barrier()
+        return [timed(call, device)]
+
+    call()
+    return median_within(measure, partial(slowest, device=device), seconds, 3, 50)
 
 
 def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -191,31 +201,10 @@ def _calls(whole: torch.Tensor) -> dict[str, Callable[[], object]]:
 ALONE = "no communication"
 #: The least steps in a turn. An untimed turn comes first: buckets change, and TCP adapts.
 _STEPS = 3
-_LEAST_TURNS, _MOST_TURNS = 2, 30
-
-
-class _Given(torch.autograd.Function):
-    """A loss with given gradients, so that a backward computes next to nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: Any) -> torch.Tensor:
-        ctx.gradients = gradients
-        return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return None, *ctx.gradients
 
 
 class StandIn(nn.Module):
-    """A model of given shapes. Its random gradients are the same in each step.
-
-    Each rank has its own gradients.
-
-    Args:
-        shapes: the shapes of the parameters, in the order of the forward.
-        device: the device of the parameters.
-    """
+    """A model of given shapes. Each rank has random gradients, the same ones in each step."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__()
@@ -226,10 +215,9 @@ class StandIn(nn.Module):
         ]
         self.weights = nn.ParameterList(torch.zeros_like(each) for each in self.given)
 
-    def forward(self) -> torch.Tensor:
-        """The loss."""
-        found: torch.Tensor = _Given.apply(self.given, *self.weights)
-        return found
+    def backward(self) -> None:
+        """Give each parameter its gradient, and compute next to nothing."""
+        torch.autograd.backward(list(self.weights), self.given)
 
 
 def measure_hooks(
@@ -252,7 +240,7 @@ def measure_hooks(
     share = seconds / (len(hooks) + 1)
     model = StandIn(shapes, device)
     found: list[tuple[str, float, float | None]] = [
-        (ALONE, _step_seconds(Steps(model), share / 4), 0.0)
+        (ALONE, _step_seconds(_turn_of(model), device, share / 4), 0.0)
     ]
     for text in hooks:
         try:
@@ -263,51 +251,36 @@ def measure_hooks(
     return [HookTime(text, took, sent, took / baseline) for text, took, sent in found]
 
 
-class Steps:
-    """Does the steps of a model, several in a turn.
+def _turn_of(
+    model: StandIn, every: int = 1, *, is_apart: bool = False
+) -> Callable[[], list[float]]:
+    """A function that does the steps of a turn, and returns the seconds of each.
 
     Args:
         model: the model, with its hook attached.
         every: the steps from one exchange of the hook to the next. A turn has a multiple of these.
         is_apart: whether the hook counts the steps of an optimizer.
-
-    Attributes:
-        device: the device of the model.
-        count: the number of steps in a turn.
-        done: the number of steps so far.
     """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
 
-    def __init__(self, model: StandIn, every: int = 1, *, is_apart: bool = False) -> None:
-        self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if is_apart else None
-        self.device = model.given[0].device
-        self.count = every * math.ceil(_STEPS / every)
-        self.done = 0
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model.backward()
+        if optimizer is not None:
+            optimizer.step()
 
-    def turn(self) -> list[float]:
-        """Do the steps of a turn; returns the seconds of each."""
-        self.done += self.count
-        return [timed(self._step, self.device) for _ in range(self.count)]
-
-    def _step(self) -> None:
-        self._model.zero_grad(set_to_none=True)
-        self._model().backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
+    count = every * math.ceil(_STEPS / every)
+    return lambda: [timed(step, model.given[0].device) for _ in range(count)]
 
 
-def _step_seconds(steps: Steps, seconds: float) -> float:
+def _step_seconds(turn: Callable[[], list[float]], device: torch.device, seconds: float) -> float:
     """The median over turns of a turn's mean step, in seconds, on the slowest rank."""
-    begun = time.perf_counter()
-    found: list[float] = []
-    while len(found) < _MOST_TURNS:
+
+    def measure() -> list[float]:
         dist.barrier()
-        own = steps.turn()
-        *took, elapsed = slowest([*own, time.perf_counter() - begun], steps.device)
-        found.append(statistics.fmean(took))
-        if len(found) >= _LEAST_TURNS and elapsed > seconds:
-            break
-    return statistics.median(found)
+        return turn()
+
+    return median_within(measure, partial(slowest, device=device), seconds, 2, 30)
 
 
 def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float | None]:
@@ -316,15 +289,16 @@ def _with_hook(model: StandIn, text: str, seconds: float) -> tuple[float, float 
     every = unwrap_hook(hook).every
     handle = attach(model, hook)
     try:
-        steps = Steps(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
-        steps.turn()
-        done, before = steps.done, handle.stats().bytes_sent
-        took = _step_seconds(steps, seconds)
-        after = handle.stats().bytes_sent
+        turn = _turn_of(model, every, is_apart=getattr(hook, "keeps_ranks_apart", False))
+        turn()
+        before = handle.stats()
+        took = _step_seconds(turn, model.given[0].device, seconds)
+        after = handle.stats()
         handle.synchronize()  # otherwise a hook that keeps ranks apart warns when it is removed
-        if before is None or after is None:
+        if before.bytes_sent is None or after.bytes_sent is None:
             return took, None
-        return took, (after - before) / (steps.done - done)
+        steps = after.local_steps - before.local_steps or after.steps - before.steps
+        return took, (after.bytes_sent - before.bytes_sent) / steps
     finally:
         handle.remove()
         model.zero_grad(set_to_none=True)
@@ -356,12 +330,7 @@ class LinkPart:
 
 
 def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
-    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once.
-
-    Args:
-        wire: the link between the ranks.
-        seconds: the approximate time of all measurements.
-    """
+    """Measure the link, and messages of 1 KiB to 64 MiB in both directions at once."""
     begun = time.perf_counter()
     figures = measure_figures(wire, seconds * _FIGURES)
     left = seconds - float(wire.shared(time.perf_counter() - begun).max())
@@ -384,13 +353,12 @@ def measure_link_part(wire: Wire, seconds: float) -> LinkPart:
 
 def _median(wire: Wire, nbytes: int, seconds: float) -> float:
     """The median time in seconds in which each rank sends a message, on the slowest rank."""
-    begun = time.perf_counter()
+
+    def shared(values: list[float]) -> list[float]:
+        found: list[float] = wire.shared(*values).amax(0).tolist()
+        return found
+
     wire.seconds(nbytes)  # allocates memory, and lets TCP adapt
-    found: list[float] = []
-    while len(found) < _MOST_OF_A_SIZE:
-        values = wire.shared(wire.seconds(nbytes), time.perf_counter() - begun)
-        took, elapsed = values.amax(0).tolist()
-        found.append(took)
-        if len(found) >= _LEAST_OF_A_SIZE and elapsed > seconds:
-            break
-    return statistics.median(found)
+    return median_within(
+        lambda: [wire.seconds(nbytes)], shared, seconds, _LEAST_OF_A_SIZE, _MOST_OF_A_SIZE
+    )

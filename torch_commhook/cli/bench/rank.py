@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,19 +161,12 @@ _SMALLER, _LARGER = "#0072b2", "#7f7f7f"
 
 
 def draw(path: Path, found: LinkFile) -> None:
-    """Write a PNG with a panel for messages and a panel for hooks, if they were measured.
-
-    Args:
-        path: the path of the picture.
-        found: the measurements.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Write a PNG with a panel for messages and a panel for hooks, if they were measured."""
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no display
 
     panels = [bool(found.messages), bool(found.hooks)]
     rows = max(len(found.hooks), 8) if panels[1] else 8
     figure = Figure(figsize=(1 + 5.5 * max(sum(panels), 1), 1.5 + 0.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     ranks = pluralize(found.ranks, "rank")
     figure.suptitle(f"{ranks} over {found.backend} on {found.device.upper()}")
     axes: list[Any] = list(figure.subplots(1, max(sum(panels), 1), squeeze=False)[0])
@@ -248,7 +241,11 @@ def run_rank(options: BenchOptions, place: Place) -> None:
         device=world.device.type,
         machine=_machine(options),
     )
-    say = _Printer(world, options)
+
+    def say(text: str) -> None:
+        if world.rank == 0 and not options.json:
+            print(f"{text}\n", flush=True)
+
     say(heading(found, options.threads, torch.__version__))
     for part in options.parts:
         found = _with_part(part, found, world, options, say)
@@ -258,19 +255,8 @@ def run_rank(options: BenchOptions, place: Place) -> None:
     dist.destroy_process_group()
 
 
-class _Printer:
-    """Prints texts on rank 0, unless it will print JSON."""
-
-    def __init__(self, world: World, options: BenchOptions) -> None:
-        self._prints = world.rank == 0 and not options.json
-
-    def __call__(self, text: str) -> None:
-        if self._prints:
-            print(f"{text}\n", flush=True)
-
-
 def _with_part(
-    part: str, found: LinkFile, world: World, options: BenchOptions, say: _Printer
+    part: str, found: LinkFile, world: World, options: BenchOptions, say: Callable[[str], None]
 ) -> LinkFile:
     """Measure a part; returns ``found`` with its measurements."""
     device, seconds = world.device, options.seconds_of(part)

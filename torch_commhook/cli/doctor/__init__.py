@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch_commhook.cli.doctor.build import (
     check_build,
@@ -31,9 +32,8 @@ from torch_commhook.cli.doctor.meeting import (
     first_line,
     meet,
 )
-from torch_commhook.cli.doctor.network import check_group, check_network
-from torch_commhook.cli.doctor.ranks import check_ranks
-from torch_commhook.cli.option_types import number
+from torch_commhook.cli.doctor.network import check_group, check_network, check_ranks
+from torch_commhook.cli.option_types import at_most, positive_float, some_of
 from torch_commhook.cli.place import PlaceError, read_place, slurm_variables
 
 #: The checks, in the order of the report.
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--only",
-        type=_checks,
+        type=some_of(CHECKS),
         default=",".join(CHECKS),
         metavar="CHECK,...",
         help="the checks to run",
@@ -95,27 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=at_most(3600, positive_float),
         default=30.0,
         metavar="SECONDS",
         help="time for ranks to come and to connect",
     )
     return parser
-
-
-def _checks(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(CHECKS)}, got {unknown[0]!r}")
-    return [name for name in CHECKS if name in names]
-
-
-def _seconds(text: str) -> float:
-    seconds = number(text, float, "a number")
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600, got {text}")
-    return seconds
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
@@ -126,19 +111,19 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[Finding]]:
         place = read_place(os.environ)
     except PlaceError as error:
         advice = "Start doctor by torchrun or srun, or unset RANK, WORLD_SIZE and MASTER_ADDR."
-        return alone, [Finding("ranks", "this rank", str(error), "error", advice)]
+        return alone, [Finding.error("this rank", str(error), advice, group="ranks")]
     if place is None or place.launcher_pid is not None:
         return alone, []
-    settings = Settings(options.timeout, options.backend, place)
+    settings = replace(alone, place=place)
     if place.size == 1:
         return settings, []
     try:
-        meeting = meet(place, options.timeout)
+        return replace(settings, meeting=meet(place, options.timeout)), []
     except NoMeetingError as error:
-        return settings, [Finding("ranks", "this rank", str(error), "error", error.advice)]
+        reason, advice = error.args
+        return settings, [Finding.error("this rank", reason, advice, group="ranks")]
     except (ImportError, OSError, AttributeError):  # no torch, or one without torch.distributed
         return settings, []
-    return Settings(options.timeout, options.backend, place, meeting), []
 
 
 def _checked(name: str, settings: Settings) -> list[Finding]:
@@ -149,5 +134,5 @@ def _checked(name: str, settings: Settings) -> list[Finding]:
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {first_line(error)}"
         advice = "Report this with the whole output of doctor."
-        found.append(Finding(name, f"check of {name}", text, "error", advice))
-    return found
+        found.append(Finding.error(f"check of {name}", text, advice))
+    return [replace(finding, group=name) for finding in found]

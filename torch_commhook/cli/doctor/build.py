@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shlex
 import shutil
 import struct
@@ -52,14 +53,14 @@ def check_host(settings: Settings) -> Iterator[Finding]:
     yield _shared_memory()
     yield _huge_pages()
     yield _processors(settings)
-    yield from _open_files(settings)
+    yield _open_files(settings)
 
 
 def check_variables(settings: Settings) -> Iterator[Finding]:
     """The environment variables that PyTorch, Gloo, NCCL and this library read."""
     for name in sorted(os.environ):
         if name.startswith(PREFIXES):
-            yield Finding("variables", name, os.environ[name])
+            yield Finding(name, os.environ[name])
 
 
 def _shared_memory() -> Finding:
@@ -67,46 +68,27 @@ def _shared_memory() -> Finding:
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
-        return Finding(
-            "host",
-            name,
-            f"{SHARED_MEMORY}: {error.strerror}",
-            "warning",
-            f"Mount a tmpfs at {SHARED_MEMORY}; NCCL and workers of a DataLoader need it.",
-        )
+        advice = f"Mount a tmpfs at {SHARED_MEMORY}; NCCL and workers of a DataLoader need it."
+        return Finding.warning(name, f"{SHARED_MEMORY}: {error.strerror}", advice)
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    value = f"{_mebibytes(free)} of {_mebibytes(size)} are free in {SHARED_MEMORY}"
+    value = f"{free >> 20} MiB of {size >> 20} MiB are free in {SHARED_MEMORY}"
     if free >= _ENOUGH_SHARED:
-        return Finding("host", name, value)
-    return Finding(
-        "host",
-        name,
-        value,
-        "warning" if free >= _LEAST_SHARED else "error",
-        f"Give {SHARED_MEMORY} at least 1 GiB, in a container by docker run --shm-size=1g "
-        "or --ipc=host.",
-    )
-
-
-def _mebibytes(number: int) -> str:
-    return f"{number >> 20} MiB"
+        return Finding(name, value)
+    advice = f"Give {SHARED_MEMORY} at least 1 GiB, in a container by docker run --shm-size=1g "
+    advice += "or --ipc=host."
+    return Finding(name, value, "warning" if free >= _LEAST_SHARED else "error", advice)
 
 
 def _huge_pages() -> Finding:
     try:
         text = _HUGE_PAGES.read_text()
     except OSError:
-        return Finding("host", "huge pages", "not known on this system")
+        return Finding("huge pages", "not known on this system")
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen != "never":
-        return Finding("host", "huge pages", chosen)
-    return Finding(
-        "host",
-        "huge pages",
-        chosen,
-        "warning",
-        f"As root, run: echo madvise > {_HUGE_PAGES}; passes over buffers then take less time.",
-    )
+        return Finding("huge pages", chosen)
+    advice = f"As root, run: echo madvise > {_HUGE_PAGES}; passes over buffers then take less time."
+    return Finding.warning("huge pages", chosen, advice)
 
 
 def _processors(settings: Settings) -> Finding:
@@ -116,37 +98,24 @@ def _processors(settings: Settings) -> Finding:
     try:
         import torch
     except (ImportError, OSError):
-        return Finding("host", "processors", value)
+        return Finding("processors", value)
     threads = torch.get_num_threads()
     value += f", {threads} threads in torch"
     if ranks > 1:
         value += f", {ranks} ranks on this host"
     share = max(1, int(cores) // ranks)
     if threads * ranks > max(cores, ranks):
-        return Finding(
-            "host",
-            "processors",
-            value,
-            "warning",
-            f"Set OMP_NUM_THREADS={share}: all ranks together have more threads than processors.",
-        )
-    if threads == 1 and share > 1:
-        return Finding(
-            "host",
-            "processors",
-            value,
-            "warning",
-            f"Set OMP_NUM_THREADS={share}: each rank uses one processor of {share} "
-            "(torchrun sets it to 1).",
-        )
-    return Finding("host", "processors", value)
+        reason = "all ranks together have more threads than processors."
+    elif threads == 1 and share > 1:
+        reason = f"each rank uses one processor of {share} (torchrun sets it to 1)."
+    else:
+        return Finding("processors", value)
+    return Finding.warning("processors", value, f"Set OMP_NUM_THREADS={share}: {reason}")
 
 
 def usable_cores() -> float:
     """The number of processors in this process's affinity, at most its container's quota."""
-    cores: float = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CPU_QUOTA.read_text().split()
         return min(cores, round(int(quota) / int(period), 1))
@@ -154,25 +123,17 @@ def usable_cores() -> float:
         return cores
 
 
-def _open_files(settings: Settings) -> Iterator[Finding]:
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _open_files(settings: Settings) -> Finding:
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     size = 2 if settings.place is None else settings.place.size
     needed = _OWN_FILES + _CONNECTIONS * min(size, 64)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        value = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-        yield Finding("host", "open files", value)
-        return
-    yield Finding(
-        "host",
-        "open files",
-        f"{soft} (at most {'unlimited' if hard == resource.RLIM_INFINITY else hard})",
-        "warning",
-        f"Run ulimit -n {max(needed, 1024)} before training: {size} ranks may need {needed}.",
-    )
+    if soft == "unlimited" or int(soft) >= needed:
+        return Finding("open files", str(soft))
+    advice = f"Run ulimit -n {max(needed, 1024)} before training: {size} ranks may need {needed}."
+    return Finding.warning("open files", f"{soft} (at most {hard})", advice)
 
 
 # ---- checks of the installation: versions, the native libraries, a compiler ----------------------
@@ -198,29 +159,27 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
     """Versions of this library, Python, the system and torch."""
     import torch_commhook
 
-    yield Finding("versions", "torch_commhook", torch_commhook.__version__)
-    yield Finding("versions", "Python", sys.version.replace("\n", " "))
-    yield Finding("versions", "platform", f"{platform.platform()}, {os.cpu_count()} cores")
+    yield Finding("torch_commhook", torch_commhook.__version__)
+    yield Finding("Python", sys.version.replace("\n", " "))
+    yield Finding("platform", f"{platform.platform()}, {os.cpu_count()} cores")
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding(
-            "versions",
+        yield Finding.error(
             "torch",
             f"does not load: {first_line(error)}",
-            "error",
             "Install torch 2.11 or newer, then build torch_commhook again.",
         )
         return
-    yield Finding("versions", "torch", torch.__version__)
+    yield Finding("torch", torch.__version__)
     yield _tests_on(str(torch.__version__))
     built_with = [line.removeprefix("  - ") for line in torch.__config__.show().splitlines()]
     compilers = [line for line in built_with if line.startswith(("GCC", "Clang", "clang", "MSVC"))]
-    yield Finding("versions", "torch's compiler", ", ".join(compilers) or "unknown")
-    yield Finding("versions", "torch's CUDA", str(torch.version.cuda))
-    yield Finding("versions", "torch's ROCm", str(torch.version.hip))
+    yield Finding("torch's compiler", ", ".join(compilers) or "unknown")
+    yield Finding("torch's CUDA", str(torch.version.cuda))
+    yield Finding("torch's ROCm", str(torch.version.hip))
     capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding("versions", "torch's CPU capability", capability)
+    yield Finding("torch's CPU capability", capability)
 
 
 def _tests_on(version: str) -> Finding:
@@ -233,67 +192,50 @@ def _tests_on(version: str) -> Finding:
             f"{run['passed']} passed at commit {run['code']} on torch {own}, its build "
             f"{run['build']}, with Python {run['python']}"
         )
-        return Finding("versions", "tests on this torch", value)
+        return Finding("tests on this torch", value)
     alike = [each for each in stored if release(each) == release(own)]
     value = f"never run on {own}; passed on torch {', '.join(alike or stored) or 'none'}"
     if alike:
-        return Finding("versions", "tests on this torch", value)
+        return Finding("tests on this torch", value)
     advice = "Install one of these, or run" if stored else "Run"
     advice += f" make test-torch TORCH={own} in a checkout."
-    return Finding("versions", "tests on this torch", value, "warning", advice)
+    return Finding.warning("tests on this torch", value, advice)
 
 
 def check_build(settings: Settings) -> Iterator[Finding]:
     """The native libraries: the torch that they fit, and their kernels; a C++ compiler."""
     error = library_error()
-    yield from _libraries(error)
     if error is None:
+        yield Finding("native libraries", ", ".join(_libraries()))
         yield from _loaded()
+    else:
+        yield Finding.error("native libraries", *_why_not_loaded(error))
     yield _compiler(is_built=error is None)
 
 
-def _libraries(error: Exception | None) -> Iterator[Finding]:
-    files = sorted((*PACKAGE.glob("*.so"), *PACKAGE.glob("lib/*.so")))
-    names = ", ".join(file.name for file in files)
-    if error is None:
-        yield Finding("build", "native libraries", names)
-        return
-    torch_version = _torch_version()
-    if torch_version is None:
-        yield Finding(
-            "build",
-            "native libraries",
-            "not loaded, since torch does not load",
-            "error",
-            "Install torch first.",
-        )
-        return
-    library = operator_library()
-    if library is None or not any(file.name.startswith("_C.") for file in files):
-        yield Finding(
-            "build",
-            "native libraries",
-            f"not built ({names or 'none'} in {PACKAGE})",
-            "error",
-            _elsewhere() or f"Build them for torch {torch_version}: {HOW_TO_BUILD}",
-        )
-        return
+def _libraries() -> list[str]:
+    return [file.name for file in sorted((*PACKAGE.glob("*.so"), *PACKAGE.glob("lib/*.so")))]
+
+
+def _why_not_loaded(error: Exception) -> tuple[str, str]:
+    """The reason for an error with which the native libraries do not load, and advice."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return "not loaded, since torch does not load", "Install torch first."
+    own, names, library = str(torch.__version__), _libraries(), operator_library()
+    if library is None or not any(name.startswith("_C.") for name in names):
+        advice = _elsewhere() or f"Build them for torch {own}: {HOW_TO_BUILD}"
+        return f"not built ({', '.join(names) or 'none'} in {PACKAGE})", advice
     built_for = read_built_for(library)
-    if built_for is not None and release(built_for) != release(torch_version):
-        yield Finding(
-            "build",
-            "native libraries",
-            f"built for torch {built_for}, and torch {torch_version} is installed",
-            "error",
+    if built_for is not None and release(built_for) != release(own):
+        return (
+            f"built for torch {built_for}, and torch {own} is installed",
             f"Build them again, or install torch {release(built_for)}: {HOW_TO_BUILD}",
         )
-        return
-    yield Finding(
-        "build",
-        "native libraries",
+    return (
         f"do not load: {type(error).__name__}: {first_line(error)}",
-        "error",
-        f"Build them again for torch {torch_version} and this Python: {HOW_TO_BUILD}",
+        f"Build them again for torch {own} and this Python: {HOW_TO_BUILD}",
     )
 
 
@@ -305,14 +247,6 @@ def _elsewhere() -> str | None:
     return None
 
 
-def _torch_version() -> str | None:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return None
-    return str(torch.__version__)
-
-
 def _loaded() -> Iterator[Finding]:
     import torch
 
@@ -321,16 +255,11 @@ def _loaded() -> Iterator[Finding]:
     built_for = {"_ops": torch.ops.commhook.built_for_torch(), "_C": _C.built_for_torch()}
     for library, version in built_for.items():
         if version.partition("+")[2] != str(torch.__version__).partition("+")[2]:
-            yield Finding(
-                "build",
-                f"{library} built for torch",
-                version,
-                "warning",
-                f"Build it again for torch {torch.__version__}: {HOW_TO_BUILD}",
-            )
+            advice = f"Build it again for torch {torch.__version__}: {HOW_TO_BUILD}"
+            yield Finding.warning(f"{library} built for torch", version, advice)
         else:
-            yield Finding("build", f"{library} built for torch", version)
-    yield Finding("build", "CPU kernels", torch.ops.commhook.cpu_capability(None))
+            yield Finding(f"{library} built for torch", version)
+    yield Finding("CPU kernels", torch.ops.commhook.cpu_capability(None))
 
 
 def _compiler(is_built: bool) -> Finding:
@@ -338,19 +267,20 @@ def _compiler(is_built: bool) -> Finding:
     chosen = shlex.split(os.environ.get("CXX", ""))[:1]  # options may follow
     found = next(filter(None, map(shutil.which, chosen or ["c++", "g++", "clang++"])), None)
     if found is not None:
-        return Finding("build", "C++ compiler", found)
+        return Finding("C++ compiler", found)
     user = "torch.compile on the CPU and hooks in C++ need it" if is_built else "the build needs it"
     value, advice = "none on the PATH", f"Install g++ 11 or newer: {user}."
     if chosen:
         value = f"CXX names {chosen[0]}, which is missing"
         advice = f"Set CXX to an installed compiler, or unset it: {user}."
-    return Finding("build", "C++ compiler", value, "warning" if is_built else "error", advice)
+    return Finding("C++ compiler", value, "warning" if is_built else "error", advice)
 
 
 # ---- checks of GPUs, and of the CUDA kernels for them --------------------------------------------
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_BUILD_KERNELS = "COMMHOOK_CUDA=1 python setup.py develop"
 
 # A fat binary begins with a magic number, a version, the size of the header, and the size of the
 # entries. Each entry begins with its kind, the size of its header, the size of its payload, and its
@@ -366,13 +296,13 @@ def check_gpus(settings: Settings) -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError):
-        yield Finding("gpus", "GPUs", "not known, since torch does not load")
+        yield Finding("GPUs", "not known, since torch does not load")
         return
     is_cuda_build = torch.version.cuda is not None
     count = torch.cuda.device_count() if is_cuda_build else 0
     yield _gpus(is_cuda_build, count)
     if library_error() is not None:
-        yield Finding("gpus", "CUDA kernels", "not known, since the native libraries do not load")
+        yield Finding("CUDA kernels", "not known, since the native libraries do not load")
         return
     yield _kernels(is_cuda_build, count)
 
@@ -381,79 +311,49 @@ def _gpus(is_cuda_build: bool, count: int) -> Finding:
     import torch
 
     if count:
-        return Finding("gpus", "GPUs", ", ".join(map(_gpu, range(count))))
+        found = [torch.cuda.get_device_properties(index) for index in range(count)]
+        texts = [
+            f"{each.name} ({each.major}.{each.minor}, {each.total_memory / (1 << 30):.0f} GiB)"
+            for each in found
+        ]
+        return Finding("GPUs", ", ".join(texts))
     if not _DRIVER.exists():
-        return Finding("gpus", "GPUs", "none")
-    if is_cuda_build:
-        return Finding(
-            "gpus",
-            "GPUs",
-            f"none that torch can use, though NVIDIA's driver is loaded{_cuda_error()}",
-            "warning",
-            "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
-            f"{torch.version.cuda}.",
-        )
-    return Finding(
-        "gpus",
-        "GPUs",
-        f"none that torch {torch.__version__} can use, though NVIDIA's driver is loaded",
-        "warning",
-        "Install a CUDA build of torch to use them.",
-    )
-
-
-def _gpu(index: int) -> str:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    capability = f"{properties.major}.{properties.minor}"
-    gibibytes = properties.total_memory / (1 << 30)
-    return f"{properties.name} ({capability}, {gibibytes:.0f} GiB)"
-
-
-def _cuda_error() -> str:
-    import torch
-
+        return Finding("GPUs", "none")
+    if not is_cuda_build:
+        value = f"none that torch {torch.__version__} can use, though NVIDIA's driver is loaded"
+        return Finding.warning("GPUs", value, "Install a CUDA build of torch to use them.")
+    value = "none that torch can use, though NVIDIA's driver is loaded"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f": {first_line(error)}"
-    return ""
+        value += f": {first_line(error)}"
+    advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver serves CUDA "
+    return Finding.warning("GPUs", value, f"{advice}{torch.version.cuda}.")
 
 
 def _kernels(is_cuda_build: bool, count: int) -> Finding:
     import torch
 
     name = "CUDA kernels"
+    cuda = torch.version.cuda
+    if not _has_kernels() and not is_cuda_build:
+        return Finding(name, f"none, since torch {torch.__version__} is not a CUDA build")
     if not _has_kernels():
-        if not is_cuda_build:
-            value = f"none, since torch {torch.__version__} is not a CUDA build"
-            return Finding("gpus", name, value)
-        return Finding(
-            "gpus",
-            name,
-            f"none in the build, though torch is a build for CUDA {torch.version.cuda}; slower "
-            "reference kernels serve CUDA tensors",
-            "warning",
-            f"Install nvcc of CUDA {torch.version.cuda}, then run: "
-            "COMMHOOK_CUDA=1 python setup.py develop",
-        )
+        value = f"none in the build, though torch is a build for CUDA {cuda}; slower reference "
+        value += "kernels serve CUDA tensors"
+        advice = f"Install nvcc of CUDA {cuda}, then run: {_BUILD_KERNELS}"
+        return Finding.warning(name, value, advice)
     library = operator_library()
     found = set() if library is None else architectures(library.read_bytes())
     value = ", ".join(sorted(found, key=_order)) or "of unknown architectures"
     capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
     missing = sorted(one for one in capabilities if found and not serves(found, *one))
     if not missing:
-        return Finding("gpus", name, value)
+        return Finding(name, value)
     texts = [f"{major}.{minor}" for major, minor in missing]
-    return Finding(
-        "gpus",
-        name,
-        f"{value}: none for compute capability {' and '.join(texts)}",
-        "error",
-        f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' COMMHOOK_CUDA=1 "
-        "python setup.py develop",
-    )
+    value = f"{value}: none for compute capability {' and '.join(texts)}"
+    advice = f"Build again: TORCH_CUDA_ARCH_LIST='{' '.join(texts)}' {_BUILD_KERNELS}"
+    return Finding.error(name, value, advice)
 
 
 def _has_kernels() -> bool:
@@ -495,9 +395,7 @@ def serves(architectures: set[str], major: int, minor: int) -> bool:
     for each in architectures:
         kind, number = each.split("_")
         own = divmod(int(number), 10)
-        if kind == "compute" and own <= (major, minor):
-            return True
-        if kind == "sm" and own[0] == major and own[1] <= minor:
+        if own <= (major, minor) and (kind == "compute" or own[0] == major):
             return True
     return False
 
@@ -517,18 +415,16 @@ HOOKS = ("allreduce", "error_feedback(blockwise)")
 def check_hooks(settings: Settings) -> Iterator[Finding]:
     """Average gradients of two ranks with each of two hooks."""
     if library_error() is not None:
-        yield Finding("hooks", "hooks", "not tried, since the native libraries do not load")
+        yield Finding("hooks", "not tried, since the native libraries do not load")
         return
     for hook in HOOKS:
         error = _error_of(hook)
         if error is None:
-            yield Finding("hooks", hook, "averages the gradients of two ranks")
+            yield Finding(hook, "averages the gradients of two ranks")
         else:
-            yield Finding(
-                "hooks",
+            yield Finding.error(
                 hook,
                 f"{type(error).__name__}: {first_line(error)}",
-                "error",
                 "Report this with the whole output of doctor.",
             )
 

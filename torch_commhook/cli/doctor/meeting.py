@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -39,12 +39,22 @@ class Finding:
         rank: the rank that found it, if it is not the rank that prints.
     """
 
-    group: str
+    group: str = field(default="", kw_only=True)
     name: str
     value: str
     level: Level = "ok"
     advice: str = ""
     rank: int | None = None
+
+    @classmethod
+    def warning(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
+        """A finding that does not change the exit code."""
+        return cls(name, value, "warning", advice, group=group)
+
+    @classmethod
+    def error(cls, name: str, value: str, advice: str, group: str = "") -> Finding:
+        """A finding that makes the exit code 1."""
+        return cls(name, value, "error", advice, group=group)
 
 
 def count(findings: Sequence[Finding], level: Level) -> int:
@@ -94,15 +104,7 @@ _LEAVE_SECONDS = 5.0
 
 
 class NoMeetingError(Exception):
-    """This rank does not reach the store.
-
-    Attributes:
-        advice: the solution, in one sentence.
-    """
-
-    def __init__(self, message: str, advice: str) -> None:
-        super().__init__(message)
-        self.advice = advice
+    """This rank does not reach the store. The arguments are the reason and advice, as sentences."""
 
 
 class Meeting:

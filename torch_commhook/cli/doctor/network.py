@@ -1,4 +1,4 @@
-"""Checks between processes: addresses, connections, the default group's backends."""
+"""Checks between processes: addresses, connections, ranks, the default group's backends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from torch_commhook.addresses import can_listen, family_of, interfaces, loopback
+from torch_commhook.cli.doctor.build import HOOKS, averaged, library_error
 from torch_commhook.cli.doctor.meeting import Finding, Meeting, Settings, first_line
 
 # ---- checks of the network: the interfaces, and the address that Gloo takes ----------------------
@@ -51,7 +56,7 @@ def check_network(settings: Settings) -> Iterator[Finding]:
     """The interfaces with their addresses, Gloo's address, encryption, and torch's backends."""
     found = interfaces()
     texts = [_described(name, addresses) for name, addresses in found.items()]
-    yield Finding("network", "interfaces", "; ".join(texts) or "none")
+    yield Finding("interfaces", "; ".join(texts) or "none")
     yield _taken(found, settings)
     yield _encryption()
     yield from _available()
@@ -115,31 +120,20 @@ def _taken(found: dict[str, list[str]], settings: Settings) -> Finding:
     name = "Gloo listens at"
     usable = [each for each, addresses in found.items() if _reaches_others(addresses)]
     choice = f" (this host has {', '.join(usable)})" if usable else ""
+    advice = f"Set {INTERFACES} to an interface that other hosts reach{choice}"
     try:
         taken = gloo_address(found)
     except NoAddressError as error:
         unset = ", or unset it" if os.environ.get(INTERFACES) else ""
-        return Finding(
-            "network",
-            name,
-            str(error),
-            "error",
-            f"Set {INTERFACES} to an interface that other hosts reach{choice}{unset}.",
-        )
+        return Finding.error(name, str(error), f"{advice}{unset}.")
     value = f"{taken.address}, {taken.reason}"
     if not taken.is_loopback:
-        return Finding("network", name, value)
+        return Finding(name, value)
     value += "; ranks on other hosts cannot reach it"
     place = settings.place
     if place is None or place.local_size >= place.size:
-        return Finding("network", name, value)
-    return Finding(
-        "network",
-        name,
-        value,
-        "error",
-        f"Set {INTERFACES} to an interface that other hosts reach{choice}.",
-    )
+        return Finding(name, value)
+    return Finding.error(name, value, f"{advice}.")
 
 
 def _encryption() -> Finding:
@@ -149,14 +143,14 @@ def _encryption() -> Finding:
         from torch_commhook.collectives import wire
 
         if not wire.token_key():
-            return Finding("network", "encryption", f"none, since {wire.TOKEN_FILE} is not set")
+            return Finding("encryption", f"none, since {wire.TOKEN_FILE} is not set")
         text = f"TLS 1.3 with the token in {wire.TOKEN_FILE}, by {_C.tls_version()}"
-        return Finding("network", "encryption", text)
+        return Finding("encryption", text)
     except ImportError:
-        return Finding("network", "encryption", "not known, since the native libraries do not load")
+        return Finding("encryption", "not known, since the native libraries do not load")
     except RuntimeError as error:  # the token's, or OpenSSL's
         advice = "give the variable the name of a file with the same token on all ranks"
-        return Finding("network", "encryption", first_line(error), "error", advice)
+        return Finding.error("encryption", first_line(error), advice)
 
 
 def _reaches_others(addresses: list[str]) -> bool:
@@ -169,27 +163,21 @@ def _available() -> Iterator[Finding]:
     except (ImportError, OSError):
         return
     if not dist.is_available():
-        yield Finding(
-            "network",
+        yield Finding.error(
             "torch.distributed",
             "not in this torch",
-            "error",
             "Install a torch that was built with torch.distributed.",
         )
         return
     if dist.is_gloo_available():
-        yield Finding("network", "Gloo", "available")
+        yield Finding("Gloo", "available")
     else:
-        yield Finding(
-            "network",
+        yield Finding.warning(
             "Gloo",
             "not in this torch",
-            "warning",
             "Install a torch with Gloo: without it ranks cannot agree on a step that fails.",
         )
-    yield Finding(
-        "network", "NCCL", "available" if dist.is_nccl_available() else "not in this torch"
-    )
+    yield Finding("NCCL", "available" if dist.is_nccl_available() else "not in this torch")
 
 
 # ---- connects each rank to each other rank, at the addresses that Gloo uses ----------------------
@@ -202,10 +190,7 @@ _MOST_SECONDS = 5.0
 
 
 class Listener:
-    """Listens at an address, and tells its token to each process that connects.
-
-    Args:
-        address: an IPv4 or IPv6 address of this host; the system chooses a free port.
+    """Listens at an address of this host, and tells its token to each process that connects.
 
     Raises:
         OSError: this process cannot listen at the address.
@@ -242,10 +227,6 @@ class Listener:
 def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
     """Connect to all other ranks. All ranks must call this function.
 
-    Args:
-        meeting: the meeting of all ranks.
-        timeout: the seconds for each single wait.
-
     Returns:
         The reason for each rank that has come, but that this rank cannot connect to.
     """
@@ -268,16 +249,13 @@ def failed_connections(meeting: Meeting, timeout: float) -> dict[int, str]:
 def _connect_to_all(meeting: Meeting, timeout: float) -> dict[int, str]:
     others = [rank for rank in meeting.ranks() if rank != meeting.rank]
     places = meeting.values("listens", others, timeout)
-    failed = {rank: f"it does not listen within {timeout:g} s" for rank in others}
+    limit = min(timeout, _MOST_SECONDS)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        limit = min(timeout, _MOST_SECONDS)
         errors = pool.map(lambda text: _connect(json.loads(text), limit), places.values())
-        for rank, error in zip(places, errors, strict=True):
-            if error is None:
-                del failed[rank]
-            else:
-                failed[rank] = error
-    return failed
+        reasons = dict(zip(places, errors, strict=True))
+    absent = f"it does not listen within {timeout:g} s"
+    found = {rank: reasons.get(rank, absent) for rank in others}
+    return {rank: reason for rank, reason in found.items() if reason is not None}
 
 
 def _connect(place: Mapping[str, str], timeout: float) -> str | None:
@@ -288,19 +266,175 @@ def _connect(place: Mapping[str, str], timeout: float) -> str | None:
     where = f"at {address} port {port}"
     note = ", which is loopback of its own host" if ip_address(address).is_loopback else ""
     try:
-        with socket.create_connection((address, port), timeout=timeout) as connection:
-            connection.settimeout(timeout)
-            token = b""
-            while len(token) < _TOKEN_BYTES:
-                part = connection.recv(_TOKEN_BYTES - len(token))
-                if not part:
-                    break
-                token += part
+        with (
+            socket.create_connection((address, port), timeout=timeout) as connection,
+            connection.makefile("rb") as stream,
+        ):
+            token = stream.read(_TOKEN_BYTES)
     except OSError as error:
         return f"{where}{note}: {error.strerror or error}"
     if token.hex() != place["token"]:
         return f"{where}{note}: another program answers"
     return None
+
+
+# ---- checks that ranks reach each other ----------------------------------------------------------
+
+
+#: To import torch in three processes on a slow disk.
+_START_SECONDS = 120.0
+_MOST_PAIRS = 10
+_ONE_HOST = "two processes on this host"
+_ADVICE = (
+    "Let these hosts connect to all TCP ports of each other, or set "
+    f"{INTERFACES} on each to an interface in a network that they share."
+)
+_ADVICE_ON_ONE_HOST = (
+    f"Set {INTERFACES} to an interface of this host or unset it, and let this host connect to "
+    "all of its own TCP ports."
+)
+
+
+def check_ranks(settings: Settings) -> Iterator[Finding]:
+    """Whether the launcher's ranks connect; without a launcher, two processes on this host."""
+    try:
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        yield Finding(_ONE_HOST, "not tried, since torch does not load")
+        return
+    if not (dist.is_available() and dist.is_gloo_available()):
+        yield Finding(_ONE_HOST, "not tried, since torch has no Gloo")
+    elif settings.meeting is not None:
+        yield from _all_ranks(settings.meeting, settings.timeout)
+    elif settings.place is None or settings.place.size == 1:
+        yield from _two_processes(settings.timeout)
+
+
+def _two_processes(timeout: float) -> Iterator[Finding]:
+    """Start this check by torchrun as two ranks on this host."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check = ["torch_commhook", "doctor", "--only", "ranks", "--json", "--timeout", f"{timeout:g}"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *torchrun, "--local-addr", loopback(), "-m", *check],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_SECONDS + timeout,
+        )
+        found = [Finding(**fields) for fields in json.loads(done.stdout)["findings"]]
+    except subprocess.TimeoutExpired as error:
+        yield Finding.error(_ONE_HOST, f"no answer within {error.timeout:g} s", _ADVICE)
+        return
+    except (ValueError, KeyError):
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        yield Finding.error(
+            _ONE_HOST, f"torchrun ended with {done.returncode}: {lines[-1]}", _ADVICE
+        )
+        return
+    for finding in found:
+        advice = "" if finding.level == "ok" else _ADVICE_ON_ONE_HOST
+        yield Finding(f"{_ONE_HOST}, {finding.name}", finding.value, finding.level, advice)
+
+
+def _all_ranks(meeting: Meeting, timeout: float) -> Iterator[Finding]:
+    import torch.distributed as dist
+
+    mine = failed_connections(meeting, timeout)
+    meeting.store.set(f"failed/{meeting.rank}", json.dumps(mine))
+    reports = meeting.values("failed", meeting.ranks(), 2 * timeout)
+    failed = {
+        (rank, int(peer)): reason
+        for rank, text in reports.items()
+        for peer, reason in json.loads(text).items()
+    }
+    absent = sorted(set(range(meeting.size)) - set(reports))
+    if not failed and not absent:
+        sums = _sum_error(meeting, timeout)
+        if meeting.rank == 0:
+            pairs = meeting.size * (meeting.size - 1) // 2
+            many = "pair of ranks connects" if pairs == 1 else "pairs of ranks connect"
+            yield Finding("connections", f"{'' if pairs == 1 else 'all '}{pairs} {many}")
+        yield from _tried(meeting, "all-reduce over Gloo", sums, _ADVICE)
+        can_try = sums is None and library_error() is None and not dist.is_initialized()
+        meeting.store.set(f"can_try/{meeting.rank}", str(can_try))
+        answers = meeting.values("can_try", range(meeting.size), timeout).values()
+        if list(answers) == ["True"] * meeting.size:
+            error = _hook_error(meeting, timeout)
+            advice = "Report this with the whole output of doctor."
+            yield from _tried(meeting, f"hook {HOOKS[0]} over Gloo", error, advice)
+    elif meeting.rank == 0:
+        yield from _of_failed(failed, absent, timeout)
+
+
+def _tried(meeting: Meeting, name: str, error: str | None, advice: str) -> Iterator[Finding]:
+    if error is not None:
+        yield Finding.error(name, error, advice)
+    elif meeting.rank == 0:
+        yield Finding(name, "works")
+
+
+def _of_failed(
+    failed: Mapping[tuple[int, int], str], absent: list[int], timeout: float
+) -> Iterator[Finding]:
+    for rank in absent:
+        yield Finding.error(
+            f"rank {rank}",
+            f"it has not come within {timeout:g} s",
+            "Read the output of this rank, and look whether its host reaches MASTER_ADDR.",
+        )
+    for (rank, peer), reason in list(failed.items())[:_MOST_PAIRS]:
+        advice = _ADVICE
+        if "loopback" in reason:
+            advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that others reach."
+        elif "listens nowhere" in reason:
+            advice = f"Set {INTERFACES} on rank {peer}'s host to an interface that it has."
+        yield Finding.error(f"rank {rank} cannot connect to rank {peer}", reason, advice)
+    if len(failed) > _MOST_PAIRS:
+        more = len(failed) - _MOST_PAIRS
+        yield Finding.error("connections", f"{more} more of {len(failed)} fail", _ADVICE)
+
+
+def _sum_error(meeting: Meeting, timeout: float) -> str | None:
+    """Add up numbers of all ranks over Gloo; the error, or None."""
+    import torch
+    import torch.distributed as dist
+
+    size = meeting.size
+    try:
+        store = dist.PrefixStore("gloo", meeting.store)
+        # PyTorch's annotations lack the class's collectives.
+        make: Any = dist.ProcessGroupGloo
+        group = make(store, meeting.rank, size, timedelta(seconds=timeout))
+        number = torch.full((1,), meeting.rank + 1.0, dtype=torch.float64, device="cpu")
+        group.allreduce([number]).wait()
+    except RuntimeError as error:
+        return first_line(error)
+    expected = size * (size + 1) / 2
+    return None if number.item() == expected else f"gives {number.item()}, not {expected}"
+
+
+def _hook_error(meeting: Meeting, timeout: float) -> str | None:
+    """Average gradients of all ranks in a default group over Gloo; the error, or None."""
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("hook", meeting.store),
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=timedelta(seconds=timeout),
+        )
+        gradient = averaged(meeting.rank, HOOKS[0])
+    except Exception as error:  # doctor reports any error
+        return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    expected = (meeting.size + 1) / 2
+    is_near = bool((gradient - expected).abs().max() < 1e-5 * expected)
+    return None if is_near else f"gives {gradient.unique().tolist()}, not {expected}"
 
 
 # ---- checks of the default process group's backends ----------------------------------------------
@@ -322,7 +456,7 @@ def check_group(settings: Settings) -> Iterator[Finding]:
         source, config = "init_process_group()", "undefined"
     else:
         return
-    yield from backends(source, config)
+    yield backends(source, config)
 
 
 def by_device(config: str) -> dict[str, str]:
@@ -352,13 +486,8 @@ def by_device(config: str) -> dict[str, str]:
     return {str(device): str(backend) for device, backend in found.items()}
 
 
-def backends(source: str, config: str) -> Iterator[Finding]:
-    """Describe a configuration of backends.
-
-    Args:
-        source: the source of the configuration, which names the finding.
-        config: such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-    """
+def backends(source: str, config: str) -> Finding:
+    """Describe a configuration of backends; its source names the finding."""
     import torch.distributed as dist
 
     try:
@@ -366,47 +495,30 @@ def backends(source: str, config: str) -> Iterator[Finding]:
     except (ValueError, RuntimeError) as error:
         advice = "Name a backend, or one for each kind of device: cpu:gloo,cuda:nccl."
         text = " ".join(first_line(error).split())
-        yield Finding("group", source, f"{config!r}: {text}", "error", advice)
-        return
+        return Finding.error(source, f"{config!r}: {text}", advice)
     value = ", ".join(f"{device} tensors travel over {name}" for device, name in found.items())
     if config != "undefined":
         value = f"{config}: {value}"
     missing = [
-        backend
-        for backend in dict.fromkeys(found.values())
-        if not dist.is_backend_available(backend)
+        name for name in dict.fromkeys(found.values()) if not dist.is_backend_available(name)
     ]
     if missing:
-        yield Finding(
-            "group",
-            source,
-            f"{value}; this torch has no {' and no '.join(missing)}",
-            "error",
-            "Choose backends that this torch has, or install a build of torch with them.",
-        )
-        return
+        value = f"{value}; this torch has no {' and no '.join(missing)}"
+        advice = "Choose backends that this torch has, or install a build of torch with them."
+        return Finding.error(source, value, advice)
     cpu = found.get("cpu", "gloo")
     if cpu != "gloo":
-        right = {**found, "cpu": "gloo"}
-        advised = ",".join(f"{device}:{name}" for device, name in right.items())
-        yield Finding(
-            "group",
-            source,
-            f"{value}; ranks cannot agree over {cpu} on a step that fails",
-            "warning",
-            f"Take gloo for the CPU: init_process_group('{advised}').",
-        )
-        return
+        right = ",".join(f"{device}:{name}" for device, name in {**found, "cpu": "gloo"}.items())
+        value = f"{value}; ranks cannot agree over {cpu} on a step that fails"
+        advice = f"Take gloo for the CPU: init_process_group('{right}')."
+        return Finding.warning(source, value, advice)
+    value = f"{value}; ranks agree on each step over gloo"
     others = dict.fromkeys(name for name in found.values() if name != "gloo")
     if not others:
-        yield Finding("group", source, f"{value}; ranks agree on each step over gloo")
-        return
-    yield Finding(
-        "group",
+        return Finding(source, value)
+    return Finding.warning(
         source,
-        f"{value}; ranks agree on each step over gloo, and {' and '.join(others)} cannot take back "
-        "a collective of a step that fails",
-        "warning",
+        f"{value}, and {' and '.join(others)} cannot take back a collective of a step that fails",
         "After an error in backward(), call abort() on all ranks, make a new group and attach "
         "again.",
     )
