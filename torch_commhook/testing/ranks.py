@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,27 +18,25 @@ from torch.distributed import distributed_c10d
 from torch_commhook._C import type_name
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.simulated.link import Links
-from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
+from torch_commhook.process_group.simulated.scheduler import (
+    Awaited,
+    RunEndedError,
+    Scheduler,
+    current_rank,
+)
 
 # ---- a store for threads as ranks: a rank that waits for a key lets the others run ---------------
 
 
-class _Keys:
+class _Keys(Awaited):
     """Keys that a rank waits for."""
 
     def __init__(self, owner: int, keys: Sequence[str]) -> None:
-        self.is_done = False
         self.owner = owner
         self.keys = keys
 
     def describe(self) -> str:
         return f"{', '.join(self.keys)} in the store"
-
-    def is_hopeless(self, ended: Collection[int]) -> bool:
-        return False
-
-    def deliver(self) -> None:
-        """Do nothing: there is no Future of it."""
 
 
 class SimulatedStore(dist.Store):

@@ -7,8 +7,8 @@ order of events.
 Each thread has a lock of its own that it waits for, and the running thread releases that of the
 next. When no thread can continue, the scheduler knows why each waits.
 
-The ranks of a group share a ``Link`` (``process_group/simulated/link.py``). The last rank to reach
-a collective carries it out for all (``simulated/data.py``), on the tensors of the others. The
+The ranks of a group share a ``Link`` (``link.py``). The last rank to reach a collective carries it
+out for all (``data.py``), on the tensors of the others. The
 arguments that must agree are compared when the second rank comes. A Future is completed on its own
 rank's thread, when that runs next, because its callbacks see that rank's ``torch.distributed``.
 
@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
 
@@ -49,7 +49,7 @@ class DeadlockError(RuntimeError):
         >>> run_ranks(lambda rank: rank == 0 and dist.barrier(), 2)
         Traceback (most recent call last):
             ...
-        torch_commhook.testing.scheduler.DeadlockError: run_ranks: no rank can go on:
+        torch_commhook...DeadlockError: run_ranks: no rank can go on:
           rank 0 waits for barrier 1 on group '0'; not there: rank 1
           rank 1 has returned
     """
@@ -62,20 +62,27 @@ class RunEndedError(BaseException):
     """
 
 
-class Awaited(Protocol):
-    """An event that a rank can wait for."""
+class Awaited:
+    """An event that a rank can wait for: the base class of all of them.
 
-    is_done: bool
+    Attributes:
+        is_done: whether it has happened.
+        owner: the rank that may wait for it.
+    """
+
+    is_done = False
     owner: int
 
     def describe(self) -> str:
         """Its description, for a report."""
+        raise NotImplementedError
 
     def is_hopeless(self, ended: Collection[int]) -> bool:
         """Whether it can never happen, given the ranks that have ended."""
+        return False
 
     def deliver(self) -> None:
-        """Complete its Future: on the owner's thread, or while the owner is blocked."""
+        """Complete its Future, if it has one: on the owner's thread, or while it is blocked."""
 
 
 class Rank:
