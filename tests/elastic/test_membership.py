@@ -101,7 +101,7 @@ class Signs:
 def _members(store: dist.Store, count: int, signs: Signs, **settings: Any) -> list[Membership]:
     options: dict[str, Any] = {"min_ranks": 2, "grace": GRACE, "first_ranks": count, **settings}
     options |= {"now": CLOCK.now, "sleep": CLOCK.sleep}
-    return [Membership(store, signs, **options) for _ in range(count)]
+    return [Membership(store, signs.silent, **options) for _ in range(count)]
 
 
 def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -298,52 +298,12 @@ def receive_number(group: dist.ProcessGroup, rank: int) -> int:
     return int(number)
 
 
-def send_numbers(numbers: Sequence[int], group: dist.ProcessGroup, rank: int) -> None:
-    """Send ints to a rank of a group.
-
-    Raises:
-        RuntimeError: the connection was closed.
-    """
-    send_number(len(numbers), group, rank)
-    if numbers:
-        _send(torch.tensor(numbers, dtype=torch.int64, device="cpu"), group, rank)
-
-
-def receive_numbers(group: dist.ProcessGroup, rank: int, most: int) -> list[int]:
-    """Receive the numbers that a rank of a group sends by :func:`send_numbers`.
-
-    Args:
-        group: the group.
-        rank: the sender's place in it.
-        most: the largest number of numbers.
-
-    Raises:
-        RuntimeError: the connection was closed.
-        ValueError: the rank announces more numbers.
-    """
-    length = receive_number(group, rank)
-    if not 0 <= length <= most:
-        raise ValueError(
-            f"torch_commhook: rank {rank} of the group must send from 0 to {most} numbers, "
-            f"got {length}"
-        )
-    numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
-    if length:
-        _receive(numbers, group, rank)
-    return numbers.tolist()
-
-
 def _send(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     group.send([message], rank, _TAG).wait()
 
 
 def _receive(message: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     group.recv([message], rank, _TAG).wait()
-
-
-def states_of(objects: Sequence[Any]) -> list[Any]:
-    """Return the state of each object."""
-    return [each.state_dict() for each in objects]
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -370,7 +330,7 @@ def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any
 
 
 def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
-    """Load the states that :func:`states_of` returned.
+    """Load the states that another rank's objects have returned.
 
     Raises:
         ValueError: the ranks have different numbers of objects.
@@ -501,14 +461,14 @@ class Donor:
             send(packed(sums), self._group, self._place)
             send(rest, self._group, self._place)
             try:
-                wanted = receive_numbers(self._group, self._place, len(sums))
-                if not set(wanted) <= set(range(len(sums))):
-                    raise ValueError(f"torch_commhook: it asks for parameters {wanted}")
+                differs = receive(self._group, self._place, len(sums))  # a byte for each sum
+                if differs.numel() != len(sums):
+                    raise ValueError(f"torch_commhook: it compares {differs.numel()} parameters")
             except ValueError as error:  # its own fault: this rank continues
                 _log.warning("a new rank does not get the last part of its state: %s", error)
                 return
-            if wanted:
-                parts = self._pieces.whole(wanted)
+            if differs.any():
+                parts = self._pieces.whole(differs.nonzero().flatten().tolist())
                 send(packed(parts), self._group, self._place)
 
         self._sends = InBackground(send_rest)
@@ -590,9 +550,9 @@ class NewRank:
         own = self._pieces.nbytes
         sums = unpacked(receive(group, donor, own))
         load(unpacked(receive(group, donor, own)))
-        pairs = enumerate(zip(sums, self._pieces.sums(), strict=True))
-        wanted = [index for index, (theirs, mine) in pairs if theirs != mine]
-        send_numbers(wanted, group, donor)
-        if wanted:
+        pairs = zip(sums, self._pieces.sums(), strict=True)
+        wanted = [theirs != mine for theirs, mine in pairs]
+        send(torch.tensor(wanted, dtype=torch.uint8, device="cpu"), group, donor)
+        if any(wanted):
             self._pieces.put(unpacked(receive(group, donor, own)))
-        return len(wanted)
+        return sum(wanted)

@@ -15,11 +15,10 @@ import logging
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch_commhook import _C
 from torch_commhook.collectives.wire import keep_for_good
@@ -156,20 +155,13 @@ class _Here:
     lost: Lost
 
 
-class SignsOfLife(Protocol):
-    """Knows which processes are alive."""
-
-    def silent(self, ranks: Collection[int]) -> set[int]:
-        """The given ranks that have shown no sign of life for too long."""
-
-
 class Membership:
     """This process's part in a training whose ranks come and go.
 
     Args:
         store: a store of ``torch.distributed`` that all ranks reach, for this training only. It
             must have ``append``.
-        signs: the other ranks' signs of life.
+        silent: returns those of the given ranks that have shown no sign of life for too long.
         min_ranks: the smallest number of ranks that continues.
         first_ranks: the number of ranks that begins; None for those that arrive within ``grace`` of
             each other.
@@ -188,7 +180,7 @@ class Membership:
     def __init__(
         self,
         store: Any,
-        signs: SignsOfLife,
+        silent: Callable[[Collection[int]], set[int]],
         *,
         min_ranks: int,
         grace: float,
@@ -198,7 +190,7 @@ class Membership:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._store = store
-        self._signs = signs
+        self._silent = silent
         self._min_ranks = min_ranks
         self._first_ranks = first_ranks
         self._grace = grace
@@ -265,7 +257,7 @@ class Membership:
         """Whether the ranks that want to take part should begin, because nobody trains."""
         if len(wanting) < self._min_ranks:
             return False
-        if view is not None and self._signs.silent(view.members) != set(view.members):
+        if view is not None and self._silent(view.members) != set(view.members):
             return False  # the members will admit this rank
         if view is None and self._first_ranks is not None:
             return len(wanting) >= self._first_ranks or waited >= self._grace
@@ -290,7 +282,7 @@ class Membership:
         if new:  # else a stray number would become a member
             last = self._count("ranks", 0)
             new = {each for each in new if 0 < each <= last}
-        silent = self._signs.silent([each for each in new if each != self.own])
+        silent = self._silent([each for each in new if each != self.own])
         return sorted(new - known - silent), len(entries), wanted
 
     def has_ended(self, first: int) -> bool:
@@ -302,7 +294,7 @@ class Membership:
         view = self.current()
         ranks = {first, *self._asking(view)[0], *(() if view is None else view.members)}
         left = {own for own, _ in self._leaving()}
-        return self._signs.silent(ranks - left) == ranks - left
+        return self._silent(ranks - left) == ranks - left
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -406,7 +398,7 @@ class Membership:
         stay = here.keys() - left_before
         here = {rank: here[rank] for rank in view.members if rank in stay}
         missing = set(view.members) - here.keys()
-        lost = Lost(frozenset(left_before), frozenset(self._signs.silent(missing)))
+        lost = Lost(frozenset(left_before), frozenset(self._silent(missing)))
         for each in here.values():
             lost = lost.with_those_of(each.lost)
         if not is_late and not missing <= lost.all:
@@ -575,16 +567,6 @@ def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
 #: The number of signs in the time after which a rank counts as lost.
 _SIGNS = 5
 
-_running: weakref.WeakSet[_C.SignsOfLife] = weakref.WeakSet()
-
-
-def _keep_in_child() -> None:
-    for each in _running:
-        keep_for_good(each)
-
-
-os.register_at_fork(after_in_child=_keep_in_child)
-
 
 class StoreSigns:
     """This process's signs of life, and those of others.
@@ -603,9 +585,14 @@ class StoreSigns:
         self._own = own
         self._silent_after = silent_after
         self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
-        _running.add(self._signs)
+        self._process = os.getpid()
         self._watched: set[int] = set()
         self.watch(())
+
+    def __del__(self, own_process: Callable[[], int] = os.getpid) -> None:
+        # An argument, since modules may be gone before this object is.
+        if own_process() != self._process:  # a forked process has no thread that could be joined
+            keep_for_good(self._signs)
 
     def watch(self, ranks: Collection[int]) -> None:
         """Watch these processes, and no others."""
@@ -633,10 +620,6 @@ class StoreSigns:
 
     def _number(self, key: str) -> int:
         return self._signs.signs().get(key, (0, 0.0))[0]
-
-    def seconds_without_store(self) -> float:
-        """Seconds since the store's last answer."""
-        return self._signs.seconds_without_store()
 
     def stop(self) -> None:
         """Send no more signs, and remove the last one from the store."""

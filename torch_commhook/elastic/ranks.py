@@ -303,10 +303,9 @@ class ElasticRanks:
         half = settings.grace / 2
         self._callbacks: list[Callable[[int, int], object]] = []
         self._stopped = threading.Event()
-        self._signs: StoreSigns | None = None
         self.membership = Membership(
             self._store,
-            self,
+            lambda ranks: self._signs.silent(ranks),
             min_ranks=settings.min_ranks,
             grace=half,
             patience=settings.timeout,
@@ -320,10 +319,6 @@ class ElasticRanks:
         self._reasons: list[Callable[[], object]] = []  # remove these groups' reasons
         self._process = os.getpid()
         atexit.register(self.leave)
-
-    def silent(self, ranks: Any) -> set[int]:
-        """Return the ranks that show no sign of life."""
-        return set() if self._signs is None else self._signs.silent(ranks)
 
     @property
     def view(self) -> View:
@@ -404,15 +399,14 @@ class ElasticRanks:
             group.fail("it has left the training")
         self._give_up_group()
         self._forget(reasons=False)
-        if self._signs is not None:
-            self._signs.stop()
+        self._signs.stop()
         self._door.close()
 
     def wants_change(self) -> bool:
         """Whether this rank knows of a rank that wants to join, or of too few members."""
         if len(self.view.members) < self.settings.min_ranks:
             return True
-        return self._signs is not None and self._signs.wanted() > self.view.wanted
+        return self._signs.wanted() > self.view.wanted
 
     # ---- continuing ------------------------------------------------------------------------------
 
@@ -595,17 +589,16 @@ class ElasticRanks:
     # ---- signs of life ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        if self._signs is not None:
-            self._signs.watch(self._others())
+        self._signs.watch(self._others())
 
     def _look_after(self) -> None:
         """Fail the step when a member shows no sign of life, or the others have a newer view."""
         half = self.settings.grace / 2
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
-            silent = self.silent(self._others())
+            silent = self._signs.silent(self._others())
             # A rank that was stopped for a while may get no error from its connections.
-            is_old = self._signs is not None and self._signs.view_number() > view.number
+            is_old = self._signs.view_number() > view.number
             if group is None or self.view is not view:
                 continue
             if silent:
