@@ -19,7 +19,15 @@ import torch
 
 from torch_commhook.cli import plan_advice
 from torch_commhook.cli.outputs import OutputError, check_picture
-from torch_commhook.cli.plan_advice import Advice, Layout, Loss, advise, judge_row, own_text
+from torch_commhook.cli.plan_advice import (
+    Advice,
+    Layout,
+    Loss,
+    Row,
+    advise,
+    judge_row,
+    own_text,
+)
 from torch_commhook.cli.plan_advice import Cost as ShardedCost
 from torch_commhook.cli.plan_parser import (
     ModelError,
@@ -212,8 +220,7 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
     is_far = question.delay_seconds > 0 or on_nodes
     has_connections = on_nodes or question.connections > 1
     header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
-    header += [*["connections"] * has_connections, *["round trips"] * is_far]
-    header += ["wire", "computing", "step", "x plain", "pays"]
+    header += [*["connections"] * has_connections, *["round trips"] * is_far, *_TIMES]
     rows = [
         (
             cost.hook,
@@ -221,9 +228,7 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
             *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
             *[str(cost.connections)] * has_connections,
             *[f"{cost.round_trips:.3g}"] * is_far,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost, question.optimizer, is_first=cost is costs[0]),
+            *_times(cost, question.optimizer, is_first=cost is costs[0]),
         )
         for cost in costs
     ]
@@ -234,8 +239,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
     """The lines of the table for a sharded model, and notes on the memory of error feedback."""
     has_replicas = layout.replicas is not None
     header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
-    header += ["between replicas"] * has_replicas
-    header += ["wire", "computing", "step", "x plain", "pays"]
+    header += [*["between replicas"] * has_replicas, *_TIMES]
     rows = [
         [
             cost.hook,
@@ -243,9 +247,7 @@ def sharded_table_of(costs: Sequence[ShardedCost], layout: Layout, optimizer: st
             format_bytes(cost.forward_bytes),
             format_bytes(cost.backward_bytes),
             *[format_bytes(cost.reduced_bytes)] * has_replicas,
-            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
-            f"{cost.ratio:.2f}",
-            _pays(cost, optimizer, is_first=cost is costs[0]),
+            *_times(cost, optimizer, is_first=cost is costs[0]),
         ]
         for cost in costs
     ]
@@ -265,43 +267,36 @@ def spread_of(layout: Layout) -> str:
 
 
 def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
-    """Sentences on the memory of error feedback."""
+    """Sentences on the memory of error feedback, each once."""
     of_all, of_shard = "of all shards", "of the rank's own shard"
+    shards = of_all if layout.replicas is None else of_shard
+    memories = [(own_text(cost.hook), cost.error_bytes, shards) for cost in costs]
+    memories.append(("shard_hook", max(cost.shard_error_bytes for cost in costs), of_all))
     notes = [
-        _memory_note(
-            own_text(cost.hook), cost.error_bytes, of_all if layout.replicas is None else of_shard
-        )
-        for cost in costs
-        if cost.error_bytes
+        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients {of}"
+        for hook, count, of in memories
+        if count
     ]
-    shard_error = max(cost.shard_error_bytes for cost in costs)
-    if shard_error:
-        notes.append(_memory_note("shard_hook", shard_error, of_all))
     return list(dict.fromkeys(notes))
-
-
-def _memory_note(hook: str, count: float, shards: str) -> str:
-    return (
-        f"{hook} keeps {format_bytes(count)} of error memory on each rank, for the gradients "
-        f"{shards}"
-    )
 
 
 def _bytes_or_unknown(count: float | None) -> str:
     return "?" if count is None else format_bytes(count)
 
 
-def _times(*seconds: float) -> list[str]:
-    return list(map(format_seconds, seconds))
+#: The last columns of each table.
+_TIMES = ("wire", "computing", "step", "x plain", "pays")
 
 
-def _pays(cost: Cost | ShardedCost, optimizer: str, *, is_first: bool) -> str:
-    """The cell that says whether a hook makes the step shorter, or hurts the loss."""
+def _times(cost: Row, optimizer: str, *, is_first: bool) -> list[str]:
+    """The cells of :data:`_TIMES`. The last one says whether the hook makes the step shorter."""
+    seconds = cost.wire_seconds, cost.compute_seconds, cost.step_seconds
+    pays = "yes" if cost.ratio < _LEAST_RATIO else "no"
     if is_first:
-        return ""
-    if judge_row(cost.hook, optimizer).loss is Loss.HURTS:
-        return "hurts"
-    return "yes" if cost.ratio < _LEAST_RATIO else "no"
+        pays = ""
+    elif judge_row(cost.hook, optimizer).loss is Loss.HURTS:
+        pays = "hurts"
+    return [*map(format_seconds, seconds), f"{cost.ratio:.2f}", pays]
 
 
 # ---- plan: recommends a hook for a link, and predicts the time of a step with each hook ----------
@@ -311,8 +306,6 @@ _PLAIN = "allreduce()"
 #: The fields of a cost that ``--json`` omits: the single collectives of a step.
 _CALLS = ("issued", "agreement", "members", "beside")
 _OPTIONS_OF_DDP = ("delay", "nodes")
-
-_Costs = Sequence[Cost] | Sequence[plan_advice.Cost]
 
 
 class PlanError(ValueError):
@@ -331,11 +324,11 @@ class _Answer:
         costs_at: computes the costs over a link of another rate, in bits per second.
     """
 
-    costs: _Costs
+    costs: Sequence[Row]
     advice: Advice
     question: str
     table: list[str]
-    costs_at: Callable[[float], _Costs]
+    costs_at: Callable[[float], Sequence[Row]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -565,7 +558,12 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
     costs = costs_at(question.bits_per_second)
     return _Answer(
         costs,
-        _advise(costs, [cost.bytes_sent for cost in costs], question),
+        advise(
+            costs,
+            [cost.bytes_sent for cost in costs],
+            question.compute_seconds,
+            question.optimizer,
+        ),
         question.sentence(step=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
         table_of(costs, question),
         costs_at,
@@ -602,15 +600,11 @@ def _of_shards(
     within = "" if options.inner_link is None else f" ({format_rate(options.inner_link)} within)"
     return _Answer(
         costs,
-        _advise(costs, sent, question),
+        advise(costs, sent, question.compute_seconds, question.optimizer),
         question.sentence(spread=spread_of(layout), link=within),
         sharded_table_of(costs, layout, question.optimizer),
         costs_at,
     )
-
-
-def _advise(costs: _Costs, sent: Sequence[float], question: Question) -> Advice:
-    return advise(costs, sent, question.compute_seconds, question.optimizer)
 
 
 def _draw(options: argparse.Namespace, question: Question, answer: _Answer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -11,7 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -187,11 +188,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
     Raises:
         ModelError: there is no such function, it fails, or it returns no module with parameters.
     """
-    factory = _load_factory(text)
-
-    def make() -> Any:
-        return factory()
-
+    make = _load_factory(text)
     try:
         with torch.device("meta"):
             module = make()
@@ -208,7 +205,7 @@ def model_of_factory(text: str, inputs: Sequence[Callable[[], Tensor]] | None) -
         raise ModelError(f"{text}: {error}") from error
     if inputs is not None:
         return Subject(model, text, make, lambda: [each() for each in inputs])
-    example = getattr(factory, EXAMPLE_INPUTS, None)
+    example = getattr(make, EXAMPLE_INPUTS, None)
     return Subject(model, text, make, None if example is None else lambda: _listed(example))
 
 
@@ -221,12 +218,14 @@ def _load_factory(text: str) -> Callable[[], Any]:
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise ModelError(f"{text!r} must be MODULE:FACTORY or FILE.py:FACTORY")
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ModelError(f"there is no file {place}")
+    folder = os.getcwd()
+    if not is_file and folder not in sys.path:  # unlike `python -m`
+        sys.path.insert(0, folder)
     try:
-        found: Any = _load_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ModelError:
-        raise
+        found = attrgetter(name)(_run_file(Path(place))) if is_file else resolve_name(text)
     except Exception as error:  # a user's module may raise anything
         raise ModelError(f"{text} can't be loaded: {one_line(error)}") from error
     if not callable(found):
@@ -235,19 +234,10 @@ def _load_factory(text: str) -> Callable[[], Any]:
     return factory
 
 
-def _load_module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        folder = os.getcwd()
-        if folder not in sys.path:  # the command `commhook` lacks it, unlike `python -m`
-            sys.path.insert(0, folder)
-        return importlib.import_module(place)
-    path = Path(place)
-    if not path.is_file():
-        raise ModelError(f"there is no file {place}")
+def _run_file(path: Path) -> ModuleType:
     name = f"_commhook_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{place} can't be imported as Python")
+    assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up a class's module by name
     spec.loader.exec_module(module)
