@@ -13,14 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from torch_commhook import hooks
 from torch_commhook.collectives.hosts import HOST, nest
 from torch_commhook.collectives.issuing import FEW_RANKS
 from torch_commhook.collectives.plain import LEAST_RANKS, padded_numel
-from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.planning.model import Model
 from torch_commhook.planning.wire import scaled, with_places
-from torch_commhook.process_group.operations import Traffic, is_each_to_each, messages_of
+from torch_commhook.process_group.operations import (
+    Call,
+    is_each_to_each,
+    messages_of,
+    traffic_of,
+)
 from torch_commhook.process_group.simulated.link import Issued
 
 Calls = tuple[Issued, ...]
@@ -98,7 +104,8 @@ def low_rank_sum(hook: hooks.powersgd, model: Model, ranks: int) -> tuple[float,
         else:
             first += hook.rank * rows
             second += hook.rank * columns
-    sums = [_all_reduce(MODEL, ranks, _NUMBER_BYTES * numel) for numel in (first, second) if numel]
+    numels = [numel for numel in (first, second) if numel]
+    sums = [_call(MODEL, "allreduce", ranks, _NUMBER_BYTES * numel) for numel in numels]
     return _added_up(*sums) if ranks > 1 else (0.0, ())
 
 
@@ -107,14 +114,13 @@ def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, Calls] | None:
         return encoded_sum(hook.codec, elements, ranks, MODEL)
     if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
         nbytes = 2 * padded_numel(elements, ranks)
-        share = nbytes // ranks
         return _added_up(
-            _call(MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
-            _call(MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
+            _call(MODEL, "all_to_all_single", ranks, nbytes),
+            _call(MODEL, "all_gather_single", ranks, nbytes // ranks),
         )
     if type(hook) in (hooks.allreduce, hooks.cast):
         number_bytes = 2 if type(hook) is hooks.cast else _NUMBER_BYTES
-        return _added_up(_all_reduce(MODEL, ranks, number_bytes * elements))
+        return _added_up(_call(MODEL, "allreduce", ranks, number_bytes * elements))
     return None
 
 
@@ -122,20 +128,18 @@ def encoded_sum(codec: Any, elements: int, ranks: int, group: str) -> tuple[floa
     """The bytes and calls of ``compressed_all_reduce``."""
     if ranks == 1:
         return 0.0, ()
-    others = ranks - 1
     if codec.exchange == "all_gather":
-        nbytes = codec.nbytes(elements)
-        return _added_up(_call(group, "all_gather_single", ranks, nbytes, nbytes * others))
+        return _added_up(_call(group, "all_gather_single", ranks, codec.nbytes(elements)))
     if codec.exchange == "all_reduce":
-        return _added_up(_all_reduce(group, ranks, codec.nbytes(elements)))
+        return _added_up(_call(group, "allreduce", ranks, codec.nbytes(elements)))
     sizes = [shard.nbytes for shard in codec.shards(elements, ranks)]
-    total, longest = sum(sizes), max(sizes)
     issued = (
-        _call(group, "all_to_all_single", ranks, total, total - sizes[0]),
+        _call(group, "all_to_all_single", ranks, sum(sizes), sizes),
         # Shards are padded to the longest.
-        _call(group, "all_gather_single", ranks, longest, longest * others),
+        _call(group, "all_gather_single", ranks, max(sizes)),
     )
-    return total - min(sizes) + longest * others, issued
+    # The rank with the smallest shard sends the most.
+    return sum(sizes) - min(sizes) + issued[1].traffic.carried, issued
 
 
 def _hierarchical(
@@ -165,10 +169,9 @@ def _hierarchical(
     nbytes = _NUMBER_BYTES * share * math.prod(inner)
     scatters, gathers = [], []
     for level, size in enumerate(inner):
-        name, carried = f"level {level}", nbytes // size * (size - 1)
-        scatters.append(_call(name, "all_to_all_single", size, nbytes, carried))
+        scatters.append(_call(f"level {level}", "all_to_all_single", size, nbytes))
         nbytes //= size
-        gathers.append(_call(name, "all_gather_single", size, nbytes, carried))
+        gathers.append(_call(f"level {level}", "all_gather_single", size, nbytes))
     sent, between = encoded_sum(hook.codec, min(share, elements), units, "nodes")
     issued = (*scatters, *between, *reversed(gathers))
     exact = sum(each.traffic.carried for each in (*scatters, *gathers))
@@ -179,13 +182,12 @@ def _added_up(*issued: Issued) -> tuple[float, Calls]:
     return sum(each.traffic.carried for each in issued), issued
 
 
-def _call(group: str, operation: str, ranks: int, nbytes: float, carried: float) -> Issued:
-    return Issued(group, Traffic(operation, ranks, nbytes, carried))
-
-
-def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
-    carried = ring_all_reduce_bytes(round(nbytes), ranks)
-    return _call(group, "allreduce", ranks, nbytes, carried)
+def _call(
+    group: str, operation: str, ranks: int, nbytes: int, splits: Sequence[int] = ()
+) -> Issued:
+    message = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    call = Call(operation, None, [message], [message], splits=splits)
+    return Issued(group, traffic_of(call, 0, ranks))
 
 
 # ---- counts for any calls ------------------------------------------------------------------------

@@ -152,34 +152,16 @@ class _Worlds:
         setattr(getattr(_local, "world", self._process), name, value)
 
 
-class _RankWorld(distributed_c10d._World):
-    """A new world, as a process has when it starts."""
-
-    group_count = 0
-
-
-def _own_table(name: str) -> property:
-    def get(self: Any) -> Any:
-        return self.__dict__[name]
-
-    return property(get)
-
-
-def _tables() -> dict[str, type]:
-    """The tables of the process, in the installed torch."""
+def _new_world() -> Any:
+    """A new world, as a process has when it starts: with empty tables of its own."""
     world = distributed_c10d._World()
-    tables = {}
+    own: dict[str, Any] = {"group_count": 0}
     for name, value in vars(distributed_c10d._World).items():
         if isinstance(value, property) and name not in ("pg_config_info", "default_pg"):
-            table = getattr(world, name)
+            table = getattr(world, name)  # of the process
             if isinstance(table, (dict, list)):
-                tables[name] = type(table)
-    return tables
-
-
-_TABLES = _tables()
-for _name in _TABLES:
-    setattr(_RankWorld, _name, _own_table(_name))
+                own[name] = type(table)()
+    return type("_RankWorld", (distributed_c10d._World,), own)()
 
 
 @contextmanager
@@ -217,9 +199,7 @@ def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None
 @contextmanager
 def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """Give this thread a world with a rank's simulated group as its default group."""
-    world = _RankWorld()
-    world.__dict__.update({name: table() for name, table in _TABLES.items()})
-    _local.world = world
+    _local.world = world = _new_world()
     _local.links = links
     try:
         group, _ = distributed_c10d._new_process_group_helper(
@@ -238,8 +218,9 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
     finally:
         distributed_c10d._unregister_all_process_groups()
         world.default_pg = None
-        for name in _TABLES:
-            world.__dict__[name].clear()
+        for table in vars(type(world)).values():
+            if isinstance(table, (dict, list)):
+                table.clear()
         _forget_plans()
 
 
