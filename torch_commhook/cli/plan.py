@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import colorsys
 import json
 import sys
 import textwrap
@@ -41,7 +40,7 @@ from torch_commhook.cli.plan_parser import (
     model_of_size,
     train_transformer,
 )
-from torch_commhook.cli.report import align_columns, format_bytes
+from torch_commhook.cli.report import align_columns, format_bytes, line_styles
 from torch_commhook.cli.train_config import (
     DEFAULT_HOOKS,
     DEFAULT_REPLICA_HOOKS,
@@ -61,11 +60,6 @@ from torch_commhook.wording import pluralize
 
 #: The rates in bits per second: 10 Mbit/s to 100 Gbit/s, two in each factor of ten.
 RATES = (*(base * 10**power for power in range(7, 11) for base in (1, 3)), 10**11)
-#: Most people with colour blindness can tell the first ones apart.
-_COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
-    *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
-)
 _LABEL_CHARACTERS = 90
 
 
@@ -77,7 +71,7 @@ def draw_rates(
     asked: float,
     title: str,
 ) -> None:
-    """Write a PNG with a line for each hook, in different colours.
+    """Write a PNG with a line for each hook.
 
     Args:
         path: the path of the picture.
@@ -98,9 +92,8 @@ def draw_rates(
     figure = Figure(figsize=(8, 5 + 0.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     axes: Any = figure.subplots()
-    colors = line_colors(len(labels))
-    for label, times, color in zip(labels, seconds.values(), colors, strict=True):
-        axes.plot(rates, times, label=label, color=color, marker="o", markersize=3)
+    for label, times, style in zip(labels, seconds.values(), line_styles(), strict=False):
+        axes.plot(rates, times, label=label, marker="o", markersize=3, **style)
     axes.axvline(asked, color="0.6", linewidth=0.8, label=f"the given rate, {format_rate(asked)}")
     axes.set(xscale="log", yscale="log", xlabel="rate of the link", ylabel="step (s)")
     tens = [rate for rate in rates if str(round(rate))[0] == "1"]
@@ -114,16 +107,6 @@ def draw_rates(
     # Below the axes, where it covers no line.
     figure.legend(loc="outside lower left", fontsize="small", frameon=False)
     figure.savefig(path, format="png", dpi=110)
-
-
-def line_colors(count: int) -> list[str]:
-    """Return ``count`` different colours."""
-    found = list(_COLORS[:count])
-    more = count - len(found)
-    for number in range(more):
-        parts = colorsys.hsv_to_rgb(number / more, 0.9, 0.45)
-        found.append("#" + "".join(f"{round(255 * part):02x}" for part in parts))
-    return found
 
 
 # ---- formats the answer of plan: the advice, the question, a table, and warnings -----------------
@@ -225,7 +208,8 @@ def table_of(costs: Sequence[Cost], question: Question) -> list[str]:
         (
             cost.hook,
             format_bytes(cost.bytes_sent),
-            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
+            *["?" if cost.node_bytes is None else format_bytes(cost.node_bytes)] * on_nodes,
+            *[f"{cost.messages:.4g}"] * on_nodes,
             *[str(cost.connections)] * has_connections,
             *[f"{cost.round_trips:.3g}"] * is_far,
             *_times(cost, question.optimizer, is_first=cost is costs[0]),
@@ -278,10 +262,6 @@ def _memory_notes(costs: Sequence[ShardedCost], layout: Layout) -> list[str]:
         if count
     ]
     return list(dict.fromkeys(notes))
-
-
-def _bytes_or_unknown(count: float | None) -> str:
-    return "?" if count is None else format_bytes(count)
 
 
 #: The last columns of each table.
@@ -476,10 +456,10 @@ def _layout(options: argparse.Namespace, subject: Subject) -> plan_advice.Layout
         ShardedOptionError: options contradict each other.
     """
     world = _world(options)
-    named = ("bucket_cap_mb", "shards", "shard_hook", "weights")
+    named = ("parallel", "bucket_cap_mb", "shards", "shard_hook", "weights")
     given = {name: getattr(options, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None}
-    config = resolve_sharded(TrainConfig(parallel=options.parallel, ranks=world, **given), given)
+    config = resolve_sharded(TrainConfig(ranks=world, **given), given)
     if config.parallel == "ddp":
         if options.nodes is not None and world % options.nodes:
             raise ShardedOptionError(

@@ -23,7 +23,8 @@ from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.option_types import at_most, number_of, path, positive_int, type_of
 from torch_commhook.cli.report import one_line
 from torch_commhook.cli.text_model import ByteTransformer
-from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig, is_no_hook
+from torch_commhook.cli.train_config import MOST, MOST_RANKS, TrainConfig, is_no_hook
+from torch_commhook.cli.train_options import distribution_options
 from torch_commhook.planning import BUCKET_CAPS_MB, LinkFile, Model, Parameter
 from torch_commhook.planning.model import OPTIMIZERS, measure_step
 
@@ -443,16 +444,6 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--bucket-cap-mb",
-        type=number_of("MiB", 1e-3, 1e5),
-        nargs="+",
-        metavar="MIB",
-        help=(
-            "with ddp: sizes of the buckets, in the order in which the backward fills them; the "
-            f"last size is for all later buckets ({' '.join(f'{cap:g}' for cap in BUCKET_CAPS_MB)})"
-        ),
-    )
-    parser.add_argument(
         "--threads",
         type=at_most(MOST["threads"], positive_int),
         default=1,
@@ -517,31 +508,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parallel",
-        choices=PARALLEL,
-        default="ddp",
-        help=(
-            "ddp: each rank has the model; fsdp: fully_shard over all ranks, and hooks take part "
-            "in its reduce-scatters; hsdp: sharded replicas, and hooks average across replicas "
-            "(ddp)"
-        ),
-    )
-    parser.add_argument(
-        "--shards", type=_ranks, help="with hsdp: ranks of a replica (half of the ranks)"
-    )
-    parser.add_argument(
-        "--shard-hook",
-        type=_unless_none,
-        metavar="HOOK",
-        help="with hsdp: hook for the reduce-scatters within a replica",
-    )
-    parser.add_argument(
-        "--weights",
-        type=_unless_none,
-        metavar="CODEC",
-        help="with fsdp and hsdp: codec such as blockwise() for the all-gathers of parameters",
-    )
+    shared = distribution_options(TrainConfig(bucket_cap_mb=BUCKET_CAPS_MB))
+    for name in ("--shard-hook", "--weights"):
+        shared[name]["type"] = _unless_none
+    for name, settings in shared.items():
+        parser.add_argument(name, **settings)
     parser.add_argument(
         "--reshard-after-forward",
         type=_resharding,

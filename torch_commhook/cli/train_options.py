@@ -479,6 +479,17 @@ def _communication_options(default: TrainConfig) -> Options:
             f"hook of the library such as {default.hook}, {NO_HOOK} for plain DDP or "
             f"fully_shard, or FILE.py:NAME ({default.hook})",
         ),
+        **distribution_options(default),
+        "--ranks": _option(
+            positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
+        ),
+        **world_options(),
+    }
+
+
+def distribution_options(default: TrainConfig) -> Options:
+    """The options of a model's distribution over the ranks, for ``plan``, too."""
+    return {
         "--parallel": _option(
             str,
             "ddp: each rank has the model; fsdp: fully_shard over all ranks, and the hook takes "
@@ -506,10 +517,6 @@ def _communication_options(default: TrainConfig) -> Options:
             metavar="MIB",
             nargs="+",
         ),
-        "--ranks": _option(
-            positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
-        ),
-        **world_options(),
     }
 
 

@@ -15,6 +15,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -369,17 +370,17 @@ class InBackground(Generic[_T]):
     """
 
     def __init__(self, call: Callable[[], _T]) -> None:
-        self._call = call
-        self._found: list[_T] = []
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="commhook-state", daemon=True)
-        self._thread.start()
+        self._future: Future[_T] = Future()
 
-    def _run(self) -> None:
-        try:
-            self._found.append(self._call())
-        except Exception as error:
-            self._error = error
+        def run() -> None:
+            try:
+                self._future.set_result(call())
+            except Exception as error:
+                self._future.set_exception(error)
+
+        # Not of a pool, whose threads Python waits for at its end.
+        self._thread = threading.Thread(target=run, name="commhook-state", daemon=True)
+        self._thread.start()
 
     def result(self) -> _T:
         """Wait until the function returns, and return its result.
@@ -388,10 +389,7 @@ class InBackground(Generic[_T]):
             Exception: as the function has raised it.
         """
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        (found,) = self._found
-        return found
+        return self._future.result()
 
 
 class Donor:

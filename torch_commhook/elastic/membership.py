@@ -268,12 +268,11 @@ class Membership:
         # All ranks take the parameters of the first one.
         self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries, wanted))
 
-    def wanting(self) -> list[int]:
-        """The ranks that want to take part and do not, in order of their numbers."""
-        return self._asking(self.current())[0]
-
     def _asking(self, view: View | None) -> tuple[list[int], int, int]:
-        """As :meth:`wanting` after a view, with the length of the list and number of requests."""
+        """The ranks that want to take part after a view, in order of their numbers.
+
+        Also the length of the list of entries, and the number of requests.
+        """
         wanted = self._count("wanted", 0)  # first: the entries of all these are in the list
         entries = self._entries("wanting", _number)
         known = set() if view is None else set(view.members)

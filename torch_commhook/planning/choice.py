@@ -232,15 +232,7 @@ def _predictions(
     ready: Sequence[float],
     wire: Wire,
 ) -> list[float]:
-    """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures.
-
-    Args:
-        hooks: the hooks.
-        link: the link of each rank.
-        buckets: the model's buckets.
-        ready: the time at which each bucket is full on this rank, in seconds.
-        wire: the ranks.
-    """
+    """Rank 0's predictions, from the slowest rank's times; infinite for a hook without figures."""
     measured = [_measured(hook, buckets, wire) for hook in hooks]
     own = [math.inf if each is None else each.compute_seconds for each in measured]
     computing, latest = _largest(wire, own), _largest(wire, ready)

@@ -263,14 +263,9 @@ def _all(chains: Sequence[Calls]) -> list[Issued]:
 def _compute_seconds(
     hook: Any, model: Model, bucket: int, world_size: int, device: torch.device | str
 ) -> float:
-    """Seconds that a hook computes for all gradients. A hierarchical one adds up, encodes a share.
+    """Seconds that a hook computes for all gradients, in buckets of ``bucket`` elements.
 
-    Args:
-        hook: a hook from :func:`unwrap_hook`.
-        model: the model of the gradients.
-        bucket: the number of elements of a bucket.
-        world_size: the number of ranks.
-        device: the device on which it computes.
+    A hierarchical hook adds up the gradients of a node, and encodes a share.
     """
     if isinstance(hook, library_hooks.policy):
         share = bucket / model.elements

@@ -101,13 +101,6 @@ class SimulatedStore(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def has_extended_api(self) -> bool:
         return True
 
