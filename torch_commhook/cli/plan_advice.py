@@ -413,17 +413,17 @@ def measure_sharded(
 def _measured(
     label: str, part: _Part, scatters: _Part, gathers: tuple[_Part, _Part], layout: Layout
 ) -> Measured:
-    on_shards = layout.replicas is None
-    others = gathers if on_shards else (*gathers, scatters)
+    """The figures of a hook, from those of the parts of a step; ``part`` is the hook's own."""
+    scatters, reduced = (part, _Part(0.0)) if layout.replicas is None else (scatters, part)
     return Measured(
         hook=label,
-        scattered_bytes=part.sent if on_shards else scatters.sent,
+        scattered_bytes=scatters.sent,
         forward_bytes=gathers[0].sent,
         backward_bytes=gathers[1].sent,
-        reduced_bytes=0.0 if on_shards else part.sent,
-        compute_seconds=part.seconds + sum(each.seconds for each in others),
+        reduced_bytes=reduced.sent,
+        compute_seconds=sum(each.seconds for each in (scatters, reduced, *gathers)),
         error_bytes=part.error,
-        shard_error_bytes=0.0 if on_shards else scatters.error,
+        shard_error_bytes=0.0 if part is scatters else scatters.error,
     )
 
 

@@ -651,5 +651,4 @@ def _store_of(settings: Elastic) -> dist.Store:
 
 def donors_of(view: View) -> dict[int, int]:
     """Map each new member to the trained member that sends it the state."""
-    trained: Sequence[int] = view.trained
-    return {new: trained[i % len(trained)] for i, new in enumerate(view.new)}
+    return {new: view.trained[i % len(view.trained)] for i, new in enumerate(view.new)}

@@ -188,15 +188,6 @@ class Issued:
 
 
 @dataclass
-class _Round:
-    """A collective that some ranks have reached."""
-
-    first: int
-    works: list[SimulatedWork | None]
-    count: int = 0
-
-
-@dataclass
 class _Message:
     """A send or a receive. The peer of a receive from any rank is -1."""
 
@@ -234,7 +225,8 @@ class Link:
     members: Sequence[int]
     sequence: list[int] = field(default_factory=list)
     bytes_sent: list[int] = field(default_factory=list)
-    _rounds: dict[int, _Round] = field(default_factory=dict)
+    # For each collective that some ranks have reached, their works, in the order of their coming.
+    _reached: dict[int, dict[int, SimulatedWork]] = field(default_factory=dict)
     _messages: list[_Message] = field(default_factory=list)  # without a counterpart
 
     def __post_init__(self) -> None:
@@ -269,18 +261,15 @@ class Link:
         number = self.sequence[rank] + 1
         me, work = self._begin(rank, call, number)
         self.sequence[rank] = number
-        current = self._rounds.get(number)
-        if current is None:
-            current = self._rounds[number] = _Round(rank, [None] * len(self.members))
-        first = current.works[current.first]
-        if first is not None and first.call.key != call.key:
-            self._mismatch(number, (current.first, first.call), (rank, call))
-        current.works[rank] = work
-        current.count += 1
-        if current.count == len(self.members):
-            del self._rounds[number]
-            works = [work for work in current.works if work is not None]
-            self._carry_out(number, works, run)
+        works = self._reached.setdefault(number, {})
+        if works:
+            first, other = next(iter(works.items()))
+            if other.call.key != call.key:
+                self._mismatch(number, (first, other.call), (rank, call))
+        works[rank] = work
+        if len(works) == len(self.members):
+            del self._reached[number]
+            self._carry_out(number, [each for _, each in sorted(works.items())], run)
         self.scheduler.switch(me)
         return work
 
@@ -315,10 +304,9 @@ class Link:
     def missing(self, work: SimulatedWork) -> list[int]:
         """The ranks of the run that the work still needs."""
         if work.number is not None:
-            current = self._rounds.get(work.number)
-            if current is None:
-                return []
-            return [self.members[rank] for rank, there in enumerate(current.works) if there is None]
+            works = self._reached.get(work.number)
+            absent = () if works is None else set(range(len(self.members))) - works.keys()
+            return [self.members[rank] for rank in sorted(absent)]
         return [
             self.members[message.peer]
             for message in self._messages
