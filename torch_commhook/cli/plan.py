@@ -538,12 +538,7 @@ def _of_ddp(options: argparse.Namespace, question: Question, hooks: Sequence[str
     costs = costs_at(question.bits_per_second)
     return _Answer(
         costs,
-        advise(
-            costs,
-            [cost.bytes_sent for cost in costs],
-            question.compute_seconds,
-            question.optimizer,
-        ),
+        advise(costs, question.compute_seconds, question.optimizer),
         question.sentence(step=f", buckets of {' and then '.join(f'{cap:g}' for cap in caps)} MiB"),
         table_of(costs, question),
         costs_at,
@@ -573,14 +568,10 @@ def _of_shards(
         )
 
     costs = costs_at(question.bits_per_second)
-    sent = [
-        cost.scattered_bytes + cost.forward_bytes + cost.backward_bytes + cost.reduced_bytes
-        for cost in costs
-    ]
     within = "" if options.inner_link is None else f" ({format_rate(options.inner_link)} within)"
     return _Answer(
         costs,
-        advise(costs, sent, question.compute_seconds, question.optimizer),
+        advise(costs, question.compute_seconds, question.optimizer),
         question.sentence(spread=spread_of(layout), link=within),
         sharded_table_of(costs, layout, question.optimizer),
         costs_at,

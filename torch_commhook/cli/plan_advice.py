@@ -185,14 +185,11 @@ class Advice:
     warnings: list[str]
 
 
-def advise(
-    rows: Sequence[Row], sent: Sequence[float], compute_seconds: float, optimizer: str
-) -> Advice:
+def advise(rows: Sequence[Row], compute_seconds: float, optimizer: str) -> Advice:
     """Recommend one of some hooks.
 
     Args:
         rows: the hooks, the plain all-reduce first.
-        sent: the bytes that a rank sends in a step, with each hook.
         compute_seconds: the time of a step without communication.
         optimizer: ``adamw`` or ``sgd``.
     """
@@ -206,11 +203,10 @@ def advise(
         gain = _LEAST_GAIN.get(verdicts[row.hook].loss)
         if gain is not None and row.step_seconds * gain <= chosen.step_seconds:
             chosen = row
-    bytes_of = {row.hook: count for row, count in zip(rows, sent, strict=True)}
     if chosen is plain:
         reason = _stay(plain, rows, compute_seconds)
     else:
-        reason = _take(chosen, plain, bytes_of, compute_seconds)
+        reason = _take(chosen, plain, compute_seconds)
     loss = verdicts[chosen.hook].loss
     if loss is Loss.APART:
         reason += " Ranks then take steps apart, which changes the training: compare the loss."
@@ -251,14 +247,14 @@ def _stay(plain: Row, rows: Sequence[Row], compute: float) -> str:
     )
 
 
-def _take(chosen: Row, plain: Row, sent: dict[str, float], compute: float) -> str:
+def _take(chosen: Row, plain: Row, compute: float) -> str:
     saved = plain.step_seconds - chosen.step_seconds
     is_wire = plain.wire_seconds - chosen.wire_seconds >= _MOSTLY * saved
     why = ", since a rank" if is_wire else ". Most of the difference is delays or computing; a rank"
     return (
         f"Take {chosen.hook}: a step of {say_seconds(chosen.step_seconds)} instead of "
         f"{say_seconds(plain.step_seconds)} with a plain all-reduce{why} sends "
-        f"{format_bytes(sent[chosen.hook])} in a step instead of {format_bytes(sent[plain.hook])}: "
+        f"{format_bytes(chosen.bytes_sent)} in a step instead of {format_bytes(plain.bytes_sent)}: "
         f"{say_seconds(chosen.wire_seconds)} on the link instead of "
         f"{say_seconds(plain.wire_seconds)}. Without communication a step takes "
         f"{say_seconds(compute)}."
@@ -332,6 +328,11 @@ class Measured:
     compute_seconds: float
     error_bytes: float
     shard_error_bytes: float
+
+    @property
+    def bytes_sent(self) -> float:
+        """The bytes that each rank sends in all."""
+        return self.scattered_bytes + self.forward_bytes + self.backward_bytes + self.reduced_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

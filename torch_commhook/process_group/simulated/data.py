@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,15 +25,7 @@ Results = Sequence[Sequence[Tensor]]
 #: From the calls of all ranks, in rank order, to the results of each.
 Collective = Callable[[Sequence["Call"]], Results]
 
-_ON_BOOL = {
-    "SUM": torch.logical_or,
-    "MAX": torch.logical_or,
-    "BOR": torch.logical_or,
-    "PRODUCT": torch.logical_and,
-    "MIN": torch.logical_and,
-    "BAND": torch.logical_and,
-    "BXOR": torch.logical_xor,
-}
+#: The binary functions of reductions; of bool they are the logical ones.
 _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -64,24 +56,17 @@ class Reduction:
         return self.name.lower()
 
 
+@functools.lru_cache(maxsize=1000)
 def pairwise(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The binary function of a reduction; None if there is none."""
-    if dtype == torch.bool:
-        return _ON_BOOL.get(name)
-    return _PAIRWISE.get(name)
-
-
-@lru_cache(maxsize=1000)
-def can_reduce(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch supports the reduction for a dtype."""
-    function = pairwise(name, dtype)
-    if function is None:
-        return False
+    """The binary function of a reduction; None if torch does not support it for a dtype."""
+    function = _PAIRWISE.get(name)
+    if function is None or (dtype == torch.bool and name in ("AVG", "PREMUL_SUM")):
+        return None
     one = torch.empty(1, dtype=dtype, device="cpu")
     try:
-        return function(one, one).dtype == dtype
+        return function if function(one, one).dtype == dtype else None
     except (RuntimeError, TypeError):
-        return False
+        return None
 
 
 def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction | None) -> Tensor:
@@ -101,14 +86,6 @@ def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction | None) -> Te
     return total.to(first.dtype)
 
 
-def reduce_sparse(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of sparse tensors, coalesced."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total.coalesce().clone()
-
-
 def write(output: Tensor, value: Tensor) -> None:
     """Write a result, hidden from autograd: collectives are not differentiated."""
     if output.layout is torch.sparse_coo:
@@ -124,7 +101,7 @@ def write(output: Tensor, value: Tensor) -> None:
 def all_reduce(calls: Sequence[Call]) -> Results:
     """Each tensor's reduction, for all ranks."""
     totals = [
-        reduce_sparse(tensors)
+        functools.reduce(torch.add, tensors).coalesce().clone()
         if tensors[0].layout is torch.sparse_coo
         else reduce_tensors(tensors, calls[0].reduction)
         for tensors in zip(*(call.inputs for call in calls), strict=True)
@@ -303,7 +280,7 @@ def reduction_of(operation: str, opts: Any, tensors: Sequence[Tensor]) -> Reduct
         raise TypeError(f"{operation}: op must be a ReduceOp, got {type_name(op)}")
     reduction = Reduction(op)
     for tensor in tensors:
-        if not can_reduce(reduction.name, tensor.dtype):
+        if pairwise(reduction.name, tensor.dtype) is None:
             raise ValueError(
                 f"{operation}: op must be one for tensors of {tensor.dtype}, got {reduction}"
             )
