@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
@@ -88,12 +88,11 @@ class Pieces:
         while at < self.numel and (nbytes > 0 or not parts):
             index = bisect_right(self._starts, at) - 1
             parameter, begin = self._parameters[index], at - self._starts[index]
-            end = _length(parameter)
+            end, of_element = _length(parameter), self._bytes_of_element(parameter)
             if parameter.is_contiguous():
-                of_element = max(1, self._bytes_of_element(parameter))
                 end = min(end, begin + max(1, nbytes // of_element))
             parts.append(self._copied(index, begin, end))
-            nbytes -= sum(_bytes_of(parts[-1]))
+            nbytes -= (end - begin) * of_element
             at = self._starts[index] + end
         return parts, at
 
@@ -142,23 +141,17 @@ class Pieces:
 
         Different bits give different numbers, except with a chance of 1 in billions.
         """
-        return [self._sum(parameter) for parameter in self._parameters]
+        return [_sum_of([each, *self._states_of(each)]) for each in self._parameters]
 
-    def _sum(self, parameter: Tensor) -> int:
-        total = sum_of_bits(parameter)
-        for place, optimizer in enumerate(self._optimizers, 2):
-            total += place * _sum_of(optimizer.state.get(parameter, {}))
-        return total
+    def _states_of(self, parameter: Tensor) -> list[dict[str, Any]]:
+        """Each optimizer's state of a parameter, by name; empty if it has none."""
+        return [optimizer.state.get(parameter, {}) for optimizer in self._optimizers]
 
     def _bytes_of_element(self, parameter: Tensor) -> int:
-        states = (optimizer.state.get(parameter, {}) for optimizer in self._optimizers)
-        sizes: list[int] = [
-            value.element_size()
-            for state in states
-            for value in state.values()
-            if _goes_along(value, parameter)
-        ]
-        return parameter.element_size() + sum(sizes)
+        """The bytes of an element of a parameter, with its optimizer state."""
+        values = [value for state in self._states_of(parameter) for value in state.values()]
+        along = [value for value in values if _goes_along(value, parameter)]
+        return sum(each.element_size() for each in (parameter, *along))
 
     def _copied(self, index: int, begin: int, end: int) -> Part:
         parameter = self._parameters[index]
@@ -229,14 +222,6 @@ def _sum_of(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(place * _sum_of(each) for place, each in enumerate(value, 1))
     return zlib.crc32(repr(value).encode())
-
-
-def _bytes_of(part: Part) -> Iterator[int]:
-    _, _, elements, states = part
-    yield elements.nbytes
-    for state in states:
-        for value, _ in (state or {}).values():
-            yield value.nbytes if isinstance(value, Tensor) else 8
 
 
 # ---- messages of bytes and numbers, and the state of optimizers ----------------------------------

@@ -236,7 +236,9 @@ class Membership:
             waited = self._now() - seen_at
             if is_heard and self._may_begin(view, wanting, waited):
                 if waited >= wanting.index(self.own) * _TURN:
-                    self._begin(view, wanting, entries, wanted)
+                    number = 1 if view is None else view.number + 1
+                    new = tuple(wanting[1:])  # all ranks take the parameters of the first one
+                    self._propose(view, View(number, tuple(wanting), new, 0, entries, wanted))
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
                     f"torch_commhook: rank {self.own} has waited for {timeout:g} s to join; "
@@ -262,11 +264,6 @@ class Membership:
         if view is None and self._first_ranks is not None:
             return len(wanting) >= self._first_ranks or waited >= self._grace
         return waited >= self._grace
-
-    def _begin(self, view: View | None, wanting: list[int], entries: int, wanted: int) -> None:
-        number = 1 if view is None else view.number + 1
-        # All ranks take the parameters of the first one.
-        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries, wanted))
 
     def _asking(self, view: View | None) -> tuple[list[int], int, int]:
         """The ranks that want to take part after a view, in order of their numbers.
@@ -306,11 +303,8 @@ class Membership:
         """
         self._store.append("left", f"{self.own}:{steps} ")
 
-    def _left(self, view: View) -> dict[int, int]:
-        """The members that have announced that they leave, with the steps of each."""
-        return {own: steps for own, steps in self._leaving() if own in view.members}
-
     def _leaving(self) -> list[tuple[int, int]]:
+        """The ranks that have announced that they leave, with the steps of each."""
         return [each for each in self._entries("left", _own_and_steps) if each is not None]
 
     # ---- changing --------------------------------------------------------------------------------
@@ -393,7 +387,7 @@ class Membership:
             is_late: whether the time of the missing members is over.
             lets_in: whether new members may take part.
         """
-        left_before = self._left(view)
+        left_before = {own: steps for own, steps in self._leaving() if own in view.members}
         stay = here.keys() - left_before
         here = {rank: here[rank] for rank in view.members if rank in stay}
         missing = set(view.members) - here.keys()
