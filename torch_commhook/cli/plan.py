@@ -67,7 +67,6 @@ def draw_rates(
     path: Path,
     seconds: Mapping[str, Sequence[float]],
     *,
-    rates: Sequence[float] = RATES,
     asked: float,
     title: str,
 ) -> None:
@@ -75,8 +74,7 @@ def draw_rates(
 
     Args:
         path: the path of the picture.
-        seconds: the time of a step with each hook, in seconds, at each rate.
-        rates: the rates of links, in bits per second.
+        seconds: the time of a step with each hook, in seconds, at each of :data:`RATES`.
         asked: the rate of the table. A vertical line marks it.
         title: the title of the picture.
 
@@ -93,10 +91,10 @@ def draw_rates(
     FigureCanvasAgg(figure)  # unlike pyplot, it needs no display
     axes: Any = figure.subplots()
     for label, times, style in zip(labels, seconds.values(), line_styles(), strict=False):
-        axes.plot(rates, times, label=label, marker="o", markersize=3, **style)
+        axes.plot(RATES, times, label=label, marker="o", markersize=3, **style)
     axes.axvline(asked, color="0.6", linewidth=0.8, label=f"the given rate, {format_rate(asked)}")
     axes.set(xscale="log", yscale="log", xlabel="rate of the link", ylabel="step (s)")
-    tens = [rate for rate in rates if str(round(rate))[0] == "1"]
+    tens = [rate for rate in RATES if str(round(rate))[0] == "1"]
     axes.set_xticks(tens, [format_rate(rate) for rate in tens], minor=False)
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -165,17 +163,13 @@ class Question:
         source = f" ({self.link_file})" if self.link_file else ""
         measured = ", measured here" if self.is_measured else ""
         threads = pluralize(self.threads, "thread")
+        optimizer = {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
         parameters = "parameter" if self.model.elements == 1 else "parameters"
         return (
             f"{format_count(self.model.elements)} {parameters}{name}, {ranks}{spread}, "
             f"{wire} each way{link}{source}, a step of {format_seconds(self.compute_seconds)} "
-            f"without communication{measured}{step}, {self.optimizer_name}, {threads}"
+            f"without communication{measured}{step}, {optimizer}, {threads}"
         )
-
-    @property
-    def optimizer_name(self) -> str:
-        """The name of the optimizer's class in PyTorch."""
-        return {"adamw": "AdamW", "sgd": "SGD"}[self.optimizer]
 
 
 def text_of(advice: Advice, question: str, table: Sequence[str]) -> str:
