@@ -70,19 +70,24 @@ def formula_of(hook: Any, model: Model, ranks: int, nodes: int) -> Work | None:
     inside = without_memory(hook)
     every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
     if type(inside) is hooks.powersgd:
-        sent, issued = low_rank_sum(inside, model, ranks)
-        return Work(sent, (issued,), {MODEL: every}, hook)
+        return _among_all(low_rank_sum(inside, model, ranks), hook, every)
     elements = min(model.elements, _MOST_ELEMENTS)
     if type(inside) is hooks.hierarchical and inside.levels is not None:
         found = _hierarchical(inside, elements, ranks, nodes, every)
     else:
-        flat = _flat(inside, elements, ranks)
-        found = None if flat is None else Work(flat[0], (flat[1],), {MODEL: every}, hook)
+        found = _among_all(_flat(inside, elements, ranks), hook, every)
     if found is None or elements == model.elements:
         return found
     factor = model.elements / elements
     chains = tuple(scaled(chain, factor) for chain in found.chains)
     return replace(found, bytes_sent=found.bytes_sent * factor, chains=chains)
+
+
+def _among_all(
+    found: tuple[float, Calls] | None, hook: Any, every: list[Sequence[int]]
+) -> Work | None:
+    """The work of a hook with its bytes and calls in the group of all ranks."""
+    return None if found is None else Work(found[0], (found[1],), {MODEL: every}, hook)
 
 
 def without_memory(hook: Any) -> Any:
@@ -158,8 +163,7 @@ def _hierarchical(
     *inner, units = nesting.sizes
     if units == 1 or not inner:
         plain = hooks.allreduce() if units == 1 else hooks.compressed(hook.codec)
-        flat = _flat(plain, elements, ranks)
-        return None if flat is None else Work(flat[0], (flat[1],), {MODEL: every}, plain)
+        return _among_all(_flat(plain, elements, ranks), plain, every)
     members: Members = {
         f"level {level}": [nesting.inner[rank][level] for rank in range(per_node)]
         for level in range(len(inner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -210,7 +210,6 @@ class _Message:
         )
 
 
-@dataclass
 class Link:
     """The ranks of one group.
 
@@ -220,18 +219,15 @@ class Link:
         members: the rank in the run of each of the group's ranks.
     """
 
-    links: Links
-    name: str
-    members: Sequence[int]
-    sequence: list[int] = field(default_factory=list)
-    bytes_sent: list[int] = field(default_factory=list)
-    # For each collective that some ranks have reached, their works, in the order of their coming.
-    _reached: dict[int, dict[int, SimulatedWork]] = field(default_factory=dict)
-    _messages: list[_Message] = field(default_factory=list)  # without a counterpart
-
-    def __post_init__(self) -> None:
-        self.sequence = [0] * len(self.members)
-        self.bytes_sent = [0] * len(self.members)
+    def __init__(self, links: Links, name: str, members: Sequence[int]) -> None:
+        self.links = links
+        self.name = name
+        self.members = members
+        self.sequence = [0] * len(members)
+        self.bytes_sent = [0] * len(members)
+        # For each collective that some ranks have reached, their works, in the order of arrival.
+        self._reached: dict[int, dict[int, SimulatedWork]] = {}
+        self._messages: list[_Message] = []  # without a counterpart
 
     @property
     def scheduler(self) -> Scheduler:
@@ -318,10 +314,7 @@ class Link:
     def message(self, rank: int, call: Call, tag: int) -> SimulatedWork:
         """Send or receive on one rank; the work is done when the counterpart has come.
 
-        Args:
-            rank: the rank.
-            call: the send or the receive. Its root is the peer; -1 if that may be any rank.
-            tag: the tag of the message.
+        The root of the call is the peer; -1 if that may be any rank.
         """
         me, work = self._begin(rank, call, None)
         own = _Message(work, rank, call.root, tag)
